@@ -1,0 +1,272 @@
+"""The paper's specification tables as two dataclasses and a dictionary of presets.
+
+A field of `ModelConfig` is a row of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19), a preset is a column,
+and each preset is a `replace` of its ancestor. A field of `TrainConfig` is a row of Tables 6-7 (hyperparameters).
+Nothing here imports torch, so that a wrong configuration is refused at once.
+"""
+
+import dataclasses
+import typing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lineartime.settings import check_fields, parse_field, replace_fields, require, require_name
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model: the rows of the specification tables, then what the tables leave out."""
+
+    n_heads: int = 12
+    """# of attention heads."""
+    attn_kernel: Literal["softmax", "relu2"] = "softmax"
+    """Attention kernel: softmax(q k / sqrt(head width)) or relu(q k / n + b)^2."""
+    attn_type: Literal["quadratic", "mixed_chunk"] = "quadratic"
+    """Attention type: over the whole row, or quadratic in a chunk and linear across chunks."""
+    ffn: Literal["mlp", "glu", "gau"] = "mlp"
+    """FFN type; "gau" is one layer that is attention and FFN at once."""
+    activation: Literal["gelu", "silu"] = "gelu"
+    norm: Literal["layer_norm", "scale_norm"] = "layer_norm"
+    abs_pos: Literal["learned", "scaled_sin"] = "learned"
+    """Absolute position embedding."""
+    rel_pos: Literal["rope"] | None = None
+    """Relative position embedding."""
+    n_layers: int = 12
+    """GAU layers, or pairs of an attention layer and an FFN layer."""
+    d_model: int = 768
+    """Hidden size."""
+    expansion_factor: int = 4
+    """Expansion rate; a GLU takes two thirds of it (see `d_inner`)."""
+    chunk_size: int | None = None
+    """Tokens in a chunk of mixed chunk attention; None where there are no chunks."""
+
+    query_key_dim: int = 128
+    """Width of a GAU's queries and keys, the paper's s."""
+    vocab_size: int = 32_000
+    context: int = 512
+    """Tokens in a training row: the size of a learned position table, and n of relu(q k / n + b)^2 without chunks."""
+    attn_scale_len: int | None = None
+    """n of relu(q k / n + b)^2 without chunks, where it is not `context`. Never the length at hand."""
+    causal: bool = True
+    end_of_document: int | None = None
+    """Token that starts the next document in a packed row; None when every row is one document."""
+    document_mask: Literal["exact", "paper"] = "exact"
+    """"exact": no token sees another document. "paper": the chunk-range mask of the paper's listing, which leaks."""
+    chunk_pooling: Literal["mean", "sum"] = "mean"
+    """How the linear part adds up chunks: the listing's mean, or the main text's sum."""
+    chunk_parts: Literal["both", "local", "global"] = "both"
+    """Mixed chunk attention whole, or one half of it (the paper's LocalOnly and GlobalOnly)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
+        if self.attn_type == "mixed_chunk":
+            require(self.chunk_size is not None and self.chunk_size >= 1,
+                     "mixed chunk attention needs a chunk size", f"chunk_size = {self.chunk_size}", "try chunk_size = 256")
+            require(self.ffn == "gau", "mixed chunk attention is for GAU layers", f"ffn = {self.ffn}")
+        else:
+            require(self.chunk_size is None, "chunk_size is for mixed chunk attention",
+                     f"attn_type = {self.attn_type}", "leave it out")
+            require(self.chunk_parts == "both", "chunk_parts is for mixed chunk attention", f"attn_type = {self.attn_type}")
+        if self.ffn == "gau":
+            require(self.n_heads == 1, "a GAU has one head", f"n_heads = {self.n_heads}", "set n_heads = 1")
+            require(self.attn_kernel == "relu2", "a GAU's attention kernel is relu2", f"attn_kernel = {self.attn_kernel}")
+            require(self.query_key_dim % 2 == 0, "RoPE needs an even width", f"query_key_dim = {self.query_key_dim}")
+        else:
+            require(self.attn_kernel == "softmax", "multi-head attention's kernel is softmax",
+                     f"attn_kernel = {self.attn_kernel}")
+            require(self.d_model % self.n_heads == 0, "d_model must be a multiple of n_heads",
+                     f"d_model = {self.d_model}, n_heads = {self.n_heads}")
+            require(self.rel_pos is None or self.head_dim % 2 == 0, "RoPE needs an even head width",
+                     f"d_model / n_heads = {self.head_dim}")
+        require(self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width",
+                 f"d_model = {self.d_model}")
+        if self.end_of_document is not None:
+            require(0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
+                     f"{self.end_of_document} of {self.vocab_size}")
+
+    @property
+    def d_inner(self) -> int:
+        """The paper's e: the FFN's or GAU's inner width. A GLU has three matrices where an MLP has two, so it takes
+        two thirds of the width, to the nearest multiple of 8: what the paper's 110 M and 486 M mean."""
+        if self.ffn == "glu":
+            return round(self.d_model * self.expansion_factor * 2 / 3 / 8) * 8 or 8
+        return self.d_model * self.expansion_factor
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def scale_len(self) -> int:
+        """n of relu(q k / n + b)^2, fixed by the configuration; it also decides the form of the position bias."""
+        if self.chunk_size is not None:
+            return self.chunk_size
+        return self.attn_scale_len or self.context
+
+    @property
+    def max_len(self) -> int | None:
+        """Longest row the position tables allow; None when there is no limit.
+
+        A learned position table ends at `context`; a Toeplitz bias (n < 512) without chunks ends at n."""
+        if self.abs_pos == "learned":
+            return self.context
+        if self.ffn == "gau" and self.chunk_size is None and self.scale_len < TOEPLITZ_BELOW:
+            return self.scale_len
+        return None
+
+
+TOEPLITZ_BELOW = 512
+"""The relative position bias is a Toeplitz table for n below this, two rotated vectors from here on (Code 4)."""
+
+TRANSFORMER = ModelConfig()
+TRANSFORMER_PLUS = replace(TRANSFORMER, abs_pos="scaled_sin", rel_pos="rope")
+TRANSFORMER_PLUS_PLUS = replace(TRANSFORMER_PLUS, ffn="glu")
+FLASH_QUAD = replace(TRANSFORMER_PLUS, n_heads=1, attn_kernel="relu2", ffn="gau", activation="silu", n_layers=24,
+                     expansion_factor=2)
+FLASH = replace(FLASH_QUAD, attn_type="mixed_chunk", chunk_size=256)
+
+PRESETS: dict[str, ModelConfig] = {
+    "transformer": TRANSFORMER,
+    "transformer+": TRANSFORMER_PLUS,
+    "transformer++": TRANSFORMER_PLUS_PLUS,
+    "flash-quad": FLASH_QUAD,
+    "flash": FLASH,
+}
+TASKS = ("c4", "wiki40b", "pg19")
+
+
+def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfig:
+    """The preset `model` at the specification the paper uses for `task`, with any field replaced.
+
+    Raises UsageError for an unknown model, task or field."""
+    require_name("model", model, PRESETS)
+    require_name("task", task, TASKS)
+    config = PRESETS[model]
+    if task == "c4":
+        config = replace(config, causal=False, norm="layer_norm" if model == "transformer" else "scale_norm")
+    if task == "pg19":
+        config = replace(config, n_layers=3 * config.n_layers, d_model=1024,
+                         n_heads=1 if config.ffn == "gau" else 16,
+                         chunk_size=None if config.chunk_size is None else 512)
+    return replace_fields(config, fields)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run: the rows of the hyperparameter tables, then what a run needs besides."""
+
+    tokens_per_step: int = 2**18
+    """Tokens per batch."""
+    steps: int = 125_000
+    """Number of steps."""
+    warmup_steps: int = 10_000
+    learning_rate: float = 7e-4
+    """Peak learning rate; the decay is linear, to zero at `steps`."""
+    adam_epsilon: float = 1e-6
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    weight_decay: float = 0.01
+    clip: float | None = 0.1
+    """Largest norm of a gradient; None switches clipping off, as the table does for the vanilla Transformer."""
+    clip_scope: Literal["local", "global"] = "local"
+    """"local": each micro-batch's gradient is clipped before they are averaged, as in the paper. "global": their mean."""
+
+    micro_batch_tokens: int = 4096
+    """Tokens whose gradient is computed at once, and the unit of local clipping (in the paper 2^18 / 64 cores)."""
+    seed: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """"bfloat16" is autocast: parameters and optimizer stay in float32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    compile: bool = False
+    """torch.compile the model."""
+    eval_every: int = 500
+    """Steps between held-out evaluations."""
+    eval_tokens: int = 100_000
+    """Held-out tokens scored in training; the evaluation at the end scores all."""
+    save_every: int = 500
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every", "keep"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "seed"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative", f"{name} = {getattr(self, name)}")
+        for name in ("learning_rate", "adam_epsilon"):
+            require(getattr(self, name) > 0, f"{name} must be positive", f"{name} = {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1)", f"{name} = {getattr(self, name)}")
+        require(self.clip is None or self.clip > 0, "clip must be positive", f"clip = {self.clip}", 'say "none" for off')
+        require(self.warmup_steps <= self.steps, "warm-up is longer than the run",
+                 f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
+        require(self.tokens_per_step % self.micro_batch_tokens == 0, "tokens_per_step must be a multiple of micro_batch_tokens",
+                 f"{self.tokens_per_step} and {self.micro_batch_tokens}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A model and how it is trained: what `lineartime train` resolves its arguments to and stores with the run."""
+
+    model: ModelConfig
+    train: TrainConfig
+    preset: str
+    task: str
+    data: str
+
+    def __post_init__(self) -> None:
+        context, micro = self.model.context, self.train.micro_batch_tokens
+        require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
+                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
+
+
+MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
+TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
+RUN_FIELDS = ("model", "task", "data")
+
+
+def run_config(settings: dict[str, Any]) -> RunConfig:
+    """The run that a flat table of settings means: `model`, `task`, `data` and any field of the two configurations.
+
+    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a value that makes no sense."""
+    for name in settings:
+        require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
+    require("model" in settings, "no model is named", "model", f"one of {', '.join(PRESETS)}")
+    require("data" in settings, "no data is named", "data", "give a folder made by `lineartime prepare`")
+    preset, task = settings["model"], settings.get("task", "wiki40b")
+    train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
+    train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
+    model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
+    return RunConfig(model=model_config(preset, task, **model), train=replace_fields(TrainConfig(), train),
+                     preset=preset, task=task, data=str(settings["data"]))
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`name=value` from the command line; the value is read as its field's type, "none" switches a field off."""
+    name, equals, value = text.partition("=")
+    require(bool(equals), "a setting is NAME=VALUE", repr(text))
+    name = name.strip()
+    require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
+    if name in RUN_FIELDS:
+        return name, value
+    kind = typing.get_type_hints(ModelConfig if name in MODEL_FIELDS else TrainConfig)[name]
+    return name, parse_field(name, value.strip(), kind)
+
+
+def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def model_config_from_dict(fields: dict[str, Any]) -> ModelConfig:
+    """The configuration stored with a checkpoint. Raises UsageError for an unknown field."""
+    return replace_fields(ModelConfig(), fields)
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """The fields in which two configurations of one class differ, as `name: old -> new`."""
+    return [f"{f.name}: {getattr(old, f.name)} -> {getattr(new, f.name)}" for f in dataclasses.fields(old)
+            if getattr(old, f.name) != getattr(new, f.name)]

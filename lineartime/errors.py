@@ -1,0 +1,46 @@
+"""What a person sees when something is wrong: one line, an exit code, no traceback.
+
+`error: WHAT: WHERE; what to do`. The command line prints it and exits with the class's `exit_code`;
+a Python caller catches `LineartimeError` or the class it cares about.
+"""
+
+
+class LineartimeError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, where: object = None, todo: str | None = None):
+        self.what, self.where, self.todo = what, where, todo
+        message = what if where is None else f"{what}: {where}"
+        super().__init__(message if todo is None else f"{message}; {todo}")
+
+
+class UsageError(LineartimeError):
+    """Wrong arguments or a wrong configuration."""
+
+    exit_code = 2
+
+
+class DataError(LineartimeError):
+    """Text or prepared tokens that cannot be used; `where` names the file and the line or byte."""
+
+    exit_code = 3
+
+
+class CheckpointError(LineartimeError):
+    """A checkpoint that is damaged, missing, or of another run."""
+
+    exit_code = 4
+
+
+class NumericsError(LineartimeError):
+    """A loss or gradient that is not finite."""
+
+    exit_code = 5
+
+
+class ResourceError(LineartimeError):
+    """The environment: disk, memory, a lock held by another run."""
+
+    exit_code = 6
