@@ -65,6 +65,8 @@ class ModelConfig:
             require(self.chunk_size is not None and self.chunk_size >= 1,
                      "mixed chunk attention needs a chunk size", f"chunk_size = {self.chunk_size}", "try chunk_size = 256")
             require(self.ffn == "gau", "mixed chunk attention is for GAU layers", f"ffn = {self.ffn}")
+            require(self.document_mask == "exact" or self.chunk_pooling == "mean",
+                    "the paper's document mask averages", f"chunk_pooling = {self.chunk_pooling}", 'set document_mask = "exact"')
         else:
             require(self.chunk_size is None, "chunk_size is for mixed chunk attention",
                      f"attn_type = {self.attn_type}", "leave it out")
@@ -72,6 +74,7 @@ class ModelConfig:
         if self.ffn == "gau":
             require(self.n_heads == 1, "a GAU has one head", f"n_heads = {self.n_heads}", "set n_heads = 1")
             require(self.attn_kernel == "relu2", "a GAU's attention kernel is relu2", f"attn_kernel = {self.attn_kernel}")
+            require(self.rel_pos == "rope", "a GAU needs rel_pos = rope", f"rel_pos = {self.rel_pos}")
             require(self.query_key_dim % 2 == 0, "RoPE needs an even width", f"query_key_dim = {self.query_key_dim}")
         else:
             require(self.attn_kernel == "softmax", "multi-head attention's kernel is softmax",

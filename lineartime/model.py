@@ -1,0 +1,169 @@
+"""One language model for every column of the specification tables: embedding, layers, norm, tied head."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lineartime.cache import ChunkState, DecodingState, Feed, KeyValueCache
+from lineartime.config import ModelConfig
+from lineartime.errors import UsageError
+from lineartime.gau import GatedAttentionUnit, init_gau
+from lineartime.layers import Layout, ScaledSin, document_boundaries, make_norm, rotary
+from lineartime.mhsa import FeedForward, MultiHeadAttention
+
+
+class LanguageModel(nn.Module):
+    """Tokens to logits. The configuration says which of the paper's models it is; see `config.PRESETS`.
+
+    `ids == config.end_of_document` starts a new document in a row, and no document sees another."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.abs_pos = (ScaledSin(config.d_model) if config.abs_pos == "scaled_sin"
+                        else nn.Embedding(config.context, config.d_model))
+        self.layers = nn.ModuleList(layer for _ in range(config.n_layers) for layer in make_layers(config))
+        self.norm = make_norm(config.norm, config.d_model)
+        self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
+        init_weights(self)
+
+    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None) -> Tensor:
+        """logits_BTV of the next token (causal) or of the token itself (not causal).
+
+        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that never fall along a
+        row; by default they are counted from `config.end_of_document`. padding_mask_BT: True where there is a token; padding
+        may stand anywhere and changes nothing. Raises UsageError for a row longer than the position tables allow."""
+        return self.logits(self.hidden(ids_BT, segment_ids_BT, padding_mask_BT))
+
+    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None) -> Tensor:
+        """`forward` without the head: x_BTD after the last norm."""
+        self.check_length(ids_BT.shape[1])
+        if segment_ids_BT is None and self.config.end_of_document is not None:
+            segment_ids_BT = (ids_BT == self.config.end_of_document).cumsum(1)
+        order_BT = None
+        if padding_mask_BT is not None:
+            # Tokens move to the front of their row, so that padding shifts neither positions nor the grid of chunks.
+            order_BT = padding_mask_BT.int().argsort(dim=1, descending=True, stable=True)
+            ids_BT, valid_BT = ids_BT.gather(1, order_BT), padding_mask_BT.bool().gather(1, order_BT)
+            segment_ids_BT = torch.zeros_like(ids_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
+            segment_ids_BT = torch.where(valid_BT, segment_ids_BT, -1)
+        position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        layout = Layout(self.rotary(position_1T), segment_ids_BT)
+        if segment_ids_BT is not None and self.config.ffn != "gau":
+            layout.boundaries = document_boundaries(segment_ids_BT)
+        x_BTD = self.embed(ids_BT) + self.abs_pos(position_1T)
+        for layer in self.layers:
+            inputs = (x_BTD,) if isinstance(layer, FeedForward) else (x_BTD, layout)
+            if self.activation_checkpointing and self.training:
+                x_BTD = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                x_BTD = layer(*inputs)
+        if order_BT is not None:
+            x_BTD = x_BTD.gather(1, order_BT.argsort(1)[..., None].expand_as(x_BTD))
+        return self.norm(x_BTD)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """The head: the embedding's transpose and a bias."""
+        return F.linear(x_BTD, self.embed.weight, self.head_bias)
+
+    def rotary(self, position_BT: Tensor) -> tuple[Tensor, Tensor] | None:
+        config = self.config
+        if config.rel_pos is None:
+            return None
+        return rotary(position_BT, config.query_key_dim if config.ffn == "gau" else config.head_dim, self.embed.weight.dtype)
+
+    def check_length(self, length: int) -> None:
+        limit = self.config.max_len
+        if limit is not None and length > limit:
+            raise UsageError("row longer than the position table", f"{length} tokens, the table has {limit}",
+                             "train with a larger context, or use a model without a table (flash)")
+
+    def decoding_state(self, batch_size: int) -> DecodingState:
+        """The memory of `batch_size` rows that have had no token yet. Raises UsageError for a model that is not causal."""
+        config, weight = self.config, self.embed.weight
+        if not config.causal:
+            raise UsageError("only a causal model decodes", "causal = false")
+
+        def zeros(*shape: int) -> Tensor:
+            return weight.new_zeros(batch_size, *shape)
+
+        caches: list[ChunkState | KeyValueCache] = []
+        for _ in range(config.n_layers):
+            if config.chunk_size is not None:
+                s, e, c = config.query_key_dim, config.d_inner, config.chunk_size
+                caches.append(ChunkState(zeros(c, s), zeros(c, s), zeros(c, e), zeros(s, e), zeros()))
+            elif config.ffn == "gau":
+                caches.append(KeyValueCache(zeros(0, config.query_key_dim), zeros(0, config.d_inner)))
+            else:
+                caches.append(KeyValueCache(*(zeros(0, config.n_heads, config.head_dim) for _ in range(2))))
+        none_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        return DecodingState(caches, none_B, none_B.clone())
+
+    def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState) -> Tensor:
+        """`hidden` for the next tokens of each row, `[B, N, D]`; the state moves on. Equal to the parallel form at any split.
+
+        ids_BN: row b's next `n_new_B[b]` tokens, then anything. Raises UsageError past the end of a position table."""
+        self.check_length(int((state.length_B + n_new_B).max()))
+        begins_BN = torch.zeros_like(ids_BN, dtype=torch.bool)
+        if self.config.end_of_document is not None:
+            begins_BN = ids_BN == self.config.end_of_document
+        feed = Feed(state.length_B, state.start_B, n_new_B, begins_BN)
+        position_BN = feed.position_BN if self.config.max_len is None else feed.position_BN.clamp(max=self.config.max_len - 1)
+        layout = Layout(self.rotary(position_BN))
+        x_BND = self.embed(ids_BN) + self.abs_pos(position_BN)
+        caches = iter(state.caches)
+        for layer in self.layers:
+            x_BND = layer(x_BND) if isinstance(layer, FeedForward) else layer.extend(x_BND, layout, feed, next(caches))
+        state.length_B = state.length_B + n_new_B
+        state.start_B = torch.where(n_new_B > 0, feed.start_BN.amax(1), state.start_B)
+        return self.norm(x_BND)
+
+
+def make_layers(config: ModelConfig) -> list[nn.Module]:
+    """One GAU, or one attention layer and one feed-forward layer."""
+    if config.ffn == "gau":
+        return [GatedAttentionUnit(
+            config.d_model, expansion_factor=config.expansion_factor, query_key_dim=config.query_key_dim,
+            chunk_size=config.chunk_size, scale_len=config.scale_len, causal=config.causal, norm=config.norm,
+            activation=config.activation, document_mask=config.document_mask, chunk_pooling=config.chunk_pooling,
+            chunk_parts=config.chunk_parts)]
+    return [MultiHeadAttention(config.d_model, config.n_heads, causal=config.causal, norm=config.norm),
+            FeedForward(config.d_model, config.d_inner, glu=config.ffn == "glu", activation=config.activation, norm=config.norm)]
+
+
+@torch.no_grad()
+def init_weights(model: LanguageModel) -> None:
+    """Initial values, from torch's global generator.
+
+    | parameter | value |
+    |---|---|
+    | matrices, embeddings, GAU scales, position bias | normal(0, 0.02) |
+    | biases, GAU offsets | 0 |
+    | norm scales | 1 |
+    | ScaledSin's scalar | d^-1/2 |
+    """
+    for module in model.modules():
+        if isinstance(module, GatedAttentionUnit):
+            init_gau(module)
+        elif isinstance(module, ScaledSin):
+            nn.init.constant_(module.scalar, module.d_model**-0.5)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, MultiHeadAttention | FeedForward):
+            for linear in (module.in_proj, module.out_proj):
+                nn.init.normal_(linear.weight, std=0.02)
+                nn.init.zeros_(linear.bias)
+    for name, parameter in model.named_parameters():
+        if "norm" in name.split("."):
+            nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
+    nn.init.zeros_(model.head_bias)
+
+
+def token_losses(model: nn.Module, rows_BT: Tensor) -> Tensor:
+    """-ln p of each token given those before it in its row, in nats and float32 at least: `[B, T - 1]` for rows of T."""
+    logits_BTV = model(rows_BT[:, :-1])
+    logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="none").view_as(rows_BT[:, 1:])
