@@ -1,0 +1,38 @@
+PYTHON ?= python3
+TOO_OLD = error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) -V 2>&1); name another with make PYTHON=...
+
+help:
+	@echo "make train   train FLASH on a book that ships here, in about five minutes"
+	@echo "make test    run the tests; PYTEST_ARGS='tests/test_config.py -k toml' picks some"
+	@echo "make lint    ruff"
+	@echo "make types   mypy"
+	@echo "make env     make .venv, which the others do when it is missing or out of date"
+	@echo "make clean   remove .venv and caches, not what was trained (out/)"
+
+train: .venv/installed
+	.venv/bin/lineartime prepare --sample --out out/jane-eyre/data --vocab-size 2048 --held-out 0.1
+	.venv/bin/lineartime train runs/jane_eyre.toml
+
+test: .venv/installed
+	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+
+lint: .venv/installed
+	.venv/bin/ruff check
+
+types: .venv/installed
+	.venv/bin/mypy
+
+env: .venv/installed
+
+# The stamp is there only while the environment is whole. Without it an install was cut off, or there was none: start over.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(TOO_OLD)" >&2; exit 1; }
+	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
+	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: help train test lint types env clean
