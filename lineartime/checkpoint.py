@@ -1,0 +1,451 @@
+"""Checkpoints: directories that are either whole or not there, and the lock on the run they belong to.
+
+`RUN/step-00000042/` holds safetensors files, text documents and `MANIFEST.json`: the format version, the run, the step,
+and the size and SHA-256 of every other file. A save writes all of it aside, flushes it to the disk and renames it; only
+then may older checkpoints go. A load believes nothing that does not match the manifest.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lineartime.errors import CheckpointError, ResourceError
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+MAX_MANIFEST_BYTES = 1 << 20
+TENSORS = ".safetensors"
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+
+
+class Checkpoint(NamedTuple):
+    """What `load` returns: everything that `save` was given."""
+
+    path: Path
+    step: int
+    run: str
+    tensors: dict[str, dict[str, Tensor]]
+    """By file stem, then by name; on the CPU."""
+    documents: dict[str, str]
+    """By file name."""
+
+
+class Newest(NamedTuple):
+    """What `newest` returns: a checkpoint whose every byte was checked."""
+
+    path: Path
+    step: int
+    damaged: dict[int, str]
+    """Newer checkpoints that cannot be used, newest first: step and reason."""
+
+
+def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
+         documents: Mapping[str, str], keep: int) -> Path:
+    """Write the checkpoint of `step`, then remove what is older than the `keep` newest valid ones. The caller has `lock`.
+
+    `run` is an id of the run; `tensors` maps a file stem to named tensors on any device (a shared one is passed once),
+    `documents` a file name to text. A valid checkpoint of this run and step that is there already is trusted. Raises
+    ResourceError when the disk is full or fails, earlier checkpoints being untouched; CheckpointError when a checkpoint
+    of another run is in the way; ValueError for a name, step or dtype that cannot be stored."""
+    run_dir = Path(run_dir)
+    target = run_dir / f"step-{step:08d}"
+    files: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in documents.items()}
+    files |= {stem + TENSORS: _layout(named) for stem, named in tensors.items()}
+    for name in files:
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in documents and name.endswith(TENSORS)):
+            raise ValueError(f"not a name for a file of a checkpoint: {name!r}")
+    if _step_of(target.name) != step:
+        raise ValueError(f"not a step: {step}")
+    try:
+        _make_dirs(run_dir)
+        _remove_leftovers(run_dir)
+        if not _is_saved(target, run):
+            aside = run_dir / f".tmp-{target.name}"
+            try:
+                _write_checkpoint(aside, step, run, files)
+                if os.path.lexists(target):
+                    _rename(target, run_dir / f".trash-{target.name}")
+                _rename(aside, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _remove_tree(aside)
+                raise
+        _fsync_dir(run_dir)
+        _point_latest(run_dir, target.name)
+        _retain(run_dir, step, keep)
+    except OSError as error:
+        needed = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in files.values())
+        raise _save_error(error, target, needed) from error
+    return target
+
+
+def newest(run_dir: Path) -> Newest | None:
+    """The newest valid checkpoint of a run, every byte checked against its manifest; None when there is no checkpoint.
+
+    Newer ones that are damaged are named in the result. Raises CheckpointError, with each one's reason, if all are."""
+    run_dir = Path(run_dir)
+    damaged: dict[int, str] = {}
+    try:
+        steps = _steps(run_dir)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError("the run cannot be read", f"{run_dir}: {_reason(error)}") from error
+    for step in steps:
+        path = run_dir / f"step-{step:08d}"
+        try:
+            _checked(path)
+        except CheckpointError as error:
+            damaged[step] = str(error.where)
+        else:
+            return Newest(path, step, damaged)
+    if damaged:
+        raise CheckpointError("no checkpoint can be used", "; ".join(damaged.values()),
+                              "restore one from a copy, or start a run in another folder")
+    return None
+
+
+def load(path: Path) -> Checkpoint:
+    """The content of one checkpoint. Each file is read once, and parsed only after its bytes matched the manifest.
+
+    Raises CheckpointError for whatever is wrong with it."""
+    path = Path(path)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    documents: dict[str, str] = {}
+
+    def parse(name: str, data: bytes) -> None:
+        if name.endswith(TENSORS):
+            tensors[name.removesuffix(TENSORS)] = safetensors.torch.load(data)
+        else:
+            documents[name] = data.decode()
+
+    manifest = _checked(path, parse)
+    return Checkpoint(path, manifest["step"], manifest["run"], tensors, documents)
+
+
+def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError, with the first five differences, unless names, shapes and dtypes are the expected ones."""
+    wrong = [f"{name} is missing" for name in expected if name not in loaded]
+    wrong += [f"{name} is not expected" for name in loaded if name not in expected]
+    wrong += [f"{name} is {_kind(loaded[name])}, expected {_kind(tensor)}" for name, tensor in expected.items()
+              if name in loaded and _kind(loaded[name]) != _kind(tensor)]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError("the checkpoint's tensors are not this model's", ", ".join(wrong[:5]) + more)
+
+
+@contextlib.contextmanager
+def lock(run_dir: Path) -> Iterator[None]:
+    """Hold the run: one process at a time. The kernel frees the lock when the process ends, however it ends.
+
+    Creates the run directory. Raises ResourceError when the run is held already, naming the process that holds it."""
+    run_dir = Path(run_dir)
+    path = run_dir / "run.lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            _make_dirs(run_dir)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            _held.add(descriptor)
+            stack.callback(_release, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0)
+        except BlockingIOError as error:
+            holder = "".join(c for c in os.pread(descriptor, 200, 0).decode(errors="replace") if c.isprintable())
+            raise ResourceError("the run is in use", f"{run_dir}: in use by {holder or 'another process'}",
+                                "wait until it ends, or choose another folder") from error
+        except OSError as error:
+            raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
+        yield
+
+
+_held: set[int] = set()
+
+
+def _release(descriptor: int) -> None:
+    if descriptor in _held:  # not so in a forked child, which released all at once
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
+def _release_all() -> None:
+    """A forked data worker that outlives its parent must not keep the run locked."""
+    for descriptor in list(_held):
+        _release(descriptor)
+
+
+os.register_at_fork(after_in_child=_release_all)
+
+
+def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+    """A safetensors file's header, and its tensors in file order: wide dtypes first, which aligns them, then by name.
+
+    Written here because the library holds a second copy of the state in memory, and does not flush what it writes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names = sorted(named, key=lambda name: (-named[name].element_size(), name))
+    end = 0
+    for name in names:
+        tensor = named[name]
+        if tensor.dtype not in DTYPES or name in header:
+            raise ValueError(f"cannot be stored: {name!r} of {tensor.dtype}")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, [named[name] for name in names]
+
+
+def _write_checkpoint(folder: Path, step: int, run: str, files: Mapping[str, tuple[bytes, list[Tensor]]]) -> None:
+    _mkdir(folder)
+    entries = {name: _write_file(folder / name, *files[name]) for name in sorted(files)}
+    _write_file(folder / MANIFEST, _manifest({"format": FORMAT, "run": run, "step": step, "files": entries}), [])
+    _fsync_dir(folder)
+
+
+def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, Any]:
+    """Write and flush one file; its manifest entry. The SHA-256 is of what was to be written, never of what is read."""
+    size, sha256 = 0, hashlib.sha256()
+    descriptor = _create(path)
+    try:
+        for piece in _pieces(head, body):
+            sha256.update(piece)
+            size += len(piece)
+            while piece:
+                piece = piece[_write(descriptor, piece):]
+        _fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"bytes": size, "sha256": sha256.hexdigest()}
+
+
+def _pieces(head: bytes, body: Iterable[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for tensor in body:
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _manifest(content: dict[str, Any]) -> bytes:
+    """The manifest's only spelling: the content, then the SHA-256 of its spelling without. The same in every format."""
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
+
+
+def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> dict[str, Any]:
+    """A checkpoint's manifest, after every byte matched it. `parse` is given each file, but only once its bytes did.
+
+    Files are opened relative to the open directory and never through a link: nothing outside is read. Raises
+    CheckpointError and nothing else."""
+    step = _step_of(path.name)
+    if step is None:
+        raise _damage(path, "not a checkpoint, which has a name like step-00000042")
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            present = os.listdir(folder)
+        except (OSError, ValueError) as error:
+            raise _damage(path, f"cannot be read ({_reason(error)})") from error
+        raw = _read(path, folder, MANIFEST, None, True)
+        try:
+            content = json.loads(raw.decode())
+            del content["sha256"]
+            whole = raw == _manifest(content)
+        except Exception as error:
+            raise _damage(path / MANIFEST, f"not a manifest ({type(error).__name__})") from error
+        if not whole:
+            raise _damage(path / MANIFEST, "does not match its own sha256")
+        _check_manifest(path, step, content, present)
+        for name, entry in content["files"].items():
+            data = _read(path, folder, name, entry, parse is not None)
+            try:
+                if parse:
+                    parse(name, data)
+            except Exception as error:  # no reader's list of what it raises is complete
+                raise _damage(path / name, f"cannot be parsed ({type(error).__name__})") from error
+        return content
+
+
+def _check_manifest(path: Path, step: int, content: dict[str, Any], present: list[str]) -> None:
+    version, files = content.get("format"), content.get("files")
+    if type(version) is int and version > FORMAT:
+        raise CheckpointError("checkpoint of a newer version", f"{path}: format {version}, this version reads {FORMAT}",
+                              f"install a version that reads format {version}")
+    if version != FORMAT or type(content.get("run")) is not str or not isinstance(files, dict) or len(content) != 4:
+        raise _damage(path / MANIFEST, f"expected format {FORMAT} with run, step and files")
+    if type(content.get("step")) is not int or content["step"] != step:
+        raise _damage(path / MANIFEST, f"expected step {step}, found {content.get('step')!a:.20}")
+    for name, entry in files.items():
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise _damage(path / MANIFEST, f"names a file {name!a:.100}")
+        if not isinstance(entry, dict) or {k: type(v) for k, v in entry.items()} != {"bytes": int, "sha256": str}:
+            raise _damage(path / MANIFEST, f"expected bytes and sha256 of {name}")
+    for name in sorted({*files, MANIFEST} ^ {*present}):
+        raise _damage(path, f"{name} is missing" if name in files else f"{name!a:.100} is in no manifest")
+
+
+def _read(path: Path, folder: int, name: str, entry: dict[str, Any] | None, keep: bool) -> bytes:
+    """A regular file's bytes after they matched `entry`; without `keep` they are only checked, in little memory."""
+    try:
+        with open(name, "rb", buffering=0, opener=lambda name, flags: os.open(
+                name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _damage(path / name, "not a regular file")
+            if status.st_size > MAX_MANIFEST_BYTES if entry is None else status.st_size != entry["bytes"]:
+                expected = f"at most {MAX_MANIFEST_BYTES}" if entry is None else entry["bytes"]
+                raise _damage(path / name, f"expected {expected} bytes, found {status.st_size}")
+            data = file.readall() if keep else b""
+            found = (hashlib.sha256(data) if keep else hashlib.file_digest(file, "sha256")).hexdigest()
+    except (OSError, MemoryError) as error:
+        raise _damage(path / name, f"cannot be read ({_reason(error)})") from error
+    if entry is not None and found != entry["sha256"]:
+        raise _damage(path / name, f"expected sha256 {entry['sha256']!a:.10}..., found {found!a:.10}...")
+    return data
+
+
+def _is_saved(target: Path, run: str) -> bool:
+    try:
+        found = _checked(target)["run"]
+    except CheckpointError:
+        return False
+    if found != run:
+        raise CheckpointError("another run's checkpoint is in the way", f"{target}: run {found!a}, this run is {run!a}",
+                              "choose another folder")
+    return True
+
+
+def _step_of(name: str) -> int | None:
+    digits = name.removeprefix("step-")
+    is_step = re.fullmatch("[0-9]{8,18}", digits) and name == f"step-{int(digits):08d}"
+    return int(digits) if is_step else None
+
+
+def _steps(run_dir: Path) -> list[int]:
+    """Steps of the entries that are named like checkpoints, newest first; times of files mean nothing."""
+    return sorted((step for step in map(_step_of, os.listdir(run_dir)) if step is not None), reverse=True)
+
+
+def _retain(run_dir: Path, saved: int, keep: int) -> None:
+    """Remove what is older than the `keep` newest valid checkpoints, the first of which is `saved`, just written."""
+    valid = 1
+    for step in _steps(run_dir):
+        path = run_dir / f"step-{step:08d}"
+        if step < saved and valid >= keep:
+            _rename(path, run_dir / f".trash-{path.name}")
+        elif step < saved:
+            with contextlib.suppress(CheckpointError):
+                _checked(path)
+                valid += 1
+    _remove_leftovers(run_dir)
+
+
+def _remove_leftovers(run_dir: Path) -> None:
+    for name in os.listdir(run_dir):
+        if name.startswith((".tmp-", ".trash-")):
+            _remove_tree(run_dir / name)
+
+
+def _remove_tree(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        _unlink(path)
+    else:
+        for name in os.listdir(path):
+            _remove_tree(path / name)
+        _rmdir(path)
+
+
+def _point_latest(run_dir: Path, name: str) -> None:
+    """`latest` is for people; a file system that has no links must not stop a run."""
+    with contextlib.suppress(OSError):
+        _symlink(name, run_dir / ".tmp-latest")
+        _rename(run_dir / ".tmp-latest", run_dir / "latest")
+
+
+def _make_dirs(path: Path) -> None:
+    if not path.is_dir():
+        _make_dirs(path.absolute().parent)
+        with contextlib.suppress(FileExistsError):
+            _mkdir(path)
+        _fsync_dir(path.absolute().parent)
+
+
+def _save_error(error: OSError, target: Path, needed: int) -> ResourceError:
+    where, todo = f"{target}: {_reason(error)}", "look at the disk"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        todo = "free some space"
+        with contextlib.suppress(OSError):
+            free = os.statvfs(target.parent)
+            where += f" ({needed:,} bytes needed, {free.f_bavail * free.f_frsize:,} free)"
+    return ResourceError("the checkpoint cannot be saved", where, f"{todo}; earlier checkpoints are untouched")
+
+
+def _damage(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError("damaged checkpoint", f"{path}: {reason}")
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# All that a save does to the disk goes through these, so that a test can end the process at each of them.
+
+
+def _mkdir(path: Path) -> None:
+    os.mkdir(path)
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+def _write(descriptor: int, data: memoryview) -> int:
+    return os.write(descriptor, data)
+
+
+def _fsync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _fsync_dir(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+
+
+def _symlink(target: str, link: Path) -> None:
+    os.symlink(target, link)
+
+
+def _unlink(path: Path) -> None:
+    os.unlink(path)
+
+
+def _rmdir(path: Path) -> None:
+    os.rmdir(path)
