@@ -220,6 +220,7 @@ class RunConfig:
     preset: str
     task: str
     data: str
+    out: str
 
     def __post_init__(self) -> None:
         context, micro = self.model.context, self.train.micro_batch_tokens
@@ -229,23 +230,24 @@ class RunConfig:
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
-RUN_FIELDS = ("model", "task", "data")
+RUN_FIELDS = ("model", "task", "data", "out")
 
 
 def run_config(settings: dict[str, Any]) -> RunConfig:
-    """The run that a flat table of settings means: `model`, `task`, `data` and any field of the two configurations.
+    """The run that a flat table of settings means: `model`, `task`, `data`, `out` and any field of the two configurations.
 
     Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a value that makes no sense."""
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings, "no model is named", "model", f"one of {', '.join(PRESETS)}")
-    require("data" in settings, "no data is named", "data", "give a folder made by `lineartime prepare`")
+    require("data" in settings, "no data is named", "data", "give --data a folder made by `lineartime prepare`")
+    require("out" in settings, "no folder for the run is named", "out", "give --out a folder")
     preset, task = settings["model"], settings.get("task", "wiki40b")
     train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
     model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
     return RunConfig(model=model_config(preset, task, **model), train=replace_fields(TrainConfig(), train),
-                     preset=preset, task=task, data=str(settings["data"]))
+                     preset=preset, task=task, data=str(settings["data"]), out=str(settings["out"]))
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

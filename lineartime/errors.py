@@ -44,3 +44,11 @@ class ResourceError(LineartimeError):
     """The environment: disk, memory, a lock held by another run."""
 
     exit_code = 6
+
+
+class Stopped(LineartimeError):
+    """A run that was asked to stop by a signal and has saved; exit code 130 or 143."""
+
+    def __init__(self, what: str, where: str, number: int):
+        super().__init__(what, where)
+        self.exit_code = 128 + number

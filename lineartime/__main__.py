@@ -1,0 +1,3 @@
+from lineartime.cli import main
+
+main()

@@ -1,0 +1,395 @@
+"""The command line: a verb is a function here. Arguments are checked before anything heavy is imported."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lineartime.config import PRESETS, RunConfig, model_config, parse_setting, run_config
+from lineartime.errors import LineartimeError, UsageError
+from lineartime.settings import read_toml
+
+if TYPE_CHECKING:
+    import torch
+
+    from lineartime.evaluate import Evaluation
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+                  help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
+
+Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any field; `none` switches one off.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
+
+
+@app.callback()
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
+    """The options before the verb."""
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[list[Path] | None, typer.Argument(help="Text: .txt, .jsonl(.gz), .json.gz, .parquet, or folders of them.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
+    sample: Annotated[bool, typer.Option("--sample", help="Prepare the book that ships with the package.")] = False,
+    tokenizer: Annotated[str, typer.Option(help="train, bytes, or the path of a tokenizer.json.")] = "train",
+    vocab_size: Annotated[int, typer.Option(help="Size of a trained tokenizer's vocabulary.")] = 32_000,
+    held_out: Annotated[float | None, typer.Option(help="Last fraction of the text, kept for validation.")] = None,
+    validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
+    test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    jobs: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
+) -> None:
+    """Tokenise text once into shards that training reads."""
+    from lineartime import data
+
+    data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size, held_out=held_out,
+                 validation=list(validation or []), test=list(test or []), field=text_field, jobs=jobs, progress=True)
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.")],
+    data: Annotated[str | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
+    task: Annotated[str | None, typer.Option(help="Whose specification: c4, wiki40b or pg19.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    settings: Setting = None,
+    device: Device = None,
+) -> None:
+    """Train a model, or continue a run; then evaluate it, write a sample and a plot."""
+    given: dict[str, Any] = read_toml(Path(model)) if model.endswith(".toml") else {"model": model}
+    for name, value in (("data", data), ("out", out), ("task", task), ("context", context),
+                        ("tokens_per_step", tokens_per_step), ("steps", steps)):
+        if value is not None:
+            given[name] = value
+    given.update(parse_setting(text) for text in settings or [])
+    run_config(given)
+    from lineartime.data import read_manifest
+
+    manifest = read_manifest(Path(given["data"]))
+    given.setdefault("vocab_size", manifest.vocab_size)
+    given.setdefault("end_of_document", manifest.end_of_document)
+    config = run_config(given)
+    if config.model.vocab_size < manifest.vocab_size:
+        raise UsageError("vocab_size is smaller than the tokenizer's", f"{config.model.vocab_size} < {manifest.vocab_size}",
+                         "leave it out")
+    if not config.model.causal:
+        raise UsageError("masked language modelling is not here yet", f"task = {config.task}", "use wiki40b or pg19")
+    train_and_report(config, device)
+
+
+def train_and_report(config: RunConfig, device: str | None) -> None:
+    """The whole of `lineartime train` after its arguments: fit, evaluate, sample, plot, say where everything is."""
+    from lineartime import checkpoint
+    from lineartime.data import open_split, read_manifest
+    from lineartime.plot import plot_run
+    from lineartime.run import RESULT_FILE, Run, make_folder, write_atomically
+    from lineartime.train import StopSignal, fit
+
+    out, data = Path(config.out), Path(config.data)
+    with StopSignal().listening() as stop, checkpoint.lock(make_folder(out)):
+        manifest = read_manifest(data)
+        run = Run(out, config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256})
+        if (out / RESULT_FILE).exists():
+            say(f"complete: {out} was trained to step {config.train.steps}; nothing to do.")
+            say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} or any other setting.")
+            return
+        train_stream, held_out = open_split(data, "train"), open_split(data, "validation")
+        tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
+        with TrainingBar(config) as bar:
+            model = fit(run, train_stream, held_out, documents={"tokenizer.json": tokenizer_json}, device=pick_device(device),
+                        stop=stop, on_step=bar.show, warn=bar.warn)
+        stop.check("the last step is saved; the same command evaluates")
+        result = finish(run, model, data, stop)
+        write_atomically(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
+        plot = plot_run(out)
+    say(f"\nrun      {out}")
+    say(f"weights  {out / 'latest'}  (open with lineartime.load or transformers)")
+    say(f"plot     {plot}")
+    say(f"metrics  {out / 'metrics.jsonl'}, {out / RESULT_FILE}")
+    say(f"next     lineartime generate {out} \"Once more\" --temperature 0.8\n"
+        f"         lineartime evaluate {out} --data {data} --split validation")
+
+
+def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
+    """Score the held-out split and write a sample; returns what goes into the result file."""
+    from lineartime.data import open_split
+    from lineartime.evaluate import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
+    from lineartime.generate import generate
+    from lineartime.run import write_atomically
+    from lineartime.tokenizer import load_tokenizer
+
+    config = run.config
+    held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / "tokenizer.json")
+    evaluation = evaluate_with_bar(model, held_out, config.model.context, config.train.precision,
+                                   max(config.train.micro_batch_tokens // config.model.context, 1), stop)
+    say(summary("held-out", evaluation))
+    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
+    if open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(data)
+        better = "better" if evaluation.bits_per_byte < result["xz_bits_per_byte"] else "worse"
+        say(f"         xz -9e, which has seen the training text: {result['xz_bits_per_byte']:.3f} bits per byte; the model is {better}")
+    length = min(200, (config.model.max_len or 201) - 1)
+    model.eval()
+    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=config.train.seed,
+                   stop=lambda row, new: stop.number is not None)[0]
+    stop.check("the last step is saved; the same command evaluates")
+    text = tokenizer.decode(ids)
+    write_atomically(run.out / "sample.txt", text + "\n")
+    say(f"sample   {' '.join(text.split())[:600]}")
+    return result
+
+
+class TrainingBar:
+    """Progress of a run: a live bar on a terminal, a line now and then elsewhere; both on stderr."""
+
+    def __init__(self, config: RunConfig):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self.steps, self.live, self.last_line, self.held_out = config.train.steps, console.is_terminal, 0.0, ""
+        self.bar = Progress(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(), TextColumn("{task.description}"),
+                            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, disable=not self.live)
+        self.task = self.bar.add_task("starting", total=self.steps)
+
+    def __enter__(self) -> "TrainingBar":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.bar.stop()
+
+    def warn(self, message: str) -> None:
+        self.bar.console.print(f"warning: {message}", highlight=False, soft_wrap=True)
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Take in a line of the metrics."""
+        step, clock = record["step"], record["clock"]
+        if "held_out" in record:
+            self.held_out = f"  held-out {record['held_out']['loss']:.3f}"
+            return
+        words = f"loss {record['loss']:.3f}{self.held_out}  {clock['tokens_per_s']:,.0f} tokens/s"
+        self.bar.update(self.task, completed=step, description=words)
+        if not self.live and (clock["time"] - self.last_line >= 10 or step == self.steps):
+            self.last_line = clock["time"]
+            print(f"step {step}/{self.steps}  {words}", file=sys.stderr, flush=True)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
+    data: Annotated[Path, typer.Option(help="Folder made by `lineartime prepare`.")],
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
+    context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
+    batch_rows: Annotated[int, typer.Option(help="Rows scored at once; changes nothing but speed and memory.")] = 8,
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    device: Device = None,
+) -> None:
+    """Score a split: every token exactly once."""
+    if batch_rows < 1 or (context is not None and context < 1):
+        raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
+    if precision not in ("float32", "bfloat16"):
+        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
+    from lineartime.data import open_split
+    from lineartime.run import load_model
+
+    model, tokenizer, facts = load_model(run)
+    stream = open_split(data, split)
+    if stream.tokenizer_sha256 != tokenizer.sha256:
+        raise UsageError("the run and the data have different tokenizers", f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
+                         f"prepare the data with --tokenizer {facts['checkpoint']}/tokenizer.json")
+    context = context or model.config.context
+    model.check_length(context)
+    result = evaluate_with_bar(model.to(pick_device(device)), stream, context, precision, batch_rows)
+    if as_json:
+        print(json.dumps({**facts, "split": split, "context": context, **result.to_dict()}))
+        return
+    say(summary(split, result))
+    for first, last, loss in result.loss_by_position:
+        say(f"         position {first:>6} to {last:>6}  {loss:.4f} nats per token")
+
+
+def evaluate_with_bar(model: "Any", stream: "Any", context: int, precision: str, batch_rows: int,
+                      stop: "Any" = None) -> "Evaluation":
+    """`evaluate.evaluate` with a progress bar on stderr that a stop signal interrupts."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from lineartime.evaluate import evaluate as score
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("evaluating", total=stream.n_tokens)
+
+        def progress(n_tokens: int) -> None:
+            bar.update(task, completed=n_tokens)
+            if stop is not None:
+                stop.check("the last step is saved; the same command evaluates")
+
+        return score(model, stream, context=context, batch_rows=batch_rows, precision=precision, progress=progress)
+
+
+def summary(name: str, result: "Evaluation") -> str:
+    return (f"{name:<8} {result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats per token, perplexity "
+            f"{result.perplexity:.1f} per token and {result.word_perplexity:.1f} per word ({result.n_tokens:,} tokens)")
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; `-` reads one from stdin; none begins a document.")] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="File with a prompt; may be given again.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the likeliest k tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together reach probability p.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End where this text comes; may be given again.")] = None,
+    device: Device = None,
+) -> None:
+    """Continue prompts. One prompt streams to the terminal; several are decoded together and printed one after another."""
+    if seed < 0:
+        raise UsageError("seed must not be negative", f"{seed}")
+    texts = read_prompts(prompts or [], prompt_file or [])
+    from lineartime.generate import check_sampling
+    from lineartime.generate import generate as continue_prompts
+    from lineartime.run import load_model
+
+    check_sampling(max_new_tokens, temperature, top_k, top_p)
+    model, tokenizer, _ = load_model(run)
+    first = tokenizer.end_of_document
+    ids = [[first, *tokenizer.encode(text)] for text in texts]
+    stream = Stream(tokenizer, texts, stop or [])
+    continue_prompts(model.to(pick_device(device)), ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                     seed=seed, stop=stream.is_over, on_prompt=prompt_progress(max(len(row) for row in ids)))
+    stream.finish()
+
+
+def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    """The prompts of a command line, in order: arguments, `-` for stdin, then files; one empty prompt where there is none."""
+    def decode(data: bytes, name: str) -> str:
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
+
+    texts = [decode(sys.stdin.buffer.read(), "stdin") if text == "-" else text for text in prompts]
+    for path in files:
+        try:
+            texts.append(decode(path.read_bytes(), str(path)))
+        except OSError as e:
+            raise UsageError("cannot read the prompt", path, e.strerror) from None
+    return texts or [""]
+
+
+def prompt_progress(longest: int) -> "Any":
+    """A progress bar for the reading of a long prompt."""
+    if longest < 20_000 or not sys.stderr.isatty():
+        return None
+    return lambda n_read: print(f"\rreading the prompt: {n_read:,} of {longest:,} tokens", end="" if n_read < longest else "\n",
+                                file=sys.stderr, flush=True)
+
+
+class Stream:
+    """The text of rows as their tokens come: printed at once for one row, at the end for several; cut at a stop text."""
+
+    def __init__(self, tokenizer: "Any", prompts: list[str], stops: list[str]):
+        self.tokenizer, self.prompts, self.stops = tokenizer, prompts, [text for text in stops if text]
+        self.text = [""] * len(prompts)
+        self.printed = 0
+        if len(prompts) == 1:
+            print(prompts[0], end="", flush=True)
+
+    def is_over(self, row: int, ids: list[int]) -> bool:
+        """Take in a row's new tokens; True if a stop text has come."""
+        text = self.tokenizer.decode(ids)
+        found = [text.index(stop) for stop in self.stops if stop in text]
+        self.text[row] = text[: min(found)] if found else text
+        if len(self.prompts) == 1:
+            # The last characters may be the beginning of a stop text, or bytes of a character that is not whole yet.
+            held = max([len(stop) - 1 for stop in self.stops], default=0)
+            sure = self.text[0].rstrip("\ufffd")
+            sure = sure if found else sure[: max(len(sure) - held, 0)]
+            print(sure[self.printed :], end="", flush=True)
+            self.printed = max(self.printed, len(sure))
+        return bool(found)
+
+    def finish(self) -> None:
+        """Print what has not been printed."""
+        if len(self.prompts) == 1:
+            print(self.text[0][self.printed :])
+            return
+        for number, (prompt, text) in enumerate(zip(self.prompts, self.text, strict=True), 1):
+            print(f"== {number}\n{prompt}{text}")
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help=f"A model: {', '.join(PRESETS)}.")],
+    task: Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.")] = "wiki40b",
+    settings: Setting = None,
+) -> None:
+    """Print a model's specification, parameters by part, training FLOPs per token and decoding state."""
+    config = model_config(model, task, **dict(parse_setting(text) for text in settings or []))
+    from lineartime.info import print_description
+
+    print_description(config, f"{model} ({task})")
+
+
+benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
+app.add_typer(benchmark, name="benchmark")
+
+
+def pick_device(name: str | None) -> "torch.device":
+    """The device asked for, else cuda where there is one. Raises UsageError for one that is not there."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise UsageError("unknown device", name, "one of cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no such device here", name, "use --device cpu")
+    return torch.device(name)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    """Run the command line; an error is one line on stderr and an exit code (see `errors`)."""
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
+    except LineartimeError as e:
+        code = fail(e, e.exit_code, debug)
+    except KeyboardInterrupt as e:
+        code = fail(e, 130, debug, "interrupted")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except MemoryError as e:
+        code = fail(e, 6, debug, "out of memory")
+    except Exception as e:
+        usage = hasattr(e, "format_message") and hasattr(e, "exit_code")
+        message = " ".join(e.format_message().split()) if usage else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
+        code = fail(e, 2 if usage else 1, debug, message)
+    sys.exit(code)
+
+
+def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    print("error: " + (message or " ".join(str(error).split())), file=sys.stderr)
+    return code

@@ -1,0 +1,163 @@
+"""A run's folder: what the run is, its metrics and its checkpoints. Everything in it survives a kill at any moment."""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lineartime import checkpoint
+from lineartime.config import RunConfig, model_config_from_json, model_config_json, to_dict
+from lineartime.errors import CheckpointError, ResourceError, UsageError
+from lineartime.model import LanguageModel
+from lineartime.tokenizer import Tokenizer
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Run:
+    """A run's folder: what it is (`run.json`), its metrics, its checkpoints. Everything in it survives a kill at any moment."""
+
+    def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any]):
+        """Open the folder, or begin it. facts: what identifies the data and the tokenizer.
+
+        Raises UsageError with the differences if another run is in it, CheckpointError if its checkpoints are damaged."""
+        self.out, self.config = out, config
+        description = {"preset": config.preset, "task": config.task, "model": to_dict(config.model),
+                       "train": to_dict(config.train), **facts}
+        path = out / RUN_FILE
+        if path.exists():
+            stored = read_run(out)
+            self.id = stored.pop("id")
+            stored.pop("data"), description.pop("data")
+            changed = different(stored, description)
+            if changed:
+                raise UsageError("another run is here", out, f"{'; '.join(changed)}. Give another --out, or the same settings")
+        else:
+            if any(out.glob("step-*")):
+                raise CheckpointError("checkpoints without their run", out, f"{RUN_FILE} is missing; give another --out")
+            self.id = secrets.token_hex(8)
+            write_atomically(path, json.dumps({"id": self.id, **description}, indent=1) + "\n")
+
+    def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> tuple[int, str | None]:
+        """Load the newest whole checkpoint. Returns the steps done (0 without one) and a warning if a newer one is damaged."""
+        newest = checkpoint.newest(self.out)
+        if newest is None:
+            self.truncate_metrics(0)
+            return 0, None
+        loaded = checkpoint.load(newest.path)
+        if loaded.run != self.id:
+            raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+        expected = {name: p.detach() for name, p in model.named_parameters()}
+        checkpoint.check_tensors(loaded.tensors["model"], expected)
+        moments = {f"{kind}.{name}": p for name, p in expected.items() for kind in ("exp_avg", "exp_avg_sq")}
+        checkpoint.check_tensors(loaded.tensors["optimizer"], moments)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(loaded.tensors["model"][name])
+                optimizer.state[p] = {"step": torch.tensor(float(loaded.step)),
+                                      **{kind: loaded.tensors["optimizer"][f"{kind}.{name}"].to(p.device)
+                                         for kind in ("exp_avg", "exp_avg_sq")}}
+        self.truncate_metrics(loaded.step)
+        if not newest.damaged:
+            return loaded.step, None
+        bad = "; ".join(f"step {step}: {reason}" for step, reason in newest.damaged.items())
+        return loaded.step, f"going back to step {loaded.step}, newer checkpoints are damaged ({bad})"
+
+    def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW, documents: dict[str, str]) -> None:
+        """Write a checkpoint: the weights, the optimizer, and what `transformers` needs to open the folder."""
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        moments = {f"{kind}.{name}": optimizer.state[p][kind] if p in optimizer.state else torch.zeros_like(p)
+                   for name, p in model.named_parameters() for kind in ("exp_avg", "exp_avg_sq")}
+        checkpoint.save(self.out, step, run=self.id, tensors={"model": weights, "optimizer": moments},
+                        documents={"config.json": model_config_json(model.config), **documents}, keep=self.config.train.keep)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a line to the metrics. A full disk costs the line, not the run."""
+        try:
+            with open(self.out / METRICS_FILE, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as e:
+            print(f"warning: metrics not written: {self.out / METRICS_FILE}; {e.strerror}")
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the lines after `step`, and a line that a kill cut off: those steps come again."""
+        path = self.out / METRICS_FILE
+        if path.exists():
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in read_metrics(self.out) if record["step"] <= step))
+
+
+def read_run(out: Path) -> dict[str, Any]:
+    """A run's description. Raises UsageError where there is none, CheckpointError where it is damaged."""
+    try:
+        return json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError("not a run", out, "give the --out folder of `lineartime train`") from None
+    except (OSError, ValueError) as e:
+        raise CheckpointError("damaged", out / RUN_FILE, str(e)) from None
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, without one that was cut off."""
+    records = []
+    for line in (out / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def different(old: dict[str, Any], new: dict[str, Any], within: str = "") -> list[str]:
+    """The entries in which two descriptions differ, as `name: old -> new`."""
+    changed = []
+    for name in sorted({*old, *new}):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed += different(a, b)
+        elif a != b:
+            changed.append(f"{name}: {a} -> {b}")
+    return changed
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is either old or new, whenever the process dies. Raises ResourceError."""
+    aside = path.with_name(f".tmp-{path.name}")
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as e:
+        raise ResourceError("cannot write", path, e.strerror) from None
+
+
+def load_model(path: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """The model and tokenizer of a run (its newest whole checkpoint) or of one checkpoint, and the run's facts.
+
+    Returns the model in evaluation mode on the CPU. Raises UsageError where there is neither, CheckpointError for damage."""
+    folder = path
+    if not (path / checkpoint.MANIFEST).exists():
+        read_run(path)
+        newest = checkpoint.newest(path)
+        if newest is None:
+            raise UsageError("no checkpoint yet", path, "let the training save one")
+        folder = newest.path
+    loaded = checkpoint.load(folder)
+    try:
+        config = model_config_from_json(loaded.documents["config.json"])
+        tokenizer = Tokenizer(loaded.documents[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
+        weights = loaded.tensors["model"]
+    except KeyError as e:
+        raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    checkpoint.check_tensors(weights, dict(model.named_parameters()))
+    model.load_state_dict(weights, assign=True)
+    return model.eval(), tokenizer, {"checkpoint": str(folder), "step": loaded.step}

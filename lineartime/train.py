@@ -1,0 +1,185 @@
+"""Training: one loop. A batch is a function of (seed, step), so a run is its weights, its optimizer and one integer."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.config import TrainConfig
+from lineartime.data import TokenStream, batch_rows
+from lineartime.errors import NumericsError, ResourceError, Stopped
+from lineartime.evaluate import evaluate
+from lineartime.model import LanguageModel, token_losses
+from lineartime.run import Run
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """The learning rate of update `step` (from 0): linear warm-up to the peak, then linear decay that would reach 0 at `steps`."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    return config.learning_rate * (config.steps - step) / max(config.steps - config.warmup_steps, 1)
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW as in Tables 6-7; weight decay on matrices and embeddings, none on biases, norms, scales and position biases."""
+    decayed = [p for name, p in model.named_parameters() if name.endswith("weight") and p.dim() >= 2]
+    others = [p for name, p in model.named_parameters() if not (name.endswith("weight") and p.dim() >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_epsilon, fused=True)
+
+
+def compute_gradient(model: nn.Module, rows_BT: Tensor, config: TrainConfig) -> tuple[float, float]:
+    """Leave the gradient of the mean loss of a batch in `.grad`, clipped; returns loss (nats per token) and gradient norm.
+
+    rows_BT: integers, one token longer than the context. The batch is taken in micro-batches of `micro_batch_tokens`. With
+    clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged, and the norm
+    returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the gradient unusable,
+    where a loss or norm is not finite."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    micro_batches = rows_BT.split(config.micro_batch_tokens // (rows_BT.shape[1] - 1))
+    total: list[Tensor] = []
+    losses, norms = [], []
+    for micro_BT in micro_batches:
+        with torch.autocast(rows_BT.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+            loss = token_losses(model, micro_BT).mean()
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        if config.clip_scope == "local":
+            norms.append(clip_(gradient, config.clip))
+        losses.append(loss.detach())
+        if len(micro_batches) == 1:
+            total = gradient
+        elif not total:
+            total = [g / len(micro_batches) for g in gradient]
+        else:
+            torch._foreach_add_(total, gradient, alpha=1 / len(micro_batches))
+    if config.clip_scope == "global":
+        norms.append(clip_(total, config.clip))
+    for p, g in zip(parameters, total, strict=True):
+        p.grad = g
+    loss_value, norm = torch.stack(losses).mean().item(), torch.stack(norms).mean().item()
+    for name, value in (("loss", loss_value), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
+    return loss_value, norm
+
+
+def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
+    """Scale a gradient in place so that its norm is at most `clip`; returns the norm before."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
+    if clip is not None:
+        torch._foreach_mul_(gradient, (clip / norm).clamp(max=1.0))
+    return norm
+
+
+class StopSignal:
+    """The first SIGTERM or SIGINT asks for a stop at the next safe moment; the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def check(self, note: str) -> None:
+        """Raise Stopped if a stop has been asked for."""
+        if self.number is not None:
+            raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
+
+    @contextmanager
+    def listening(self) -> Iterator["StopSignal"]:
+        def asked(number: int, frame: FrameType | None) -> None:
+            self.number = number
+            for each in old:
+                signal.signal(each, signal.SIG_DFL)
+
+        old = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        for each in old:
+            signal.signal(each, asked)
+        try:
+            yield self
+        finally:
+            for each, handler in old.items():
+                signal.signal(each, handler)
+
+
+def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents: dict[str, str], device: torch.device,
+        stop: StopSignal, on_step: Callable[[dict[str, Any]], None], warn: Callable[[str], None]) -> LanguageModel:
+    """Train to the last step, from the newest checkpoint if there is one; returns the model.
+
+    documents: files to keep with every checkpoint. on_step is called with each line of the metrics. Raises Stopped after
+    saving when `stop` was asked, NumericsError before the optimizer has moved, ResourceError when memory runs out."""
+    config, context = run.config.train, run.config.model.context
+    torch.manual_seed(config.seed)
+    model = LanguageModel(run.config.model).to(device)
+    model.activation_checkpointing = config.activation_checkpointing
+    optimizer = make_optimizer(model, config)
+    done, warning = run.resume(model, optimizer)
+    if warning:
+        warn(warning)
+    step_model = torch.compile(model) if config.compile else model
+    model.train()
+    saved = done
+    for step in range(done, config.steps):
+        started = time.perf_counter()
+        rows_BT = torch.from_numpy(batch_rows(train_stream, seed=config.seed, step=step, context=context,
+                                              rows_per_step=config.tokens_per_step // context)).to(device)
+        learning_rate = learning_rate_at(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        try:
+            loss, norm = compute_gradient(step_model, rows_BT, config)
+        except NumericsError as e:
+            kept = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
+            raise NumericsError(e.what, f"step {step + 1}", f"{kept}; try a lower learning_rate (now {config.learning_rate:g})") from None
+        except RuntimeError as e:
+            if not out_of_memory(e):
+                raise
+            model.zero_grad(set_to_none=True)
+            raise ResourceError("out of memory", f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}",
+                                suggest_size(step_model, rows_BT, config)) from None
+        optimizer.step()
+        record: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
+                                  "tokens": (step + 1) * config.tokens_per_step}
+        record["clock"] = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started)}
+        run.log(record)
+        on_step(record)
+        if (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
+            result = evaluate(model, held_out, context=context, max_tokens=config.eval_tokens, precision=config.precision,
+                              batch_rows=max(config.micro_batch_tokens // context, 1))
+            record = {"step": step + 1, "held_out": {"loss": result.loss, "bits_per_byte": result.bits_per_byte},
+                      "clock": {"time": time.time()}}
+            run.log(record)
+            on_step(record)
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps or stop.number is not None:
+            run.save(step + 1, model, optimizer, documents)
+            saved = step + 1
+        stop.check(f"saved at step {saved} of {config.steps}; the same command resumes")
+    return model
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
+
+
+def suggest_size(model: nn.Module, rows_BT: Tensor, config: TrainConfig) -> str:
+    """Try smaller micro-batches until one fits, and say which."""
+    context = rows_BT.shape[1] - 1
+    n_rows = config.micro_batch_tokens // context
+    while n_rows > 1:
+        n_rows = max(n for n in range(1, n_rows) if (config.tokens_per_step // context) % n == 0)
+        try:
+            token_losses(model, rows_BT[:n_rows]).mean().backward()
+        except RuntimeError as e:
+            if not out_of_memory(e):
+                raise
+            continue
+        finally:
+            model.zero_grad(set_to_none=True)
+        return f"micro_batch_tokens = {n_rows * context} fits; it is the unit of local clipping, so it is yours to change"
+    return "not even one row fits; lower context, or switch activation_checkpointing on"
