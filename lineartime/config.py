@@ -6,10 +6,12 @@ Nothing here imports torch, so that a wrong configuration is refused at once.
 """
 
 import dataclasses
+import json
 import typing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lineartime.errors import UsageError
 from lineartime.settings import check_fields, parse_field, replace_fields, require, require_name
 
 
@@ -266,12 +268,18 @@ def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def model_config_from_dict(fields: dict[str, Any]) -> ModelConfig:
-    """The configuration stored with a checkpoint. Raises UsageError for an unknown field."""
-    return replace_fields(ModelConfig(), fields)
+def model_config_json(config: ModelConfig) -> str:
+    """A model's `config.json`: its fields, and the few that `transformers` wants beside them."""
+    special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document}
+    return json.dumps({"model_type": "lineartime", "architectures": ["LineartimeForCausalLM"], "dtype": "float32",
+                       "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
 
 
-def differences(old: Any, new: Any) -> list[str]:
-    """The fields in which two configurations of one class differ, as `name: old -> new`."""
-    return [f"{f.name}: {getattr(old, f.name)} -> {getattr(new, f.name)}" for f in dataclasses.fields(old)
-            if getattr(old, f.name) != getattr(new, f.name)]
+def model_config_from_json(text: str) -> ModelConfig:
+    """The model that a `config.json` describes. Raises UsageError where it is not one of ours."""
+    try:
+        fields = json.loads(text)
+    except ValueError as e:
+        raise UsageError("not valid JSON", "config.json", str(e)) from None
+    require(isinstance(fields, dict) and fields.get("model_type") == "lineartime", "not a lineartime model", "config.json")
+    return replace(ModelConfig(), **{name: value for name, value in fields.items() if name in MODEL_FIELDS})

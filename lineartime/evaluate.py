@@ -15,6 +15,9 @@ from lineartime.errors import NumericsError
 from lineartime.model import LanguageModel, token_losses
 from lineartime.tokenizer import load_tokenizer
 
+XZ_LIMIT_BYTES = 1 << 24
+"""Text up to this size is compared with `xz` after training."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
