@@ -6,8 +6,6 @@ import torch
 from conformance_cases import LARGEST_ERROR, SETTINGS, Case, errors_of
 from torch import Tensor
 
-torch.set_num_threads(1)
-
 
 def output(case: Case, x: Tensor | None, var: dict[str, Tensor]) -> Tensor:
     settings = case.settings

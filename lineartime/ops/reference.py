@@ -101,7 +101,7 @@ def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
     overlap_BGG = (low_BG[:, :, None] <= high_BG[:, None, :]) & (high_BG[:, :, None] >= low_BG[:, None, :])
     if causal:
         overlap_BGG = overlap_BGG.tril(-1)
-    return overlap_BGG / overlap_BGG.sum(-1, keepdim=True).clamp(min=1)
+    return overlap_BGG.double() / overlap_BGG.sum(-1, keepdim=True).clamp(min=1)
 
 
 def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool, segment_ids_BGC: Tensor) -> Tensor:

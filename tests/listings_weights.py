@@ -1,0 +1,41 @@
+"""Where the weights of the paper's listings stand in the package's layers.
+
+| listing | here |
+|---|---|
+| `norm/gamma`, `norm/beta` (LayerNorm) | `norm.weight`, `norm.bias` |
+| `norm/scalar` (ScaleNorm) | `norm.scalar` |
+| `dense/kernel`, `dense/bias` (columns u, v, base) | `in_proj.weight` (transposed), `in_proj.bias` |
+| `gamma`, `beta_1` (a row per head; GAU: q, k; FLASH: quad_q, quad_k, lin_q, lin_k) | `scale_offset.gamma`, `.beta` |
+| `rel_pos_bias/weight` (n < 512) | `rel_pos_bias.weight` |
+| `rel_pos_bias/a`, `rel_pos_bias/b` (n >= 512) | `rel_pos_bias.a`, `rel_pos_bias.b` |
+| `dense_1/kernel`, `dense_1/bias` | `out_proj.weight` (transposed), `out_proj.bias` |
+| `scaledsin_scalar` | `abs_pos.scalar` of the model |
+"""
+
+from torch import Tensor, nn
+
+PARAMETERS = {
+    "norm/gamma": "norm.weight",
+    "norm/beta": "norm.bias",
+    "norm/scalar": "norm.scalar",
+    "dense/kernel": "in_proj.weight",
+    "dense/bias": "in_proj.bias",
+    "gamma": "scale_offset.gamma",
+    "beta_1": "scale_offset.beta",
+    "rel_pos_bias/weight": "rel_pos_bias.weight",
+    "rel_pos_bias/a": "rel_pos_bias.a",
+    "rel_pos_bias/b": "rel_pos_bias.b",
+    "dense_1/kernel": "out_proj.weight",
+    "dense_1/bias": "out_proj.bias",
+    "scaledsin_scalar": "abs_pos.scalar",
+}
+
+
+def from_listing(var: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The listing's weights under the package's parameter names; TensorFlow's kernels are [in, out], torch's not."""
+    return {PARAMETERS[name]: w.T if name.endswith("/kernel") else w for name, w in var.items()}
+
+
+def load_listing_weights(layer: nn.Module, var: dict[str, Tensor]) -> None:
+    """Give a `GatedAttentionUnit` the weights of `GAU` or `FLASH`. RuntimeError if one is missing or left over."""
+    layer.load_state_dict(from_listing(var), strict=True)
