@@ -1,0 +1,343 @@
+"""The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lineartime.config import (
+    MODEL_FIELDS,
+    PRESETS,
+    RUN_FIELDS,
+    TASKS,
+    TRAIN_FIELDS,
+    RunConfig,
+    TrainConfig,
+    differences,
+    model_config,
+    model_config_from_dict,
+    parse_setting,
+    run_config,
+    to_dict,
+)
+from lineartime.errors import UsageError
+from lineartime.settings import read_toml
+
+MINIMAL = {"model": "flash", "data": "books"}
+
+# Tables 8-10, row by row: FLASH-Quad, FLASH, Transformer, Transformer+, Transformer++.
+COLUMNS = ("flash-quad", "flash", "transformer", "transformer+", "transformer++")
+TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "wiki40b": {
+        "n_heads": (1, 1, 12, 12, 12),
+        "attn_kernel": ("relu2", "relu2", "softmax", "softmax", "softmax"),
+        "attn_type": ("quadratic", "mixed_chunk", "quadratic", "quadratic", "quadratic"),
+        "ffn": ("gau", "gau", "mlp", "mlp", "glu"),
+        "activation": ("silu", "silu", "gelu", "gelu", "gelu"),
+        "norm": ("layer_norm",) * 5,
+        "abs_pos": ("scaled_sin", "scaled_sin", "learned", "scaled_sin", "scaled_sin"),
+        "rel_pos": ("rope", "rope", None, "rope", "rope"),
+        "n_layers": (24, 24, 12, 12, 12),
+        "d_model": (768,) * 5,
+        "expansion_factor": (2, 2, 4, 4, 4),
+        "chunk_size": (None, 256, None, None, None),
+        "causal": (True,) * 5,
+    },
+}
+TABLES["c4"] = TABLES["wiki40b"] | {
+    "norm": ("scale_norm", "scale_norm", "layer_norm", "scale_norm", "scale_norm"),
+    "causal": (False,) * 5,
+}
+TABLES["pg19"] = TABLES["wiki40b"] | {
+    "n_heads": (1, 1, 16, 16, 16),
+    "n_layers": (72, 72, 36, 36, 36),
+    "d_model": (1024,) * 5,
+    "chunk_size": (None, 512, None, None, None),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("model", PRESETS)
+def test_presets_are_the_columns_of_the_tables(model, task):
+    config = model_config(model, task)
+    column = COLUMNS.index(model)
+    assert {row: getattr(config, row) for row in TABLES[task]} == {row: v[column] for row, v in TABLES[task].items()}
+
+
+def test_training_defaults_are_the_rows_of_the_hyperparameter_tables():
+    run = run_config(MINIMAL)
+    assert (run.train.tokens_per_step, run.train.steps, run.train.warmup_steps) == (2**18, 125_000, 10_000)
+    assert (run.train.learning_rate, run.train.adam_epsilon, run.train.weight_decay) == (7e-4, 1e-6, 0.01)
+    assert (run.train.adam_beta1, run.train.adam_beta2) == (0.9, 0.999)
+    assert (run.train.clip, run.train.clip_scope) == (0.1, "local")
+
+
+def test_the_vanilla_transformer_alone_is_not_clipped():
+    assert {model: run_config({"model": model, "data": "books"}).train.clip for model in PRESETS} == {
+        model: None if model == "transformer" else 0.1 for model in PRESETS}
+    assert run_config({"model": "transformer", "data": "books", "clip": 1}).train.clip == 1.0
+
+
+def test_inner_widths():
+    assert [model_config(m).d_inner for m in COLUMNS] == [1536, 1536, 3072, 3072, 2048]
+    assert model_config("transformer++", "pg19").d_inner == 2728  # 8d/3 is 2730.67
+    assert model_config("transformer++", d_model=2, n_heads=1).d_inner == 8
+
+
+def test_the_scale_is_fixed_by_the_configuration():
+    assert model_config("flash", context=4096).scale_len == 256
+    assert model_config("flash-quad", context=4096).scale_len == 4096
+    assert model_config("flash-quad", context=4096, attn_scale_len=1024).scale_len == 1024
+
+
+def test_longest_row():
+    assert model_config("transformer", context=1024).max_len == 1024
+    assert model_config("transformer+", context=1024).max_len is None
+    assert model_config("flash-quad", context=511).max_len == 511
+    assert model_config("flash-quad", context=512).max_len is None
+    assert model_config("flash", context=128, chunk_size=64).max_len is None
+
+
+REFUSED = [
+    ({}, "no model is named: model; one of transformer, transformer+, transformer++, flash-quad, flash"),
+    ({"model": "flash"}, "no data is named: data; give a folder made by `lineartime prepare`"),
+    ({"model": "flsh"}, "unknown model: flsh; did you mean flash?"),
+    ({"model": "gpt"}, "unknown model: gpt; one of transformer, transformer+, transformer++, flash-quad, flash"),
+    ({"model": 5}, "unknown model: 5; one of "),
+    ({"model": ["flash"]}, "unknown model: ['flash']; "),
+    ({"task": "wiki-40b"}, "unknown task: wiki-40b; did you mean wiki40b?"),
+    ({"task": None}, "unknown task"),
+    ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
+    ({"contxt": 512}, "unknown setting: contxt; did you mean context?"),
+    ({"zzz": 1}, "unknown setting: zzz; one of model, task, data, "),
+    ({"steps": 1.5}, "wrong value: steps = 1.5; it takes a whole number"),
+    ({"steps": True}, "wrong value: steps = True; it takes a whole number"),
+    ({"causal": 1}, "wrong value: causal = 1; it takes true or false"),
+    ({"learning_rate": "fast"}, "wrong value: learning_rate = 'fast'; it takes a number"),
+    ({"learning_rate": True}, "wrong value: learning_rate = True; it takes a number"),
+    ({"learning_rate": float("nan")}, "wrong value: learning_rate = nan; it takes a finite number"),
+    ({"clip": float("inf")}, "wrong value: clip = inf; it takes a finite number"),
+    ({"clip": "off"}, "wrong value: clip = 'off'; it takes a number or none"),
+    ({"norm": "layernorm"}, "wrong value: norm = 'layernorm'; it takes layer_norm or scale_norm"),
+    ({"norm": ["layer_norm"]}, "wrong value: norm = ['layer_norm']; it takes layer_norm or scale_norm"),
+    ({"rel_pos": "alibi"}, "wrong value: rel_pos = 'alibi'; it takes rope or none"),
+    ({"model": "transformer", "n_layers": 0}, "n_layers must be at least 1: n_layers = 0"),
+    ({"d_model": -768}, "d_model must be at least 1: d_model = -768"),
+    ({"chunk_size": None}, "mixed chunk attention needs a chunk size: chunk_size = None; try chunk_size = 256"),
+    ({"chunk_size": 0}, "mixed chunk attention needs a chunk size: chunk_size = 0; try chunk_size = 256"),
+    ({"ffn": "glu"}, "mixed chunk attention is for GAU layers: ffn = glu"),
+    ({"document_mask": "paper", "chunk_pooling": "sum"}, "the paper's document mask averages: chunk_pooling = sum"),
+    ({"model": "flash-quad", "chunk_size": 64}, "chunk_size is for mixed chunk attention: attn_type = quadratic"),
+    ({"model": "transformer", "chunk_parts": "local"}, "chunk_parts is for mixed chunk attention: attn_type = "),
+    ({"n_heads": 2}, "a GAU has one head: n_heads = 2; set n_heads = 1"),
+    ({"attn_kernel": "softmax"}, "a GAU's attention kernel is relu2: attn_kernel = softmax"),
+    ({"rel_pos": None}, "a GAU needs rel_pos = rope: rel_pos = None"),
+    ({"query_key_dim": 127}, "RoPE needs an even width: query_key_dim = 127"),
+    ({"d_model": 767}, "ScaledSin needs an even width: d_model = 767"),
+    ({"model": "transformer", "attn_kernel": "relu2"}, "multi-head attention's kernel is softmax: attn_kernel = relu2"),
+    ({"model": "transformer", "n_heads": 7}, "d_model must be a multiple of n_heads: d_model = 768, n_heads = 7"),
+    ({"model": "transformer+", "n_heads": 256}, "RoPE needs an even head width: d_model / n_heads = 3"),
+    ({"end_of_document": 32_000}, "end_of_document is outside the vocabulary: 32000 of 32000"),
+    ({"end_of_document": -1}, "end_of_document is outside the vocabulary: -1 of 32000"),
+    ({"save_every": 0}, "save_every must be at least 1: save_every = 0"),
+    ({"seed": -1}, "seed must not be negative: seed = -1"),
+    ({"weight_decay": -0.1}, "weight_decay must not be negative: weight_decay = -0.1"),
+    ({"learning_rate": 0}, "learning_rate must be positive: learning_rate = 0.0"),
+    ({"adam_beta2": 1}, "adam_beta2 must lie in [0, 1): adam_beta2 = 1.0"),
+    ({"clip": 0}, 'clip must be positive: clip = 0.0; say "none" for off'),
+    ({"steps": 100}, "warm-up is longer than the run: warmup_steps = 10000, steps = 100; lower warmup_steps"),
+    ({"micro_batch_tokens": 3072}, "tokens_per_step must be a multiple of micro_batch_tokens: 262144 and 3072"),
+    ({"context": 3000}, "micro_batch_tokens must be a multiple of context: micro_batch_tokens = 4096, context = 3000; "
+                        "a micro-batch holds whole rows"),
+    ({"context": 8192}, "micro_batch_tokens must be a multiple of context: "),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=lambda x: None if isinstance(x, str) else json.dumps(x))
+def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
+    given_settings = wrong if wrong in ({}, {"model": "flash"}) else MINIMAL | wrong
+    with pytest.raises(UsageError) as refused:
+        run_config(given_settings)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
+def test_a_misspelt_name_is_answered_with_the_nearest(name):
+    with pytest.raises(UsageError, match=f"did you mean {name}\\?$"):
+        run_config(MINIMAL | {name[:2] + name[1:]: 1})
+
+
+def test_no_two_settings_share_a_name():
+    names = RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS
+    assert len(names) == len(set(names))
+
+
+# Values of which many are valid and many are nearly so.
+VALUES = st.one_of(
+    st.sampled_from([-1, 0, 1, 2, 3, 8, 12, 64, 256, 512, 1024, 4096, 2**18, 2**70, -0.5, 0.0, 1e-3, 1.0, 1e308]),
+    st.sampled_from([None, True, False, "", "none", "true", "flash", "flash-quad", "transformer", "c4", "pg19"]),
+    st.sampled_from(["softmax", "relu2", "quadratic", "mixed_chunk", "mlp", "glu", "gau", "silu", "scale_norm", "rope",
+                     "learned", "paper", "sum", "local", "global", "bfloat16"]),
+    st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=4), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2), st.dates(), st.datetimes(),
+)
+NAMES = st.sampled_from(RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
+
+
+@settings(max_examples=1000)
+@given(st.dictionaries(NAMES | st.from_regex(r"[a-z_]{1,12}", fullmatch=True), VALUES, max_size=4), st.booleans())
+def test_any_settings_are_a_run_or_a_usage_error(fields, complete):
+    try:
+        run = run_config(MINIMAL | fields if complete else fields)
+    except UsageError as refused:
+        assert str(refused) and len(refused.args) == 1
+    else:
+        assert isinstance(run, RunConfig)
+        for name, value in fields.items():
+            if name in MODEL_FIELDS + TRAIN_FIELDS:
+                kept = getattr(run.model if name in MODEL_FIELDS else run.train, name)
+                assert kept == value
+                assert type(kept) is type(value) or (type(kept), type(value)) == (float, int)
+
+
+@st.composite
+def valid_settings(draw):
+    """Settings that make sense together, for any preset."""
+    context, rows, micro_batches = draw(st.integers(1, 4096)), draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    steps = draw(st.integers(1, 10**6))
+    return {
+        "model": draw(st.sampled_from(list(PRESETS))), "task": draw(st.sampled_from(TASKS)), "data": draw(st.text()),
+        "context": context, "micro_batch_tokens": rows * context, "tokens_per_step": rows * context * micro_batches,
+        "steps": steps, "warmup_steps": draw(st.integers(0, steps)), "d_model": 96 * draw(st.integers(1, 8)),
+        "n_layers": draw(st.integers(1, 100)), "learning_rate": draw(st.floats(1e-9, 1.0)),
+        "clip": draw(st.none() | st.floats(1e-6, 1e6)), "document_mask": draw(st.sampled_from(["exact", "paper"])),
+        "causal": draw(st.booleans()), "vocab_size": 300, "end_of_document": draw(st.none() | st.integers(0, 299)),
+    }
+
+
+@settings(max_examples=200)
+@given(valid_settings())
+def test_settings_that_make_sense_are_accepted_and_survive_storage_and_the_command_line(fields):
+    run = run_config(fields)
+    assert model_config_from_dict(json.loads(json.dumps(to_dict(run.model)))) == run.model
+    assert TrainConfig(**json.loads(json.dumps(to_dict(run.train)))) == run.train
+    words = [f"{name}={'none' if value is None else value}" for name, value in fields.items() if name != "data"]
+    assert run_config({"data": fields["data"], **dict(parse_setting(word) for word in words)}) == run
+
+
+@pytest.mark.parametrize("config", [*PRESETS.values(), TrainConfig(), TrainConfig(clip=None)])
+def test_every_field_reads_back_from_text(config):
+    for name, value in to_dict(config).items():
+        assert parse_setting(f"{name} = {'none' if value is None else value}") == (name, value)
+
+
+@pytest.mark.parametrize(("text", "setting"), [
+    ("steps=1_000", ("steps", 1000)), ("clip=None", ("clip", None)), ("compile=TRUE", ("compile", True)),
+    ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")), ("norm=x", ("norm", "x")),
+])
+def test_command_line_settings(text, setting):
+    assert parse_setting(text) == setting
+    assert type(parse_setting(text)[1]) is type(setting[1])
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("steps", "a setting is NAME=VALUE: 'steps'"),
+    ("=3", "unknown setting"),
+    ("stepz=3", "unknown setting: stepz; did you mean steps?"),
+    ("steps=", "wrong value: steps = ''; it takes a whole number"),
+    ("steps=1e5", "wrong value: steps = '1e5'; it takes a whole number"),
+    ("steps=none", "wrong value: steps = 'none'; it takes a whole number"),
+    ("compile=yes", "wrong value: compile = 'yes'; it takes true or false"),
+    ("clip=off", "wrong value: clip = 'off'; it takes a number or none"),
+])
+def test_a_wrong_command_line_setting_is_refused(text, message):
+    with pytest.raises(UsageError) as refused:
+        parse_setting(text)
+    assert str(refused.value).startswith(message)
+
+
+@settings(max_examples=300)
+@given(st.builds("{}={}".format, NAMES, st.text() | st.floats().map(str) | st.integers().map(str)) | st.text())
+@example("seed=" + "1" * 5000)
+def test_any_command_line_setting_is_read_or_a_usage_error(text):
+    try:
+        name, value = parse_setting(text)
+        run_config(MINIMAL | {name: value})
+    except UsageError as refused:
+        assert str(refused)
+
+
+def test_a_stored_configuration_with_a_field_too_many_is_refused():
+    with pytest.raises(UsageError, match=r"^unknown setting: chunk_sise; did you mean chunk_size\?$"):
+        model_config_from_dict({"chunk_sise": 3})
+
+
+def test_differences_name_both_values():
+    old, new = model_config("flash"), model_config("flash", chunk_size=128, norm="scale_norm")
+    assert differences(old, new) == ["norm: layer_norm -> scale_norm", "chunk_size: 256 -> 128"]
+    assert differences(old, model_config("flash")) == []
+
+
+def test_configurations_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model_config("flash").d_model = 3
+
+
+def test_a_toml_file_is_a_flat_table(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('model = "flash"  # why not\ncontext = 1024\nlearning_rate = 1e-3\ncausal = true\n')
+    assert read_toml(path) == {"model": "flash", "context": 1024, "learning_rate": 1e-3, "causal": True}
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"[model]\nd_model = 3", "settings are flat: [model] in {path}; move its fields to the top"),
+    (b"model.d_model = 3", "settings are flat: [model] in {path}; move its fields to the top"),
+    (b"steps = ", "not valid TOML: {path}; "),
+    (b"steps = 1\nsteps = 2", "not valid TOML: {path}; "),
+    (b"\xff\xfe", "not valid TOML: {path}; "),
+    (b"\0", "not valid TOML: {path}; "),
+    (None, "cannot read the configuration: {path}; No such file or directory"),
+])
+def test_a_wrong_toml_file_is_refused(tmp_path, content, message):
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        read_toml(path)
+    assert str(refused.value).startswith(message.format(path=path))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_is_no_toml_file(tmp_path):
+    with pytest.raises(UsageError, match=r"^cannot read the configuration: .*; Is a directory$"):
+        read_toml(tmp_path)
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=40) | st.text("ab[]{}='\"\n.,1-:T# ", max_size=40).map(str.encode))
+def test_any_file_is_settings_or_a_usage_error(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("toml") / "run.toml"
+    path.write_bytes(content)
+    try:
+        read_toml(path)
+    except UsageError as refused:
+        assert str(path) in str(refused)
+
+
+def test_a_wrong_configuration_is_refused_before_anything_heavy_is_imported():
+    heavy = ("torch", "transformers", "numpy", "matplotlib", "pyarrow", "tokenizers")
+    code = f"import sys, lineartime.config; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_every_choice_of_every_field_is_described():
+    for name in MODEL_FIELDS + TRAIN_FIELDS:
+        with pytest.raises(UsageError, match=f"{name} = .*; it takes "):
+            run_config(MINIMAL | {name: object()})
