@@ -1,0 +1,235 @@
+"""What a configuration means before anything is trained: specification, parameters by part, FLOPs, decoding state."""
+
+import dataclasses
+import math
+
+import torch
+from torch import nn
+
+from lineartime.cache import KeyValueCache
+from lineartime.config import ModelConfig
+from lineartime.mhsa import FeedForward, MultiHeadAttention
+from lineartime.model import LanguageModel
+
+NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
+         "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
+         "rope": "RoPE", "mlp": "MLP", "glu": "GLU", "gau": "GAU"}
+"""What the paper's tables call a field's value, where they do not call it the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Parameters of one kind: how many in one place, and in how many places."""
+
+    name: str
+    each: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.each * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of a forward pass, per token of a full row that is one document.
+
+    A multiply-add is 2, and only matrix products count. A causal square is counted whole, as masked products
+    compute it; `masked` says how much of `attention` a kernel that skips the masked half saves."""
+
+    projections: float
+    attention: float
+    """q k^T and A v within a row, or within a chunk."""
+    linear: float
+    """k^T v and q (k^T v) of mixed chunk attention."""
+    head: float
+    masked: float
+
+    @property
+    def forward(self) -> float:
+        return self.projections + self.attention + self.linear + self.head
+
+    @property
+    def training(self) -> float:
+        """Forward and backward: a matrix product has two gradients, each a product of the same size."""
+        return 3 * self.forward
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingBytes:
+    """What one row's decoding state takes in float32."""
+
+    constant: int
+    per_token: int
+
+    def at(self, n_tokens: int) -> int:
+        return self.constant + self.per_token * n_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    specification: list[tuple[str, str]]
+    """Rows of the paper's specification tables, named as printed there."""
+    parts: list[Part]
+    flops: Flops
+    decoding: DecodingBytes
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(part.total for part in self.parts)
+
+
+def describe(config: ModelConfig) -> Description:
+    """Count a model without making it. FLOPs are at `config.context`; only a causal model has a decoding state."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+        caches = model.decoding_state(1).caches if config.causal else []
+    constant = per_token = 0
+    for cache in caches:
+        for buffer in vars(cache).values():
+            if isinstance(cache, KeyValueCache):
+                per_token += math.prod(buffer.shape[2:]) * buffer.element_size()
+            else:
+                constant += buffer.numel() * buffer.element_size()
+    parts = count_parameters(model)
+    return Description(specification(config, sum(part.total for part in parts)), parts, count_flops(model),
+                       DecodingBytes(constant, per_token))
+
+
+def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str]]:
+    """The configuration as a column of Tables 8-10."""
+    def named(value: str | None) -> str:
+        return "--" if value is None else NAMES.get(value, value)
+
+    n_layers = str(config.n_layers) if config.ffn == "gau" else f"{config.n_layers}+{config.n_layers}"
+    return [
+        ("# of attention heads", str(config.n_heads)),
+        ("Attention kernel", named(config.attn_kernel)),
+        ("Attention type", named(config.attn_type)),
+        ("FFN type", named(config.ffn)),
+        ("Activation", named(config.activation)),
+        ("Norm. type", named(config.norm)),
+        ("Absolute position emb.", named(config.abs_pos)),
+        ("Relative position emb.", named(config.rel_pos)),
+        ("# of layers", n_layers),
+        ("Hidden size", str(config.d_model)),
+        ("Expansion rate", str(config.expansion_factor)),
+        ("Chunk size", "--" if config.chunk_size is None else str(config.chunk_size)),
+        ("Params (M)", f"{n_parameters / 1e6:.0f}"),
+    ]
+
+
+def count_parameters(model: LanguageModel) -> list[Part]:
+    """Every parameter of the module under exactly one name; the head's matrix is the embedding."""
+    per_layer: dict[str, int] = {}
+    for layer in list(model.layers)[: len(model.layers) // model.config.n_layers]:
+        kind = {MultiHeadAttention: "attention ", FeedForward: "FFN "}.get(type(layer), "")
+        for name, parameter in layer.named_parameters():
+            owner = name.split(".")[0]
+            part = {"norm": "norms", "scale_offset": "scale and offset", "rel_pos_bias": "position bias"}.get(owner)
+            part = part or f"{kind}projections"
+            per_layer[part] = per_layer.get(part, 0) + parameter.numel()
+
+    def size(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    return [
+        Part("embedding, and the head's matrix", size(model.embed)),
+        Part("ScaledSin scalar" if model.config.abs_pos == "scaled_sin" else "position table", size(model.abs_pos)),
+        *(Part(f"layer: {name}", each, model.config.n_layers) for name, each in per_layer.items()),
+        Part("final norm", size(model.norm)),
+        Part("head bias", model.head_bias.numel()),
+    ]
+
+
+def count_flops(model: LanguageModel) -> Flops:
+    """FLOPs per token at `config.context`; see `Flops` for the rule."""
+    config = model.config
+    linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    chunk = config.chunk_size or config.context
+    n_full, rest = divmod(config.context, chunk)
+    keys = (n_full * chunk**2 + rest**2) / config.context
+    """Keys that a query meets on average, those behind it included."""
+    qk, av = (config.query_key_dim, config.d_inner) if config.ffn == "gau" else (config.d_model, config.d_model)
+    with_local = config.chunk_parts != "global"
+    with_linear = config.chunk_size is not None and config.chunk_parts != "local"
+    return Flops(
+        projections=2 * sum(linear.weight.numel() for linear in linears),
+        attention=config.n_layers * 2 * keys * (qk + av) * with_local,
+        linear=config.n_layers * 4 * qk * av * with_linear,
+        head=2 * model.embed.weight.numel(),
+        masked=config.n_layers * (keys - 1) * (qk + av) * (with_local and config.causal),
+    )
+
+
+def millions(n: float) -> str:
+    """"112.1 M", or a small count in full."""
+    return f"{n / 1e6:,.1f} M" if n >= 1e6 else f"{n:,.0f}"
+
+
+def mib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def print_description(config: ModelConfig, title: str) -> None:
+    """Print `describe(config)` for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    described = describe(config)
+
+    def table(heading: str, *columns: str) -> Table:
+        made = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold", title_justify="left")
+        made.add_column(heading, min_width=34)
+        for column in columns:
+            made.add_column(column, justify="right")
+        return made
+
+    console.print(title, style="bold", markup=False)
+    console.print()
+    rows = table("Specification", "")
+    for name, value in described.specification:
+        rows.add_row(name, value)
+    console.print(rows)
+    console.print()
+
+    rows = table("Beside the paper's table", "")
+    rows.add_row("context", f"{config.context:,}")
+    rows.add_row("inner width e", f"{config.d_inner:,}")
+    if config.ffn == "gau":
+        rows.add_row("query and key width s", f"{config.query_key_dim:,}")
+        rows.add_row("n of relu²(q k / n + b)", f"{config.scale_len:,}")
+    rows.add_row("vocabulary", f"{config.vocab_size:,}")
+    rows.add_row("causal", "yes" if config.causal else "no")
+    console.print(rows)
+    console.print()
+
+    rows = table("Parameters", "each", "places", "total")
+    for part in described.parts:
+        rows.add_row(part.name, millions(part.each), str(part.count), millions(part.total))
+    rows.add_row("total", "", "", millions(described.n_parameters), style="bold")
+    console.print(rows)
+    console.print()
+
+    flops = described.flops
+    rows = table(f"FLOPs per token at context {config.context:,}", "forward", "and backward")
+    for name, n in (("projections", flops.projections), ("attention", flops.attention),
+                    ("linear attention", flops.linear), ("head", flops.head)):
+        if n:
+            rows.add_row(name, millions(n), millions(3 * n))
+    rows.add_row("total", millions(flops.forward), millions(flops.training), style="bold")
+    console.print(rows)
+    console.print("A multiply-add is 2; matrix products only; backward is twice forward.")
+    if flops.masked:
+        console.print(f"A causal square is counted whole: {millions(flops.masked)} of the forward pass are masked.")
+    console.print()
+
+    console.print("Decoding state of one row, float32", style="bold")
+    if not config.causal:
+        console.print("none: the model is not causal")
+    elif config.chunk_size is not None:
+        console.print(f"{mib(described.decoding.constant)} at any length")
+    else:
+        console.print(f"{described.decoding.per_token:,} bytes more with each token; "
+                      f"{mib(described.decoding.at(config.context))} at context {config.context:,}")
