@@ -18,9 +18,9 @@ from lineartime.config import (
     TRAIN_FIELDS,
     RunConfig,
     TrainConfig,
-    differences,
     model_config,
-    model_config_from_dict,
+    model_config_from_json,
+    model_config_json,
     parse_setting,
     run_config,
     to_dict,
@@ -28,7 +28,7 @@ from lineartime.config import (
 from lineartime.errors import UsageError
 from lineartime.settings import read_toml
 
-MINIMAL = {"model": "flash", "data": "books"}
+MINIMAL = {"model": "flash", "data": "books", "out": "run"}
 
 # Tables 8-10, row by row: FLASH-Quad, FLASH, Transformer, Transformer+, Transformer++.
 COLUMNS = ("flash-quad", "flash", "transformer", "transformer+", "transformer++")
@@ -78,9 +78,9 @@ def test_training_defaults_are_the_rows_of_the_hyperparameter_tables():
 
 
 def test_the_vanilla_transformer_alone_is_not_clipped():
-    assert {model: run_config({"model": model, "data": "books"}).train.clip for model in PRESETS} == {
+    assert {model: run_config(MINIMAL | {"model": model}).train.clip for model in PRESETS} == {
         model: None if model == "transformer" else 0.1 for model in PRESETS}
-    assert run_config({"model": "transformer", "data": "books", "clip": 1}).train.clip == 1.0
+    assert run_config(MINIMAL | {"model": "transformer", "clip": 1}).train.clip == 1.0
 
 
 def test_inner_widths():
@@ -104,8 +104,6 @@ def test_longest_row():
 
 
 REFUSED = [
-    ({}, "no model is named: model; one of transformer, transformer+, transformer++, flash-quad, flash"),
-    ({"model": "flash"}, "no data is named: data; give a folder made by `lineartime prepare`"),
     ({"model": "flsh"}, "unknown model: flsh; did you mean flash?"),
     ({"model": "gpt"}, "unknown model: gpt; one of transformer, transformer+, transformer++, flash-quad, flash"),
     ({"model": 5}, "unknown model: 5; one of "),
@@ -160,12 +158,22 @@ REFUSED = [
 
 @pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=lambda x: None if isinstance(x, str) else json.dumps(x))
 def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
-    given_settings = wrong if wrong in ({}, {"model": "flash"}) else MINIMAL | wrong
     with pytest.raises(UsageError) as refused:
-        run_config(given_settings)
+        run_config(MINIMAL | wrong)
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("missing", "message"), [
+    ("model", "no model is named: model; one of transformer, transformer+, transformer++, flash-quad, flash"),
+    ("data", "no data is named: data; give --data a folder made by `lineartime prepare`"),
+    ("out", "no folder for the run is named: out; give --out a folder"),
+])
+def test_a_run_needs_a_model_data_and_a_folder(missing, message):
+    with pytest.raises(UsageError) as refused:
+        run_config({name: value for name, value in MINIMAL.items() if name != missing})
+    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize("name", RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
@@ -214,6 +222,7 @@ def valid_settings(draw):
     steps = draw(st.integers(1, 10**6))
     return {
         "model": draw(st.sampled_from(list(PRESETS))), "task": draw(st.sampled_from(TASKS)), "data": draw(st.text()),
+        "out": "run",
         "context": context, "micro_batch_tokens": rows * context, "tokens_per_step": rows * context * micro_batches,
         "steps": steps, "warmup_steps": draw(st.integers(0, steps)), "d_model": 96 * draw(st.integers(1, 8)),
         "n_layers": draw(st.integers(1, 100)), "learning_rate": draw(st.floats(1e-9, 1.0)),
@@ -226,10 +235,10 @@ def valid_settings(draw):
 @given(valid_settings())
 def test_settings_that_make_sense_are_accepted_and_survive_storage_and_the_command_line(fields):
     run = run_config(fields)
-    assert model_config_from_dict(json.loads(json.dumps(to_dict(run.model)))) == run.model
+    assert model_config_from_json(model_config_json(run.model)) == run.model
     assert TrainConfig(**json.loads(json.dumps(to_dict(run.train)))) == run.train
     words = [f"{name}={'none' if value is None else value}" for name, value in fields.items() if name != "data"]
-    assert run_config({"data": fields["data"], **dict(parse_setting(word) for word in words)}) == run
+    assert run_config({"data": fields["data"]} | dict(parse_setting(word) for word in words)) == run
 
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), TrainConfig(), TrainConfig(clip=None)])
@@ -274,15 +283,25 @@ def test_any_command_line_setting_is_read_or_a_usage_error(text):
         assert str(refused)
 
 
-def test_a_stored_configuration_with_a_field_too_many_is_refused():
-    with pytest.raises(UsageError, match=r"^unknown setting: chunk_sise; did you mean chunk_size\?$"):
-        model_config_from_dict({"chunk_sise": 3})
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "not valid JSON: config.json; "),
+    ("{", "not valid JSON: config.json; "),
+    ("[]", "not a lineartime model: config.json"),
+    ('{"model_type": "bert"}', "not a lineartime model: config.json"),
+    ('{"model_type": "lineartime", "d_model": "wide"}', "wrong value: d_model = 'wide'; it takes a whole number"),
+    ('{"model_type": "lineartime", "d_model": 0}', "d_model must be at least 1: d_model = 0"),
+])
+def test_a_wrong_stored_configuration_is_refused(text, message):
+    with pytest.raises(UsageError) as refused:
+        model_config_from_json(text)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
 
 
-def test_differences_name_both_values():
-    old, new = model_config("flash"), model_config("flash", chunk_size=128, norm="scale_norm")
-    assert differences(old, new) == ["norm: layer_norm -> scale_norm", "chunk_size: 256 -> 128"]
-    assert differences(old, model_config("flash")) == []
+def test_a_stored_configuration_names_its_model_and_its_special_tokens():
+    fields = json.loads(model_config_json(model_config("flash", end_of_document=7)))
+    assert (fields["model_type"], fields["bos_token_id"], fields["eos_token_id"]) == ("lineartime", 7, 7)
+    assert fields["tie_word_embeddings"] is True
 
 
 def test_configurations_do_not_change():
