@@ -52,11 +52,12 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
     kv_BSE, count_B = initial or (torch.zeros_like(kv_BGSE[:, 0]), torch.zeros_like(count_BG[:, 0]))
     document_B = torch.zeros_like(last_BG[:, 0])
     kvs, counts, documents = [kv_BSE], [count_B], [document_B]
-    for g in range(last_BG.shape[1]):
-        continues_B = last_BG[:, g] == document_B
-        kv_BSE = torch.where(continues_B[:, None, None], kv_BSE, 0.0) + kv_BGSE[:, g]
-        count_B = torch.where(continues_B, count_B, 0.0) + count_BG[:, g]
-        document_B = last_BG[:, g]
+    # unbind, because the gradient of an index is as large as what it indexes: G of them would cost G^2.
+    for last_B, added_BSE, n_added_B in zip(last_BG.unbind(1), kv_BGSE.unbind(1), count_BG.unbind(1), strict=True):
+        continues_B = last_B == document_B
+        kv_BSE = torch.where(continues_B[:, None, None], kv_BSE, 0.0) + added_BSE
+        count_B = torch.where(continues_B, count_B, 0.0) + n_added_B
+        document_B = last_B
         kvs.append(kv_BSE)
         counts.append(count_B)
         documents.append(document_B)
