@@ -1,0 +1,75 @@
+"""Files that are known by their hash, and a folder that is whole or not there."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from lineartime.errors import DataError, ResourceError
+
+
+def hash_of(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    except OSError as e:
+        raise DataError("cannot read", path, e.strerror) from None
+
+
+@contextlib.contextmanager
+def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes], None]]:
+    """Write a new file; at the end it is on the disk, and its size and hash are in `files`."""
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+
+        def write(data: bytes) -> None:
+            file.write(data)
+            digest.update(data)
+
+        yield write
+        file.flush()
+        os.fsync(file.fileno())
+        files[path.name] = {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def written_aside(out: Path, last: str) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A folder beside `out` and its file to write, which take the place of `out` together at the end or not at all.
+
+    The file is the lock: it is held until the folder has its name. What a killed run left is removed."""
+    aside = out.with_name(f".{out.name}.partial")
+    aside.mkdir(parents=True, exist_ok=True)
+    with (aside / last).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(file.fileno()), (aside / last).stat())
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        if not ours:
+            raise ResourceError("another prepare is writing this folder", out, "wait for it")
+        try:
+            for left in aside.iterdir():
+                if left.name != last:
+                    left.unlink()
+            file.truncate(0)
+            yield aside, file
+            file.flush()
+            os.fsync(file.fileno())
+            _fsync_folder(aside)
+            os.rename(aside, out)
+            _fsync_folder(out.parent)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,183 @@
+"""Text from the files people have, in memory that does not grow with them.
+
+`.txt` is one document; `.jsonl`, `.jsonl.gz` and `.json.gz` hold a JSON object per line, `.parquet` a document per row.
+A document arrives as pieces of text, so that one of any size can be read."""
+
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from lineartime.errors import DataError
+
+ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+PIECE = 1 << 18
+"""Characters in a piece."""
+MAX_LINE_BYTES = 64 << 20
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class Piece(NamedTuple):
+    """Part of a document; `last` where it ends it."""
+
+    text: str
+    last: bool
+
+
+def ending_of(name: str) -> str:
+    return next((ending for ending in sorted(ENDINGS, key=len, reverse=True) if name.lower().endswith(ending)), "")
+
+
+def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Piece]:
+    """All documents of one file, in order, each as pieces of about `PIECE` characters. A blank one is an empty piece,
+    or for `.txt` pieces of white space. `field` is the JSON field or parquet column.
+
+    Raises DataError, with the line, row or byte, for whatever is not such a file."""
+    try:
+        if path.stat().st_size == 0:
+            raise DataError("empty file", path)
+        ending = ending_of(path.name)
+        if ending == ".txt":
+            yield from cut(_blocks(path))
+            return
+        texts = _parquet_texts(path, field) if ending == ".parquet" else _json_texts(path, field, max_line_bytes)
+        empty = True
+        for text in texts:
+            empty = False
+            text = "" if text.isspace() else text
+            yield from cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
+        if empty:
+            raise DataError("no documents in this file", path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise DataError("damaged gzip file", path, str(e)) from None
+    except OSError as e:
+        raise DataError("cannot read", path, e.strerror or str(e)) from None
+
+
+def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
+    """One document in pieces of at most `size` characters, which depend on its text and not on its blocks.
+
+    A piece ends before the last white space of a gap between words. Byte-level BPE has a boundary there anyway, so the
+    tokens are those of the whole; only where 4,096 characters have no such place may the cut change one."""
+    buffer = ""
+    for block in blocks:
+        buffer += block
+        while len(buffer) > size + 1:
+            end = next((i for i in range(size, max(size - 4096, 0), -1)
+                        if buffer[i] in " \n" and not buffer[i + 1].isspace()), size)
+            yield Piece(buffer[:end], False)
+            buffer = buffer[end:]
+    yield Piece(buffer, True)
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """The text of a UTF-8 file without its byte order mark."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = 0
+    with path.open("rb") as file:
+        while True:
+            block = file.read(1 << 20)
+            nul = block.find(b"\0")
+            if nul >= 0:
+                raise DataError("a NUL byte: this is no text", f"{path}, byte {position + nul}")
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as e:
+                # The decoder's object begins with the bytes that the previous block left unfinished.
+                byte = position + len(block) - len(e.object) + e.start
+                raise DataError("not valid UTF-8", f"{path}, byte {byte}") from None
+            if not block:
+                return
+            yield text.removeprefix(BYTE_ORDER_MARK) if position == 0 else text
+            position += len(block)
+
+
+def check_gzip(path: Path) -> None:
+    """Read a `.gz` to its end, so that nothing of a damaged one is used. Raises DataError."""
+    with path.open("rb") as raw, gzip.open(raw) as file:
+        try:
+            while file.read(1 << 20):
+                pass
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise DataError("damaged gzip file", f"{path}, at or before byte {raw.tell()}", str(e)) from None
+
+
+def _json_texts(path: Path, field: str, max_line_bytes: int) -> Iterator[str]:
+    opened: Callable[[Path], IO[bytes]] = gzip.open if path.name.lower().endswith(".gz") else open  # type: ignore[assignment]
+    with opened(path, "rb") as file:  # type: ignore[call-arg]
+        number = 0
+        while line := file.readline(max_line_bytes + 1):
+            number += 1
+            if len(line) > max_line_bytes:
+                raise DataError("line is too long", f"{path}:{number}", f"the limit is {max_line_bytes} bytes")
+            if not line.isspace():
+                yield _text_of_line(line, field, f"{path}:{number}")
+
+
+def _text_of_line(line: bytes, field: str, where: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8").removeprefix(BYTE_ORDER_MARK),
+                            object_pairs_hook=_object, parse_constant=_no_constant)
+    except UnicodeDecodeError as e:
+        raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line") from None
+    except RecursionError:
+        raise DataError("not valid JSON", where, "it is nested too deeply") from None
+    except json.JSONDecodeError as e:
+        raise DataError("not valid JSON", f"{where}, column {e.colno}", e.msg) from None
+    except ValueError as e:
+        raise DataError("not valid JSON", where, str(e)) from None
+    if not isinstance(record, dict):
+        raise DataError("not a JSON object", where)
+    if field not in record:
+        names = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise DataError(f"no field {field!r}", where, f"the line has {names}")
+    return _checked(record[field], f"field {field!r}", where)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a name occurs twice in an object")
+    return record
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _checked(text: Any, what: str, where: str) -> str:
+    if not isinstance(text, str):
+        raise DataError(f"{what} is not a string", where)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
+    return text
+
+
+def _parquet_texts(path: Path, field: str) -> Iterator[str]:
+    import pyarrow
+    from pyarrow import parquet
+
+    row = 0
+    try:
+        with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if names.count(field) != 1:
+                raise DataError(f"no column {field!r}", path, f"its columns are {', '.join(names)}")
+            kind = file.schema_arrow.field(field).type
+            if pyarrow.types.is_dictionary(kind):
+                kind = kind.value_type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise DataError(f"column {field!r} is not text", path, f"it is {kind}")
+            for batch in file.iter_batches(batch_size=16, columns=[field], use_threads=False):
+                for value in batch.column(0):
+                    yield _checked(value.as_py(), f"column {field!r}", f"{path}, row {row}")
+                    row += 1
+    except UnicodeDecodeError:
+        raise DataError("not valid UTF-8", f"{path}, row {row}") from None
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
+        raise DataError("cannot read as parquet", path, str(e).splitlines()[0] if str(e) else None) from None

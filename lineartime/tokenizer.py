@@ -1,0 +1,105 @@
+"""Text to token ids and back: byte-level BPE trained here, any tokenizer.json, or plain bytes.
+
+What is made here (BPE and bytes) has no normaliser and adds no prefix space: text comes back exactly as it went in."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from lineartime.errors import DataError, UsageError
+from lineartime.settings import require
+
+END_OF_DOCUMENT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end-of-document token."""
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` that takes text as text: not cut short, nothing added, no special token read out of it.
+
+    `end_of_document` is the id of "<|endoftext|>"; `vocab_size` is one more than the largest id; `sha256` is that of
+    the bytes that `save` writes. Raises DataError where `json` is not a tokenizer."""
+
+    def __init__(self, json: str, name: str = "tokenizer.json"):
+        try:
+            inner = tokenizers.Tokenizer.from_str(json)
+        except Exception as e:  # the library raises nothing more specific
+            raise DataError("not a tokenizer.json", name, str(e)) from None
+        special = inner.get_added_tokens_decoder().values()
+        if not any(token.content == END_OF_DOCUMENT and token.special for token in special):
+            inner.add_special_tokens([END_OF_DOCUMENT])
+            json = inner.to_str()
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is spelled out, not the token
+        self.json = json
+        self.sha256 = hashlib.sha256(json.encode()).hexdigest()
+        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.end_of_document: int = inner.get_vocab(with_added_tokens=True)[END_OF_DOCUMENT]
+        self._inner = inner
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without an end-of-document token. Other threads run meanwhile."""
+        # Only the batch methods release the interpreter's lock.
+        return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, the end-of-document token is spelled out."""
+        return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json."""
+        path.write_bytes(self.json.encode())
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0 to 255 are the bytes of the text's UTF-8, 256 is the end-of-document token."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([END_OF_DOCUMENT])
+    return Tokenizer(inner.to_str())
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary: itself where it is printable Latin-1."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def require_vocab_size(vocab_size: int) -> None:
+    """Raise UsageError for a vocabulary that does not hold the 256 bytes and the end-of-document token."""
+    require(SMALLEST_VOCABULARY <= vocab_size < 2**31, "wrong value", f"vocab_size = {vocab_size}",
+            f"it takes {SMALLEST_VOCABULARY} or more")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE trained on `texts`; fewer than `vocab_size` entries where no more pairs occur twice.
+
+    Raises UsageError as `require_vocab_size`."""
+    require_vocab_size(vocab_size)
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_DOCUMENT],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    inner.train_from_iterator(texts, trainer)
+    return Tokenizer(inner.to_str())
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Any tokenizer.json; "<|endoftext|>" is added where it has none.
+
+    Raises UsageError where there is no such file, DataError where it is not a tokenizer."""
+    try:
+        json = Path(path).read_bytes().decode("utf-8")
+    except OSError as e:
+        raise UsageError("cannot read the tokenizer", path, e.strerror) from None
+    except UnicodeDecodeError:
+        raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
+    return Tokenizer(json, str(path))
