@@ -43,8 +43,8 @@ def gated_attention_unit(var: Weights, n: int, causal: bool, norm_type: str, *, 
     d, s = var["dense/kernel"].shape[0], var["gamma"].shape[1]
     with torch.device("meta"):
         return GatedAttentionUnit(d, expansion_factor=var["dense_1/kernel"].shape[0] // d, query_key_dim=s,
-                                  chunk_size=n if chunks else None, scale_len=n, causal=causal, norm=norm_type,
-                                  document_mask=document_mask)
+                                  causal=causal, norm=norm_type, document_mask=document_mask,
+                                  **{"chunk_size" if chunks else "scale_len": n})
 
 
 def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, norm_type: str,
@@ -149,8 +149,8 @@ def test_exact_documents_are_the_paper_for_one_document(name: str, layout: str) 
 def test_listing_weights_load_into_a_layer(name: str) -> None:
     case = Case(name)
     x = case.inputs["x"]
-    layer = GatedAttentionUnit(x.shape[-1], chunk_size=case.settings["n"] if name.startswith("flash") else None,
-                               scale_len=case.settings["n"], norm=case.settings.get("norm_type", "layer_norm"))
+    n = {"chunk_size" if name.startswith("flash") else "scale_len": case.settings["n"]}
+    layer = GatedAttentionUnit(x.shape[-1], norm=case.settings.get("norm_type", "layer_norm"), **n)
     load_listing_weights(layer, case.var)
     with torch.no_grad():
         assert error(layer(x.view(x.shape[0], -1, x.shape[-1])).view_as(x), case.out) <= LARGEST_ERROR
