@@ -1,0 +1,112 @@
+"""Pictures of runs: what is read, what is drawn, and that a picture is whole or not there."""
+
+import json
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from lineartime.config import TrainConfig, model_config, to_dict
+from lineartime.errors import ResourceError, UsageError
+from lineartime.plot import plot_comparison, plot_run, read_curves, smoothed
+
+POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
+
+
+def make_run(folder, *, n_steps=60, held_out=True, result=True):
+    folder.mkdir()
+    config = model_config("flash", d_model=32, n_layers=2, vocab_size=100, query_key_dim=16, chunk_size=16, context=64)
+    train = TrainConfig(tokens_per_step=4096, steps=max(n_steps, 1), warmup_steps=1)
+    (folder / "run.json").write_text(json.dumps({"preset": "flash", "model": to_dict(config), "train": to_dict(train)}))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(1, n_steps + 1):
+            line = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1e-3 / step, "clock": {"time": 0.0}}
+            file.write(json.dumps(line) + "\n")
+            if held_out and step % 20 == 0 and step < n_steps:
+                scores = {"loss": 4.2 + 3 / step, "bits_per_byte": (4.2 + 3 / step) * 0.5}
+                file.write(json.dumps({"step": step, "held_out": scores, "clock": {"time": 0.0}}) + "\n")
+    if result:
+        scores = {"loss": 4.25, "bits_per_byte": 2.125, "loss_by_position": POSITIONS}
+        (folder / "result.json").write_text(json.dumps({"steps": n_steps, "held_out": scores, "xz_bits_per_byte": 2.3}))
+    return folder
+
+
+def coloured(path, colour):
+    """How many pixels of a picture are nearly of this colour."""
+    return int((np.abs(imread(path)[..., :3] - np.array(matplotlib.colors.to_rgb(colour))).max(-1) < 0.02).sum())
+
+
+def test_curves_are_those_of_the_run(tmp_path):
+    curves = read_curves(make_run(tmp_path / "run"))
+    assert curves.step.tolist() == list(range(1, 61))
+    assert curves.loss[[0, 59]].tolist() == [7.0, 4.05]
+    assert curves.held_out_step == [20, 40, 60] and curves.held_out_loss == pytest.approx([4.35, 4.275, 4.25])
+    assert (curves.bits_per_nat, curves.bits_per_byte, curves.xz_bits_per_byte) == (0.5, 2.125, 2.3)
+    assert curves.loss_by_position == POSITIONS
+    assert curves.title == "flash, 17,475 parameters, context 64"
+
+
+def test_plot_run_draws_training_and_held_out_loss(tmp_path):
+    run = make_run(tmp_path / "run")
+    before = dict(matplotlib.rcParams)
+    path = plot_run(run)
+    assert path == run / "loss.png" and imread(path).shape[1] == 1350
+    assert coloured(path, "#0072B2") > 500 and coloured(path, "#D55E00") > 200 and coloured(path, "#555555") > 200
+    assert sorted(p.name for p in run.iterdir()) == ["loss.png", "metrics.jsonl", "result.json", "run.json"]
+    assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("options", [
+    {"n_steps": 1}, {"n_steps": 1, "result": False}, {"n_steps": 30}, {"n_steps": 30, "held_out": False},
+    {"n_steps": 30, "held_out": False, "result": False}])
+def test_a_run_at_any_stage_can_be_drawn(tmp_path, options):
+    run = make_run(tmp_path / "run", **options)
+    assert coloured(plot_run(run), "#0072B2") > 0
+    assert coloured(plot_comparison({"one": run}, tmp_path / "one.png"), "#0072B2") > 0
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    run = make_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 61, "lo')
+    assert read_curves(run).step[-1] == 60
+    plot_run(run)
+
+
+def test_plot_comparison_draws_every_run_in_both_panels(tmp_path):
+    runs = {f"model {i}": make_run(tmp_path / f"{i}", result=i != 2) for i in range(3)}
+    picture = plot_comparison(runs, tmp_path / "out.png")
+    width = imread(picture).shape[1]
+    assert width == 1800
+    # A third colour is nowhere in the right panel: that run has no result.
+    right = imread(picture)[:, width // 2 :, :3]
+    third = np.array(matplotlib.colors.to_rgb("#009E73"))
+    assert coloured(picture, "#009E73") > 100 and (np.abs(right - third).max(-1) < 0.02).sum() == 0
+    narrow = plot_comparison({"model 2": tmp_path / "2"}, tmp_path / "narrow.png")
+    assert imread(narrow).shape[1] < width
+
+
+def test_smoothed_keeps_a_line_and_takes_out_noise():
+    line = np.linspace(3.0, 1.0, 501)
+    np.testing.assert_allclose(smoothed(line)[:490], line[:490])
+    noisy = line + np.random.default_rng(0).normal(0, 0.1, 501)
+    assert np.abs(smoothed(noisy) - line)[10:].mean() < 0.04
+    assert smoothed(np.array([2.0])).tolist() == [2.0]
+
+
+def test_nothing_to_draw_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="not a run"):
+        plot_run(tmp_path)
+    with pytest.raises(UsageError, match="nothing to plot yet"):
+        plot_run(make_run(tmp_path / "empty", n_steps=0, result=False))
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
+    run = make_run(tmp_path / "run")
+    (tmp_path / "taken.png").mkdir()
+    with pytest.raises(ResourceError, match="cannot write"):
+        plot_comparison({"run": run}, tmp_path / "taken.png")
+    assert not list(tmp_path.glob(".tmp*"))
+    with pytest.raises(ResourceError, match="cannot write"):
+        plot_comparison({"run": run}, tmp_path / "missing" / "out.png")
