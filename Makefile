@@ -1,5 +1,5 @@
 PYTHON ?= python3
-TOO_OLD = error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) -V 2>&1); name another with make PYTHON=...
+TOO_OLD = error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) -V 2>/dev/null || echo missing); name another with make PYTHON=...
 
 help:
 	@echo "make train   train FLASH on a book that ships here, in about five minutes"
