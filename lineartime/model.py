@@ -9,7 +9,7 @@ from lineartime.cache import ChunkState, DecodingState, Feed, KeyValueCache
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit, init_gau
-from lineartime.layers import Layout, ScaledSin, document_boundaries, make_norm, rotary
+from lineartime.layers import Layout, ScaledSin, at_least_float32, document_boundaries, make_norm, rotary
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 
 
@@ -42,7 +42,10 @@ class LanguageModel(nn.Module):
         """`forward` without the head: x_BTD after the last norm."""
         self.check_length(ids_BT.shape[1])
         if segment_ids_BT is None and self.config.end_of_document is not None:
-            segment_ids_BT = (ids_BT == self.config.end_of_document).cumsum(1)
+            starts_BT = ids_BT == self.config.end_of_document
+            if padding_mask_BT is not None:
+                starts_BT = starts_BT & padding_mask_BT.bool()
+            segment_ids_BT = starts_BT.cumsum(1)
         order_BT = None
         if padding_mask_BT is not None:
             # Tokens move to the front of their row, so that padding shifts neither positions nor the grid of chunks.
@@ -82,10 +85,14 @@ class LanguageModel(nn.Module):
                              "train with a larger context, or use a model without a table (flash)")
 
     def decoding_state(self, batch_size: int) -> DecodingState:
-        """The memory of `batch_size` rows that have had no token yet. Raises UsageError for a model that is not causal."""
+        """The memory of `batch_size` rows that have had no token yet. Raises UsageError for a model that is not causal, or
+        whose documents see each other."""
         config, weight = self.config, self.embed.weight
         if not config.causal:
             raise UsageError("only a causal model decodes", "causal = false")
+        if config.chunk_size is not None and config.end_of_document is not None and config.document_mask == "paper":
+            raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
+                             'set document_mask = "exact"')
 
         def zeros(*shape: int) -> Tensor:
             return weight.new_zeros(batch_size, *shape)
@@ -94,7 +101,8 @@ class LanguageModel(nn.Module):
         for _ in range(config.n_layers):
             if config.chunk_size is not None:
                 s, e, c = config.query_key_dim, config.d_inner, config.chunk_size
-                caches.append(ChunkState(zeros(c, s), zeros(c, s), zeros(c, e), zeros(s, e), zeros()))
+                kv_BSE, count_B = at_least_float32(zeros(s, e)), at_least_float32(zeros())
+                caches.append(ChunkState(zeros(c, s), zeros(c, s), zeros(c, e), kv_BSE, count_B))
             elif config.ffn == "gau":
                 caches.append(KeyValueCache(zeros(0, config.query_key_dim), zeros(0, config.d_inner)))
             else:
