@@ -4,6 +4,8 @@ import dataclasses
 import math
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from lineartime.cache import KeyValueCache
@@ -171,21 +173,18 @@ def mib(n_bytes: float) -> str:
     return f"{n_bytes / 2**20:,.1f} MiB"
 
 
+def table(heading: str, *columns: str, width: int = 34) -> Table:
+    """A table without lines: the first column to the left and at least `width` wide, numbers to the right."""
+    made = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    made.add_column(heading, min_width=width)
+    for column in columns:
+        made.add_column(column, justify="right")
+    return made
+
+
 def print_description(config: ModelConfig, title: str) -> None:
     """Print `describe(config)` for a person."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    described = describe(config)
-
-    def table(heading: str, *columns: str) -> Table:
-        made = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold", title_justify="left")
-        made.add_column(heading, min_width=34)
-        for column in columns:
-            made.add_column(column, justify="right")
-        return made
-
+    console, described = Console(highlight=False), describe(config)
     console.print(title, style="bold", markup=False)
     console.print()
     rows = table("Specification", "")
