@@ -57,7 +57,7 @@ class Newest(NamedTuple):
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
          documents: Mapping[str, str], keep: int) -> Path:
-    """Write the checkpoint of `step`, then remove what is older than the `keep` newest valid ones. The caller has `lock`.
+    """Write the checkpoint of `step`, then remove what is older than the `keep` newest valid ones. Hold `lock`.
 
     `run` is an id of the run; `tensors` maps a file stem to named tensors on any device (a shared one is passed once),
     `documents` a file name to text. A valid checkpoint of this run and step that is there already is trusted. Raises
@@ -105,7 +105,7 @@ def newest(run_dir: Path) -> Newest | None:
         steps = _steps(run_dir)
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise CheckpointError("the run cannot be read", f"{run_dir}: {_reason(error)}") from error
     for step in steps:
         path = run_dir / f"step-{step:08d}"
@@ -238,7 +238,8 @@ def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, An
 def _pieces(head: bytes, body: Iterable[Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for tensor in body:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        whole = tensor.detach().cpu().contiguous()
+        yield whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
@@ -260,7 +261,7 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> d
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             stack.callback(os.close, folder)
             present = os.listdir(folder)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemoryError) as error:
             raise _damage(path, f"cannot be read ({_reason(error)})") from error
         raw = _read(path, folder, MANIFEST, None, True)
         try:
@@ -283,14 +284,15 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> d
 
 
 def _check_manifest(path: Path, step: int, content: dict[str, Any], present: list[str]) -> None:
-    version, files = content.get("format"), content.get("files")
+    version, kinds = content.get("format"), {key: type(value) for key, value in content.items()}
     if type(version) is int and version > FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{path}: format {version}, this version reads {FORMAT}",
                               f"install a version that reads format {version}")
-    if version != FORMAT or type(content.get("run")) is not str or not isinstance(files, dict) or len(content) != 4:
+    if version != FORMAT or kinds != {"format": int, "run": str, "step": int, "files": dict}:
         raise _damage(path / MANIFEST, f"expected format {FORMAT} with run, step and files")
-    if type(content.get("step")) is not int or content["step"] != step:
-        raise _damage(path / MANIFEST, f"expected step {step}, found {content.get('step')!a:.20}")
+    if content["step"] != step:
+        raise _damage(path / MANIFEST, f"expected step {step}, found step {content['step']!a:.20}")
+    files = content["files"]
     for name, entry in files.items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise _damage(path / MANIFEST, f"names a file {name!a:.100}")
