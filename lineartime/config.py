@@ -87,6 +87,8 @@ class ModelConfig:
                      f"d_model / n_heads = {self.head_dim}")
         require(self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width",
                  f"d_model = {self.d_model}")
+        require(self.attn_scale_len is None or self.attn_scale_len >= 1, "attn_scale_len must be at least 1",
+                f"attn_scale_len = {self.attn_scale_len}")
         if self.end_of_document is not None:
             require(0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
                      f"{self.end_of_document} of {self.vocab_size}")
@@ -242,14 +244,16 @@ def run_config(settings: dict[str, Any]) -> RunConfig:
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings, "no model is named", "model", f"one of {', '.join(PRESETS)}")
-    require("data" in settings, "no data is named", "data", "give --data a folder made by `lineartime prepare`")
-    require("out" in settings, "no folder for the run is named", "out", "give --out a folder")
+    require(settings.get("data", "") != "", "no data is named", "data", "give --data a folder made by `lineartime prepare`")
+    require(settings.get("out", "") != "", "no folder for the run is named", "out", "give --out a folder")
+    for name in ("data", "out"):
+        require(isinstance(settings[name], str), "wrong value", f"{name} = {settings[name]!r}", "it takes a folder's path")
     preset, task = settings["model"], settings.get("task", "wiki40b")
     train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
     model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
     return RunConfig(model=model_config(preset, task, **model), train=replace_fields(TrainConfig(), train),
-                     preset=preset, task=task, data=str(settings["data"]), out=str(settings["out"]))
+                     preset=preset, task=task, data=settings["data"], out=settings["out"])
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -259,7 +263,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name = name.strip()
     require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     if name in RUN_FIELDS:
-        return name, value
+        return name, value.strip()
     kind = typing.get_type_hints(ModelConfig if name in MODEL_FIELDS else TrainConfig)[name]
     return name, parse_field(name, value.strip(), kind)
 
@@ -275,11 +279,18 @@ def model_config_json(config: ModelConfig) -> str:
                        "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
 
 
+def tokenizer_config_json() -> str:
+    """The `tokenizer_config.json` with which `transformers` opens our tokenizer.json: a text begins with the
+    end-of-document token, as in training, and ends and is padded with it."""
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
+    return json.dumps({"tokenizer_class": "TokenizersBackend", **special, "add_bos_token": True, "padding_side": "left"}, indent=1) + "\n"
+
+
 def model_config_from_json(text: str) -> ModelConfig:
     """The model that a `config.json` describes. Raises UsageError where it is not one of ours."""
     try:
         fields = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UsageError("not valid JSON", "config.json", str(e)) from None
     require(isinstance(fields, dict) and fields.get("model_type") == "lineartime", "not a lineartime model", "config.json")
     return replace(ModelConfig(), **{name: value for name, value in fields.items() if name in MODEL_FIELDS})

@@ -13,7 +13,7 @@ class LineartimeError(Exception):
     def __init__(self, what: str, where: object = None, todo: str | None = None):
         self.what, self.where, self.todo = what, where, todo
         message = what if where is None else f"{what}: {where}"
-        super().__init__(message if todo is None else f"{message}; {todo}")
+        super().__init__(" ".join((message if todo is None else f"{message}; {todo}").splitlines()))
 
 
 class UsageError(LineartimeError):

@@ -38,9 +38,13 @@ def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 def check_fields(config: Any) -> None:
-    """Raise UsageError where a field of a dataclass has not the type it declares; an int becomes a float where one is meant."""
+    """Raise UsageError where a field of a dataclass has not the type it declares.
+
+    An int becomes a float where one is meant, and must fit into 64 bits, as everything that counts does."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
+        if isinstance(value, int) and not -2**63 <= value < 2**63:
+            raise UsageError("wrong value", name, "the number is too large")
         if isinstance(value, int) and not isinstance(value, bool) and float in _alternatives(kind):
             object.__setattr__(config, name, float(value))
         elif not _is_a(value, kind):
@@ -97,7 +101,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise UsageError("cannot read the configuration", path, e.strerror) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise UsageError("not valid TOML", path, str(e)) from None
     for name, value in settings.items():
         require(not isinstance(value, dict), "settings are flat", f"[{name}] in {path}", "move its fields to the top")

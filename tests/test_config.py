@@ -126,6 +126,13 @@ REFUSED = [
     ({"rel_pos": "alibi"}, "wrong value: rel_pos = 'alibi'; it takes rope or none"),
     ({"model": "transformer", "n_layers": 0}, "n_layers must be at least 1: n_layers = 0"),
     ({"d_model": -768}, "d_model must be at least 1: d_model = -768"),
+    ({"attn_scale_len": 0}, "attn_scale_len must be at least 1: attn_scale_len = 0"),
+    ({"learning_rate": 10**400}, "wrong value: learning_rate; the number is too large"),
+    ({"seed": -(10**5000)}, "wrong value: seed; the number is too large"),
+    ({"data": ""}, "no data is named: data"),
+    ({"data": 5}, "wrong value: data = 5; it takes a folder's path"),
+    ({"out": ["run"]}, "wrong value: out = ['run']; it takes a folder's path"),
+    ({"a\nb": 1}, "unknown setting: a b; one of "),
     ({"chunk_size": None}, "mixed chunk attention needs a chunk size: chunk_size = None; try chunk_size = 256"),
     ({"chunk_size": 0}, "mixed chunk attention needs a chunk size: chunk_size = 0; try chunk_size = 256"),
     ({"ffn": "glu"}, "mixed chunk attention is for GAU layers: ffn = glu"),
@@ -156,7 +163,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=lambda x: None if isinstance(x, str) else json.dumps(x))
+@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=lambda x: None if isinstance(x, str) else "-".join(x))
 def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
     with pytest.raises(UsageError) as refused:
         run_config(MINIMAL | wrong)
@@ -189,7 +196,8 @@ def test_no_two_settings_share_a_name():
 
 # Values of which many are valid and many are nearly so.
 VALUES = st.one_of(
-    st.sampled_from([-1, 0, 1, 2, 3, 8, 12, 64, 256, 512, 1024, 4096, 2**18, 2**70, -0.5, 0.0, 1e-3, 1.0, 1e308]),
+    st.sampled_from([-1, 0, 1, 2, 3, 8, 12, 64, 256, 512, 1024, 4096, 2**18, 2**70, 10**400, 10**5000]),
+    st.sampled_from([-0.5, 0.0, 1e-3, 1.0, 1e308]),
     st.sampled_from([None, True, False, "", "none", "true", "flash", "flash-quad", "transformer", "c4", "pg19"]),
     st.sampled_from(["softmax", "relu2", "quadratic", "mixed_chunk", "mlp", "glu", "gau", "silu", "scale_norm", "rope",
                      "learned", "paper", "sum", "local", "global", "bfloat16"]),
@@ -200,12 +208,12 @@ NAMES = st.sampled_from(RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
 
 
 @settings(max_examples=1000)
-@given(st.dictionaries(NAMES | st.from_regex(r"[a-z_]{1,12}", fullmatch=True), VALUES, max_size=4), st.booleans())
+@given(st.dictionaries(NAMES | st.text(max_size=12), VALUES, max_size=4), st.booleans())
 def test_any_settings_are_a_run_or_a_usage_error(fields, complete):
     try:
         run = run_config(MINIMAL | fields if complete else fields)
     except UsageError as refused:
-        assert str(refused) and len(refused.args) == 1
+        assert str(refused) and "\n" not in str(refused)
     else:
         assert isinstance(run, RunConfig)
         for name, value in fields.items():
@@ -221,8 +229,8 @@ def valid_settings(draw):
     context, rows, micro_batches = draw(st.integers(1, 4096)), draw(st.integers(1, 8)), draw(st.integers(1, 8))
     steps = draw(st.integers(1, 10**6))
     return {
-        "model": draw(st.sampled_from(list(PRESETS))), "task": draw(st.sampled_from(TASKS)), "data": draw(st.text()),
-        "out": "run",
+        "model": draw(st.sampled_from(list(PRESETS))), "task": draw(st.sampled_from(TASKS)),
+        "data": draw(st.text(min_size=1)), "out": "run",
         "context": context, "micro_batch_tokens": rows * context, "tokens_per_step": rows * context * micro_batches,
         "steps": steps, "warmup_steps": draw(st.integers(0, steps)), "d_model": 96 * draw(st.integers(1, 8)),
         "n_layers": draw(st.integers(1, 100)), "learning_rate": draw(st.floats(1e-9, 1.0)),
@@ -249,7 +257,8 @@ def test_every_field_reads_back_from_text(config):
 
 @pytest.mark.parametrize(("text", "setting"), [
     ("steps=1_000", ("steps", 1000)), ("clip=None", ("clip", None)), ("compile=TRUE", ("compile", True)),
-    ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")), ("norm=x", ("norm", "x")),
+    ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")), ("out = x", ("out", "x")),
+    ("norm=x", ("norm", "x")),
 ])
 def test_command_line_settings(text, setting):
     assert parse_setting(text) == setting
@@ -280,12 +289,13 @@ def test_any_command_line_setting_is_read_or_a_usage_error(text):
         name, value = parse_setting(text)
         run_config(MINIMAL | {name: value})
     except UsageError as refused:
-        assert str(refused)
+        assert str(refused) and "\n" not in str(refused)
 
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "not valid JSON: config.json; "),
     ("{", "not valid JSON: config.json; "),
+    ("[" * 100_000, "not valid JSON: config.json; "),
     ("[]", "not a lineartime model: config.json"),
     ('{"model_type": "bert"}', "not a lineartime model: config.json"),
     ('{"model_type": "lineartime", "d_model": "wide"}', "wrong value: d_model = 'wide'; it takes a whole number"),
@@ -321,6 +331,8 @@ def test_a_toml_file_is_a_flat_table(tmp_path):
     (b"steps = ", "not valid TOML: {path}; "),
     (b"steps = 1\nsteps = 2", "not valid TOML: {path}; "),
     (b"\xff\xfe", "not valid TOML: {path}; "),
+    (b"steps = " + b"1" * 5000, "not valid TOML: {path}; "),
+    (b"steps = " + b"[" * 100_000, "not valid TOML: {path}; "),
     (b"\0", "not valid TOML: {path}; "),
     (None, "cannot read the configuration: {path}; No such file or directory"),
 ])
@@ -347,6 +359,7 @@ def test_any_file_is_settings_or_a_usage_error(tmp_path_factory, content):
     try:
         read_toml(path)
     except UsageError as refused:
+        assert "\n" not in str(refused)
         assert str(path) in str(refused)
 
 
