@@ -1,0 +1,216 @@
+"""The models as `transformers` classes: `import lineartime.hf`, then `AutoModelForCausalLM.from_pretrained(DIR)`.
+
+The arithmetic is `LanguageModel`'s; here are only the names, arguments and the cache that `transformers` expects.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from lineartime.cache import DecodingState
+from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
+from lineartime.errors import UsageError
+from lineartime.model import LanguageModel, init_weights
+from lineartime.settings import require
+
+
+class LineartimeConfig(PreTrainedConfig):
+    """`ModelConfig`'s fields, side by side with those of transformers; the end-of-document token begins, ends and pads.
+
+    Raises UsageError as `ModelConfig` does."""
+
+    model_type = "lineartime"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "n_layers",
+                                               "num_attention_heads": "n_heads", "max_position_embeddings": "context"}
+    __eq__ = PreTrainedConfig.__eq__  # the base class makes a dataclass of this one, whose == would not see our fields
+
+    def __init__(self, **fields: Any):
+        model = ModelConfig(**{name: fields.pop(name) for name in MODEL_FIELDS if name in fields})
+        for name, value in to_dict(model).items():
+            setattr(self, name, value)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            fields.setdefault(name, model.end_of_document)
+        super().__init__(**fields)
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
+
+
+class LineartimeCache(Cache):
+    """A `DecodingState` as `generate` handles it. It begins empty and belongs to a batch from its first tokens on."""
+
+    is_croppable = False
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.reset()
+
+    def reset(self) -> None:
+        self.state: DecodingState | None = None
+        self.n_columns = 0
+        """Tokens that each row has been given, padding included: what transformers calls the sequence length."""
+
+    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        """`LanguageModel.extend` by the next columns of a batch, of which each row has those that are valid: x_BND."""
+        if self.state is None:
+            self.state = model.decoding_state(len(ids_BN))
+        require(len(self.state.length_B) == len(ids_BN), "the cache holds another batch",
+                f"{len(self.state.length_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
+        order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
+        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state)
+        self.n_columns += ids_BN.shape[1]
+        return x_BND.gather(1, order_BN.argsort(1)[..., None].expand_as(x_BND))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; a row may come more than once."""
+        if self.state is None:
+            return
+        for part in (*self.state.caches, self.state):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    setattr(part, name, value.index_select(0, indices.to(value.device)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.batch_select_indices(torch.arange(len(self.state.length_B)).repeat_interleave(repeats))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.n_columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        raise UsageError("this cache cannot forget its last tokens", "crop", "decode without an assistant model")
+
+
+class LineartimeModel(PreTrainedModel):
+    """`LanguageModel` up to its last norm.
+
+    A checkpoint's names are `LanguageModel`'s own; here "model." stands before them, which transformers adds when it
+    loads one (`base_model_prefix`) and `save_pretrained` takes off."""
+
+    config_class = LineartimeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "embed"
+    _no_split_modules = ("LanguageModel",)
+    _is_stateful = True
+
+    def __init__(self, config: LineartimeConfig):
+        super().__init__(config)
+        self.model = LanguageModel(config.model_config())
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        if isinstance(module, LanguageModel):
+            init_weights(module)
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+                past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
+                **kwargs: Any) -> BaseModelOutputWithPast:
+        """The hidden states `[B, T, D]`, and the cache if there is one or `use_cache` asks for one.
+
+        attention_mask: 0 where there is no token; padding may stand anywhere and changes nothing. With a cache it
+        covers the new tokens, or all. Raises UsageError for an argument that these models do not know."""
+        refuse(kwargs)
+        x_BTD, cache = self.hidden(input_ids, attention_mask, past_key_values, use_cache)
+        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache)
+
+    def hidden(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None,
+               use_cache: bool | None) -> tuple[Tensor, LineartimeCache | None]:
+        """In parallel without a cache, otherwise as decoding does it."""
+        if cache is None and use_cache:
+            cache = LineartimeCache()
+        require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
+                "use a LineartimeCache")
+        n_rows, n_new = ids_BT.shape
+        valid_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        if mask is not None:
+            n_columns = n_new + (0 if cache is None else cache.n_columns)
+            require(mask.shape in ((n_rows, n_new), (n_rows, n_columns)), "wrong attention_mask",
+                    f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
+            valid_BT = mask[:, -n_new:].bool()
+        if cache is None:
+            return self.model.hidden(ids_BT, padding_mask_BT=None if valid_BT.all() else valid_BT), None
+        return cache.extend(self.model, ids_BT, valid_BT), cache
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.model.activation_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool) -> None:
+        self.model.activation_checkpointing = enable
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True,
+                        state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+        """Writes `LanguageModel`'s names, with or without a `state_dict()` given."""
+        own_names = {name.removeprefix("model."): value for name, value in (state_dict or self.state_dict()).items()}
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Takes a checkpoint's names as well as those of `state_dict()`: Trainer resumes by this."""
+        names = {f"model.{name.removeprefix('model.')}": value for name, value in state_dict.items()}
+        return super().load_state_dict(names, *args, **kwargs)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Refused: the head's bias has an entry per token too."""
+        require(new_num_tokens in (None, self.config.vocab_size), "the vocabulary cannot be resized",
+                f"{self.config.vocab_size} -> {new_num_tokens}", "train with the vocabulary you need")
+        return self.model.embed
+
+
+class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
+    """The whole `LanguageModel`, and text from it. Raises UsageError for a model that is not causal."""
+
+    def __init__(self, config: LineartimeConfig):
+        require(config.causal, "only a causal model predicts the next token", "causal = false", "AutoModel opens it")
+        super().__init__(config)
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+                past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
+                labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
+                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
+        """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns where that is not 0.
+
+        labels: `input_ids` again, -100 where there is nothing to learn; the shift by one happens here."""
+        refuse(kwargs)
+        x_BTD, cache = self.hidden(input_ids, attention_mask, past_key_values, use_cache)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.model.logits(x_BTD[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size,
+                                      num_items_in_batch=num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
+                                      **kwargs: Any) -> Any:
+        """Where `generate` would make a key-value cache it finds ours."""
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = LineartimeCache()
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def refuse(arguments: dict[str, Any]) -> None:
+    """Raise UsageError for an argument that would go unheeded; transformers hands around many that are off."""
+    for name, value in arguments.items():
+        require(value is None or value is False, "this model takes no such argument", name,
+                "it takes input_ids, attention_mask, past_key_values, use_cache, labels, logits_to_keep")
+
+
+AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
+AutoModel.register(LineartimeConfig, LineartimeModel, exist_ok=True)
+AutoModelForCausalLM.register(LineartimeConfig, LineartimeForCausalLM, exist_ok=True)
