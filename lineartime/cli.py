@@ -45,8 +45,16 @@ def prepare(
     """Tokenise text once into shards that training reads."""
     from lineartime import data
 
-    data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size, held_out=held_out,
-                 validation=list(validation or []), test=list(test or []), field=text_field, jobs=jobs, progress=True)
+    manifest = data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size, held_out=held_out,
+                 validation=list(validation or []), test=list(test or []), field=text_field, jobs=jobs or os.cpu_count() or 1, progress=True)
+    if manifest.already_prepared:
+        say(f"already prepared: {out} holds this text with these settings; nothing to do.")
+        return
+    for name, split in manifest.splits.items():
+        say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  {split.words:>12,} words  {split.bytes:>13,} bytes")
+    for note in manifest.notes:
+        say(f"note: {note}")
+    say(f"next        lineartime train flash --data {out} --out RUN")
 
 
 @app.command()
@@ -119,7 +127,7 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
 def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
     """Score the held-out split and write a sample; returns what goes into the result file."""
     from lineartime.data import open_split
-    from lineartime.evaluate import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
+    from lineartime.evaluate import XZ_LIMIT_BYTES, xz_bits_per_byte
     from lineartime.generate import generate
     from lineartime.run import write_atomically
     from lineartime.tokenizer import load_tokenizer
@@ -366,7 +374,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     """Run the command line; an error is one line on stderr and an exit code (see `errors`)."""
-    arguments = sys.argv[1:]
+    arguments = sys.argv[1:] or ["--help"]
     debug = "--debug" in arguments
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
@@ -380,9 +388,9 @@ def main() -> None:
     except MemoryError as e:
         code = fail(e, 6, debug, "out of memory")
     except Exception as e:
-        usage = hasattr(e, "format_message") and hasattr(e, "exit_code")
-        message = " ".join(e.format_message().split()) if usage else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
-        code = fail(e, 2 if usage else 1, debug, message)
+        refused = getattr(e, "format_message", None)
+        what = refused() if refused else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
+        code = fail(e, 2 if refused else 1, debug, what)
     sys.exit(code)
 
 
@@ -391,5 +399,5 @@ def fail(error: BaseException, code: int, debug: bool, message: str | None = Non
         import traceback
 
         traceback.print_exception(error)
-    print("error: " + (message or " ".join(str(error).split())), file=sys.stderr)
+    print("error: " + " ".join((message or str(error)).split()), file=sys.stderr)
     return code

@@ -62,11 +62,11 @@ class GatedAttentionUnit(nn.Module):
         n_tokens = v_BTE.shape[1]
         if segment_ids_BT is None:
             segment_ids_BT = torch.zeros(v_BTE.shape[:2], dtype=torch.long, device=v_BTE.device)
-        heads = [self.to_chunks(head_BTS) for head_BTS in heads_BTNS.unbind(2)]
+        q_quad, k_quad, q_lin, k_lin = (self.to_chunks(head_BTS) for head_BTS in heads_BTNS.unbind(2))
         out_BGCE = ops.mixed_chunk_attention(
-            *heads, self.to_chunks(v_BTE), self.rel_pos_bias(self.scale_len), scale_len=self.scale_len, causal=self.causal,
-            segment_ids_BGC=self.to_chunks(segment_ids_BT, fill=-1), document_mask=self.document_mask,
-            pooling=self.chunk_pooling, parts=self.chunk_parts)
+            q_quad, k_quad, q_lin, k_lin, self.to_chunks(v_BTE), self.rel_pos_bias(self.scale_len),
+            scale_len=self.scale_len, causal=self.causal, segment_ids_BGC=self.to_chunks(segment_ids_BT, fill=-1),
+            document_mask=self.document_mask, pooling=self.chunk_pooling, parts=self.chunk_parts)
         return out_BGCE.flatten(1, 2)[:, :n_tokens]
 
     def to_chunks(self, x_BT: Tensor, fill: int = 0) -> Tensor:

@@ -5,6 +5,7 @@ D `d_model`, E `d_inner`, S `query_key_dim`, N heads made from one base, H heads
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from lineartime.config import TOEPLITZ_BELOW
 BIAS_WIDTH = 128
 """Width of the two vectors of the rotated position bias (Code 4); not `query_key_dim`, though the paper has 128 for both."""
 
-ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.cache import Feed, KeyValueCache
+from lineartime.cache import ChunkState, Feed, KeyValueCache
 from lineartime.layers import ACTIVATIONS, Layout, make_norm, rope
 
 
@@ -37,8 +37,9 @@ class MultiHeadAttention(nn.Module):
             q_BTHK, k_BTHK = (rope(x, sin, cos).to(v_BTHK.dtype) for x in (q_BTHK, k_BTHK))
         return q_BTHK, k_BTHK, v_BTHK
 
-    def extend(self, x_BND: Tensor, layout: Layout, feed: Feed, cache: KeyValueCache) -> Tensor:
+    def extend(self, x_BND: Tensor, layout: Layout, feed: Feed, cache: ChunkState | KeyValueCache) -> Tensor:
         """`forward` for the next tokens of rows whose past is in `cache`; causal only."""
+        assert isinstance(cache, KeyValueCache)
         q_BNHK, k_BNHK, v_BNHK = self.project(x_BND, layout)
         k_BLHK, v_BLHK = cache.append(k_BNHK, v_BNHK, feed)
         visible_B1NL = feed.visible(k_BLHK.shape[1])[:, None]
@@ -57,7 +58,9 @@ def attend_documents(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, boundaries: li
         cumulative = torch.tensor(boundaries, dtype=torch.int32, device=q_THK.device)
         longest = max(stop - start for start, stop in itertools.pairwise(boundaries))
         window = (-1, 0) if causal else (-1, -1)
-        return varlen_attn(q_THK, k_THK, v_THK, cumulative, cumulative, longest, longest, window_size=window)
+        out_THK = varlen_attn(q_THK, k_THK, v_THK, cumulative, cumulative, longest, longest, window_size=window)
+        assert isinstance(out_THK, Tensor)
+        return out_THK
     out = []
     for start, stop in itertools.pairwise(boundaries):
         q_HTK, k_HTK, v_HTK = (x[start:stop].transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))

@@ -124,7 +124,10 @@ class LanguageModel(nn.Module):
         x_BND = self.embed(ids_BN) + self.abs_pos(position_BN)
         caches = iter(state.caches)
         for layer in self.layers:
-            x_BND = layer(x_BND) if isinstance(layer, FeedForward) else layer.extend(x_BND, layout, feed, next(caches))
+            if isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
+                x_BND = layer.extend(x_BND, layout, feed, next(caches))
+            else:
+                x_BND = layer(x_BND)
         state.length_B = state.length_B + n_new_B
         state.start_B = torch.where(n_new_B > 0, feed.start_BN.amax(1), state.start_B)
         return self.norm(x_BND)

@@ -122,7 +122,8 @@ def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents
     done, warning = run.resume(model, optimizer)
     if warning:
         warn(warning)
-    step_model = torch.compile(model) if config.compile else model
+    if config.compile:
+        model.compile()
     model.train()
     saved = done
     for step in range(done, config.steps):
@@ -133,7 +134,7 @@ def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         try:
-            loss, norm = compute_gradient(step_model, rows_BT, config)
+            loss, norm = compute_gradient(model, rows_BT, config)
         except NumericsError as e:
             kept = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
             raise NumericsError(e.what, f"step {step + 1}", f"{kept}; try a lower learning_rate (now {config.learning_rate:g})") from None
@@ -142,7 +143,7 @@ def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents
                 raise
             model.zero_grad(set_to_none=True)
             raise ResourceError("out of memory", f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}",
-                                suggest_size(step_model, rows_BT, config)) from None
+                                suggest_size(model, rows_BT, config)) from None
         optimizer.step()
         record: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
                                   "tokens": (step + 1) * config.tokens_per_step}
