@@ -283,7 +283,8 @@ def tokenizer_config_json() -> str:
     """The `tokenizer_config.json` with which `transformers` opens our tokenizer.json: a text begins with the
     end-of-document token, as in training, and ends and is padded with it."""
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
-    return json.dumps({"tokenizer_class": "TokenizersBackend", **special, "add_bos_token": True, "padding_side": "left"}, indent=1) + "\n"
+    return json.dumps({"tokenizer_class": "TokenizersBackend", **special, "add_bos_token": True,
+                       "padding_side": "left"}, indent=1) + "\n"
 
 
 def model_config_from_json(text: str) -> ModelConfig:
