@@ -28,14 +28,14 @@ class Run:
 
         Raises UsageError with the differences if another run is in it, CheckpointError if its checkpoints are damaged."""
         self.out, self.config = out, config
-        description = {"preset": config.preset, "task": config.task, "model": to_dict(config.model),
+        description = {"preset": config.preset, "task": config.task, "data": config.data, "model": to_dict(config.model),
                        "train": to_dict(config.train), **facts}
         path = out / RUN_FILE
         if path.exists():
             stored = read_run(out)
-            self.id = stored.pop("id")
-            stored.pop("data"), description.pop("data")
-            changed = different(stored, description)
+            self.id = stored["id"]
+            same_anyway = {"id": self.id, "data": config.data}  # the data is known by its hash, wherever it lies
+            changed = different({**stored, **same_anyway}, {**description, **same_anyway})
             if changed:
                 raise UsageError("another run is here", out, f"{'; '.join(changed)}. Give another --out, or the same settings")
         else:
@@ -95,10 +95,13 @@ class Run:
 def read_run(out: Path) -> dict[str, Any]:
     """A run's description. Raises UsageError where there is none, CheckpointError where it is damaged."""
     try:
-        return json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
+        description = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(description, dict) or not isinstance(description.get("id"), str):
+            raise ValueError("it is no description of a run")
+        return description
     except FileNotFoundError:
         raise UsageError("not a run", out, "give the --out folder of `lineartime train`") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError("damaged", out / RUN_FILE, str(e)) from None
 
 
