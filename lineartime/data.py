@@ -175,7 +175,7 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
                 if ready is None:
                     every = -(-n_characters // train_characters)
                     sampled = itertools.islice(pieces_of(reader, parts["train"]), 0, None, every)
-                    shown = show("training the tokenizer", sampled, n_characters // every, lambda piece: len(piece.text))
+                    shown = show("training the tokenizer", sampled, n_characters // every, lambda p: len(p.text))
                     ready = train_tokenizer((piece.text for piece in shown), vocab_size)
                 _write_folder(folder, manifest, reader, parts, ready, jobs, n_characters, show)
                 _add_notes(manifest, ready, next(pieces_of(reader, parts["train"])).text)
@@ -263,7 +263,7 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: str, jobs: int
             if last:
                 ids.append(tokenizer.end_of_document)
         if ids.count(tokenizer.end_of_document) != sum(last for _, last in batch):
-            raise DataError("the tokenizer reads its end-of-document token out of text", batch[0].text[:40])
+            raise DataError("the tokenizer reads its end-of-document token out of text", repr(batch[0].text[:40]))
         return np.array(ids, dtype=dtype)
 
     with ThreadPoolExecutor(jobs) as pool:

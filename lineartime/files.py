@@ -13,6 +13,7 @@ from lineartime.errors import DataError, ResourceError
 
 
 def hash_of(path: Path) -> dict[str, Any]:
+    """The size in bytes and the SHA-256 of a file. Raises DataError where it cannot be read."""
     try:
         with path.open("rb") as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 from lineartime.errors import DataError
 
 ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
-PIECE = 1 << 18
+PIECE = 1 << 16
 """Characters in a piece."""
 MAX_LINE_BYTES = 64 << 20
 BYTE_ORDER_MARK = "\ufeff"
@@ -28,6 +28,7 @@ class Piece(NamedTuple):
 
 
 def ending_of(name: str) -> str:
+    """The one of `ENDINGS` that a file name has, or ""."""
     return next((ending for ending in sorted(ENDINGS, key=len, reverse=True) if name.lower().endswith(ending)), "")
 
 

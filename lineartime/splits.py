@@ -164,6 +164,9 @@ def check_source(reader: Reader, source: Source) -> CheckedFile:
 
 
 def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> dict[str, Part]:
+    """What each split holds; with `held_out` the last fraction of train is validation, as `prepare` describes.
+
+    Raises DataError where a split would be empty."""
     parts = {}
     for split in SPLITS:
         own = [file for file in files if file.source.split == split]

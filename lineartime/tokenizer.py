@@ -21,13 +21,14 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` that takes text as text: not cut short, nothing added, no special token read out of it.
 
     `end_of_document` is the id of "<|endoftext|>"; `vocab_size` is one more than the largest id; `sha256` is that of
-    the bytes that `save` writes. Raises DataError where `json` is not a tokenizer."""
+    the bytes that `save` writes. `name` is for messages. Raises DataError where `json` is not a tokenizer, or its
+    vocabulary has no room for "<|endoftext|>"."""
 
     def __init__(self, json: str, name: str = "tokenizer.json"):
         try:
             inner = tokenizers.Tokenizer.from_str(json)
         except Exception as e:  # the library raises nothing more specific
-            raise DataError("not a tokenizer.json", name, str(e)) from None
+            raise DataError("not a tokenizer.json", name, " ".join(str(e).split())) from None
         special = inner.get_added_tokens_decoder().values()
         if not any(token.content == END_OF_DOCUMENT and token.special for token in special):
             inner.add_special_tokens([END_OF_DOCUMENT])
@@ -35,10 +36,13 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is spelled out, not the token
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self.end_of_document = vocabulary[END_OF_DOCUMENT]
+        if list(vocabulary.values()).count(self.end_of_document) > 1:  # the library counts entries to find a new id
+            raise DataError(f"its vocabulary has no room for {END_OF_DOCUMENT}", name, "add the token to the file")
         self.json = json
         self.sha256 = hashlib.sha256(json.encode()).hexdigest()
-        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
-        self.end_of_document: int = inner.get_vocab(with_added_tokens=True)[END_OF_DOCUMENT]
+        self.vocab_size = max(vocabulary.values()) + 1
         self._inner = inner
 
     def encode(self, text: str) -> list[int]:
