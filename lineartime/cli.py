@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lineartime.config import PRESETS, RunConfig, model_config, parse_setting, run_config
+from lineartime.config import PRESETS, ModelConfig, RunConfig, model_config, parse_setting, run_config
 from lineartime.errors import LineartimeError, UsageError
 from lineartime.settings import read_toml
 
@@ -351,8 +351,130 @@ def info(
     print_description(config, f"{model} ({task})")
 
 
+@app.command()
+def plot(
+    runs: Annotated[list[str], typer.Argument(help="A run, or several as LABEL=RUN, which are drawn side by side.")],
+    out: Annotated[Path | None, typer.Option(help="PNG to write; needed for several runs.")] = None,
+) -> None:
+    """Draw a run's curves, or the curves of several runs in one picture."""
+    if len(runs) > 1 and out is None:
+        raise UsageError("no file is named for the picture", "--out", "give a .png")
+    from lineartime.plot import plot_comparison, plot_run
+
+    if out is None:
+        say(str(plot_run(Path(runs[0]))))
+        return
+    named = [text.partition("=") for text in runs]
+    say(str(plot_comparison({label if equals else Path(label).name: Path(run or label) for label, equals, run in named}, out)))
+
+
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
 app.add_typer(benchmark, name="benchmark")
+Models = Annotated[list[str] | None, typer.Argument(help=f"Models: {', '.join(PRESETS)}.")]
+Task = Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.")]
+Lengths = Annotated[str, typer.Option(help="Tokens of context, with commas.")]
+Threads = Annotated[int, typer.Option(help="Processor threads.")]
+Rows = Annotated[Path | None, typer.Option("--json", help="File that gets one JSON row per measurement.")]
+
+
+@benchmark.command("decode")
+def benchmark_decode(
+    models: Models = None,
+    lengths: Lengths = "1024,2048,4096,8192,16384,32768,65536",
+    task: Task = "wiki40b",
+    settings: Setting = None,
+    quadratic_up_to: Annotated[int, typer.Option(help="Longest context for models with a key-value cache.")] = 8192,
+    repeats: Annotated[int, typer.Option(help="Timed blocks of tokens per context.")] = 20,
+    threads: Threads = 1,
+    device: Device = None,
+    rows: Rows = None,
+) -> None:
+    """Time per generated token after contexts of different lengths. Any --set applies to every model that has the field."""
+    configs = benchmark_configs(models or ["flash"], task, settings or [])
+    contexts = whole_numbers(lengths)
+    from lineartime import benchmark
+    from lineartime.model import LanguageModel
+
+    built = {name: LanguageModel(config).to(pick_device(device)) for name, config in configs.items()}
+    measured = benchmark.benchmark_decode(built, contexts, quadratic_up_to=quadratic_up_to, repeats=repeats, threads=threads,
+                                          progress=note)
+    benchmark.print_decode(measured)
+    if rows is not None:
+        benchmark.append_rows(rows, measured)
+
+
+@benchmark.command("train")
+def benchmark_train(
+    models: Models = None,
+    contexts: Lengths = "512,1024,2048,4096,8192",
+    task: Task = "wiki40b",
+    settings: Setting = None,
+    tokens: Annotated[int, typer.Option(help="Tokens in a micro-batch.")] = 8192,
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    repeats: Annotated[int, typer.Option(help="Processes per model and context.")] = 3,
+    threads: Threads = 1,
+    device: Device = None,
+    rows: Rows = None,
+) -> None:
+    """Time and memory of forward and backward at several contexts, the models in turn."""
+    if precision not in ("float32", "bfloat16"):
+        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
+    configs, lengths = benchmark_configs(models or ["flash", "transformer++"], task, settings or []), whole_numbers(contexts)
+    from lineartime import benchmark
+
+    measured = benchmark.benchmark_train(configs, lengths, tokens=tokens, repeats=repeats, precision=precision,
+                                         threads=threads, device=pick_device(device).type, progress=note)
+    benchmark.print_train(measured)
+    if rows is not None:
+        benchmark.append_rows(rows, measured)
+
+
+@benchmark.command("read")
+def benchmark_read(
+    model: Annotated[str, typer.Argument(help=f"A model: {', '.join(PRESETS)}.")] = "flash",
+    tokens: Annotated[int, typer.Option(help="Tokens in the prompt.")] = 1_000_000,
+    task: Task = "wiki40b",
+    settings: Setting = None,
+    threads: Threads = 1,
+    device: Device = None,
+    rows: Rows = None,
+) -> None:
+    """Memory while a long prompt is read: the most a process has had after each tenth of it."""
+    config = benchmark_configs([model], task, settings or [])[model]
+    from lineartime import benchmark
+
+    measured = benchmark.benchmark_read(config, tokens, threads=threads, device=pick_device(device).type)
+    benchmark.print_read(measured)
+    if rows is not None:
+        benchmark.append_rows(rows, [measured])
+
+
+def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict[str, ModelConfig]:
+    """The models of a benchmark by name. A setting that only some of them have (a chunk size, heads) is given to those."""
+    given = dict(parse_setting(text) for text in settings)
+    configs = {}
+    for name in models:
+        preset = model_config(name, task)
+        skipped = {"chunk_size", "chunk_parts", "chunk_pooling"} if preset.chunk_size is None else set()
+        skipped |= {"n_heads"} if preset.ffn == "gau" else {"query_key_dim"}
+        configs[name] = model_config(name, task, **{field: value for field, value in given.items() if field not in skipped})
+    return configs
+
+
+def whole_numbers(text: str) -> list[int]:
+    """`1024,2048` as numbers from 1."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UsageError("wrong value", text, "it takes whole numbers from 1, with commas")
+    return numbers
+
+
+def note(line: str) -> None:
+    """A line about progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def pick_device(name: str | None) -> "torch.device":
