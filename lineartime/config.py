@@ -1,8 +1,8 @@
 """The paper's specification tables as two dataclasses and a dictionary of presets.
 
-A field of `ModelConfig` is a row of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19), a preset is a column,
-and each preset is a `replace` of its ancestor. A field of `TrainConfig` is a row of Tables 6-7 (hyperparameters).
-Nothing here imports torch, so that a wrong configuration is refused at once.
+A field of `ModelConfig` is a row of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19), a preset is a
+column, and each preset is a `replace` of its ancestor. A field of `TrainConfig` is a row of Tables 6-7
+(hyperparameters). Nothing here imports torch, so that a wrong configuration is refused at once.
 """
 
 import dataclasses
@@ -64,34 +64,36 @@ class ModelConfig:
         for name in ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
         if self.attn_type == "mixed_chunk":
-            require(self.chunk_size is not None and self.chunk_size >= 1,
-                     "mixed chunk attention needs a chunk size", f"chunk_size = {self.chunk_size}", "try chunk_size = 256")
+            require(self.chunk_size is not None and self.chunk_size >= 1, "mixed chunk attention needs a chunk size",
+                    f"chunk_size = {self.chunk_size}", "try chunk_size = 256")
             require(self.ffn == "gau", "mixed chunk attention is for GAU layers", f"ffn = {self.ffn}")
-            require(self.document_mask == "exact" or self.chunk_pooling == "mean",
-                    "the paper's document mask averages", f"chunk_pooling = {self.chunk_pooling}", 'set document_mask = "exact"')
+            require(self.document_mask == "exact" or self.chunk_pooling == "mean", "the paper's document mask averages",
+                    f"chunk_pooling = {self.chunk_pooling}", 'set document_mask = "exact"')
         else:
             require(self.chunk_size is None, "chunk_size is for mixed chunk attention",
-                     f"attn_type = {self.attn_type}", "leave it out")
-            require(self.chunk_parts == "both", "chunk_parts is for mixed chunk attention", f"attn_type = {self.attn_type}")
+                    f"attn_type = {self.attn_type}", "leave it out")
+            require(self.chunk_parts == "both", "chunk_parts is for mixed chunk attention",
+                    f"attn_type = {self.attn_type}")
         if self.ffn == "gau":
             require(self.n_heads == 1, "a GAU has one head", f"n_heads = {self.n_heads}", "set n_heads = 1")
-            require(self.attn_kernel == "relu2", "a GAU's attention kernel is relu2", f"attn_kernel = {self.attn_kernel}")
+            require(self.attn_kernel == "relu2", "a GAU's attention kernel is relu2",
+                    f"attn_kernel = {self.attn_kernel}")
             require(self.rel_pos == "rope", "a GAU needs rel_pos = rope", f"rel_pos = {self.rel_pos}")
             require(self.query_key_dim % 2 == 0, "RoPE needs an even width", f"query_key_dim = {self.query_key_dim}")
         else:
             require(self.attn_kernel == "softmax", "multi-head attention's kernel is softmax",
-                     f"attn_kernel = {self.attn_kernel}")
+                    f"attn_kernel = {self.attn_kernel}")
             require(self.d_model % self.n_heads == 0, "d_model must be a multiple of n_heads",
-                     f"d_model = {self.d_model}, n_heads = {self.n_heads}")
+                    f"d_model = {self.d_model}, n_heads = {self.n_heads}")
             require(self.rel_pos is None or self.head_dim % 2 == 0, "RoPE needs an even head width",
-                     f"d_model / n_heads = {self.head_dim}")
+                    f"d_model / n_heads = {self.head_dim}")
         require(self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width",
-                 f"d_model = {self.d_model}")
+                f"d_model = {self.d_model}")
         require(self.attn_scale_len is None or self.attn_scale_len >= 1, "attn_scale_len must be at least 1",
                 f"attn_scale_len = {self.attn_scale_len}")
         if self.end_of_document is not None:
             require(0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
-                     f"{self.end_of_document} of {self.vocab_size}")
+                    f"{self.end_of_document} of {self.vocab_size}")
 
     @property
     def d_inner(self) -> int:
@@ -178,7 +180,8 @@ class TrainConfig:
     clip: float | None = 0.1
     """Largest norm of a gradient; None switches clipping off, as the table does for the vanilla Transformer."""
     clip_scope: Literal["local", "global"] = "local"
-    """"local": each micro-batch's gradient is clipped before they are averaged, as in the paper. "global": their mean."""
+    """"local": each micro-batch's gradient is clipped before they are averaged, as in the paper.
+    "global": their mean."""
 
     micro_batch_tokens: int = 4096
     """Tokens whose gradient is computed at once, and the unit of local clipping (in the paper 2^18 / 64 cores)."""
@@ -200,7 +203,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every", "keep"):
+        for name in ("tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
+                     "keep"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
         for name in ("warmup_steps", "weight_decay", "seed"):
             require(getattr(self, name) >= 0, f"{name} must not be negative", f"{name} = {getattr(self, name)}")
@@ -208,11 +212,13 @@ class TrainConfig:
             require(getattr(self, name) > 0, f"{name} must be positive", f"{name} = {getattr(self, name)}")
         for name in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1)", f"{name} = {getattr(self, name)}")
-        require(self.clip is None or self.clip > 0, "clip must be positive", f"clip = {self.clip}", 'say "none" for off')
+        require(self.clip is None or self.clip > 0, "clip must be positive",
+                f"clip = {self.clip}", 'say "none" for off')
         require(self.warmup_steps <= self.steps, "warm-up is longer than the run",
-                 f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
-        require(self.tokens_per_step % self.micro_batch_tokens == 0, "tokens_per_step must be a multiple of micro_batch_tokens",
-                 f"{self.tokens_per_step} and {self.micro_batch_tokens}")
+                f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
+        require(self.tokens_per_step % self.micro_batch_tokens == 0,
+                "tokens_per_step must be a multiple of micro_batch_tokens",
+                f"{self.tokens_per_step} and {self.micro_batch_tokens}")
 
 
 @dataclass(frozen=True)
@@ -229,7 +235,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         context, micro = self.model.context, self.train.micro_batch_tokens
         require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
-                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
+                f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
 
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
@@ -238,16 +244,19 @@ RUN_FIELDS = ("model", "task", "data", "out")
 
 
 def run_config(settings: dict[str, Any]) -> RunConfig:
-    """The run that a flat table of settings means: `model`, `task`, `data`, `out` and any field of the two configurations.
+    """The run that a flat table of settings means:
+    `model`, `task`, `data`, `out` and any field of the two configurations.
 
     Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a value that makes no sense."""
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings, "no model is named", "model", f"one of {', '.join(PRESETS)}")
-    require(settings.get("data", "") != "", "no data is named", "data", "give --data a folder made by `lineartime prepare`")
+    require(settings.get("data", "") != "", "no data is named", "data",
+            "give --data a folder made by `lineartime prepare`")
     require(settings.get("out", "") != "", "no folder for the run is named", "out", "give --out a folder")
     for name in ("data", "out"):
-        require(isinstance(settings[name], str), "wrong value", f"{name} = {settings[name]!r}", "it takes a folder's path")
+        require(isinstance(settings[name], str), "wrong value", f"{name} = {settings[name]!r}",
+                "it takes a folder's path")
     preset, task = settings["model"], settings.get("task", "wiki40b")
     train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
@@ -293,5 +302,6 @@ def model_config_from_json(text: str) -> ModelConfig:
         fields = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise UsageError("not valid JSON", "config.json", str(e)) from None
-    require(isinstance(fields, dict) and fields.get("model_type") == "lineartime", "not a lineartime model", "config.json")
+    require(isinstance(fields, dict) and fields.get("model_type") == "lineartime",
+            "not a lineartime model", "config.json")
     return replace(ModelConfig(), **{name: value for name, value in fields.items() if name in MODEL_FIELDS})
