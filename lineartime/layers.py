@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lineartime.config import TOEPLITZ_BELOW
 
 BIAS_WIDTH = 128
-"""Width of the two vectors of the rotated position bias (Code 4); not `query_key_dim`, though the paper has 128 for both."""
+"""Width of the two vectors of the rotated position bias (Code 4);
+not `query_key_dim`, though the paper has 128 for both."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
@@ -38,8 +39,8 @@ def rotary(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Te
 def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """Rotary position embedding (Code 3): the halves of the last axis turned by the angles of `rotary`.
 
-    x: `[..., width]`; sin, cos: `[..., width / 2]`, broadcast. Several axes count as one: the position of an entry is its
-    index in their row-major order."""
+    x: `[..., width]`; sin, cos: `[..., width / 2]`, broadcast. Several axes count as one: the position of an entry is
+    its index in their row-major order."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
 
@@ -60,8 +61,9 @@ class ScaledSin(nn.Module):
 class RelPosBias(nn.Module):
     """Relative position bias b[i, j] = w[j - i + n - 1] (Code 4): a table for n < 512, else two rotated vectors.
 
-    n is the configuration's `scale_len`, so the form never depends on the row at hand. The rotated form is a function of
-    i - j as well: rope(a, i) . rope(b, j) = sum_k (a1 b1 + a2 b2) cos((i - j) f_k) + (a1 b2 - a2 b1) sin((i - j) f_k)."""
+    n is the configuration's `scale_len`, so the form never depends on the row at hand. The rotated form is a function
+    of i - j as well:
+    rope(a, i) . rope(b, j) = sum_k (a1 b1 + a2 b2) cos((i - j) f_k) + (a1 b2 - a2 b1) sin((i - j) f_k)."""
 
     def __init__(self, n: int):
         super().__init__()
@@ -126,7 +128,8 @@ class Layout:
     rotary: tuple[Tensor, Tensor] | None
     """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
     segment_ids_BT: Tensor | None = None
-    """The document of each token: integers that never fall along a row, -1 for padding at its end. None: one document."""
+    """The document of each token: integers that never fall along a row, -1 for padding at its end.
+    None: one document."""
     boundaries: list[int] | None = None
     """Where documents start and end in the flattened rows, 0 and B T included; only softmax attention reads it."""
 
