@@ -1,7 +1,7 @@
 """The attention ops in einsum: the definition that every kernel is held to.
 
-Mixed chunk attention is three named stages: attention inside a chunk, the sums of k v that chunks carry to one another, and
-their reading by queries. A document is a run of equal `segment_ids`; -1 marks padding, which contributes nothing.
+Mixed chunk attention is three named stages: attention inside a chunk, the sums of k v that chunks carry to one another,
+and their reading by queries. A document is a run of equal `segment_ids`; -1 marks padding, which contributes nothing.
 """
 
 import torch
@@ -23,9 +23,11 @@ def same_document(segment_ids_BGC: Tensor) -> Tensor:
 
 def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
                         segment_ids_BGC: Tensor | None = None) -> Tensor:
-    """relu(q k^T / n + b)^2 v inside each chunk: FLASH's local attention, and with one chunk all of FLASH-Quad (Code 6).
+    """relu(q k^T / n + b)^2 v inside each chunk:
+    FLASH's local attention, and with one chunk all of FLASH-Quad (Code 6).
 
-    w: the position bias as `[2 C - 1]` (see `toeplitz`). scale_len: n. Scores are in float32 at least. Returns `[B, G, C, E]`."""
+    w: the position bias as `[2 C - 1]` (see `toeplitz`). scale_len: n. Scores are in float32 at least.
+    Returns `[B, G, C, E]`."""
     length = q_BGCS.shape[-2]
     score_BGCM = at_least_float32(torch.einsum("bgcs,bgms->bgcm", q_BGCS / scale_len, k_BGCS)) + toeplitz(w, length)
     if causal:
@@ -41,10 +43,10 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                    initial: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """What each chunk hands on: the sum of k v over the tokens so far of the document it ends with.
 
-    Entry g of the results is what enters chunk g, entry G what leaves the last one: kv `[B, G + 1, S, E]` and the number of
-    tokens in it `[B, G + 1]`, in float32 at least, and its document `[B, G + 1]`. initial: kv_BSE and count_B that
-    document 0 brings along. A document reaches a later chunk only if the chunks between hold nothing else, so one pass
-    over the chunks is enough: the sum is kept while the chunk ends in the same document, else it starts again."""
+    Entry g of the results is what enters chunk g, entry G what leaves the last one: kv `[B, G + 1, S, E]` and the
+    number of tokens in it `[B, G + 1]`, in float32 at least, and its document `[B, G + 1]`. initial: kv_BSE and count_B
+    that document 0 brings along. A document reaches a later chunk only if the chunks between hold nothing else, so one
+    pass over the chunks is enough: the sum is kept while the chunk ends in the same document, else it starts again."""
     last_BG = segment_ids_BGC.amax(-1)
     tail_BGC = (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
     kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
@@ -96,8 +98,9 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
 
 
 def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
-    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / their number over the chunks whose range of documents
-    overlaps, earlier ones only when causal. It leaks: two documents that share a chunk with a third see each other."""
+    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / their number over the chunks whose range of
+    documents overlaps, earlier ones only when causal.
+    It leaks: two documents that share a chunk with a third see each other."""
     low_BG, high_BG = segment_ids_BGC.amin(-1), segment_ids_BGC.amax(-1)
     overlap_BGG = (low_BG[:, :, None] <= high_BG[:, None, :]) & (high_BG[:, :, None] >= low_BG[:, None, :])
     if causal:
@@ -105,30 +108,32 @@ def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
     return overlap_BGG.double() / overlap_BGG.sum(-1, keepdim=True).clamp(min=1)
 
 
-def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool, segment_ids_BGC: Tensor) -> Tensor:
+def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
+                           segment_ids_BGC: Tensor) -> Tensor:
     """The linear half of Code 8 as printed, chunk-range mask and all. Returns `[B, G, C, E]`.
 
     The listing knows no padding: here padded tokens count for their chunk's length and contribute nothing."""
     valid_BGC = segment_ids_BGC >= 0
     in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
-    kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE)) / q_BGCS.shape[-2]
+    kv_BGSE = (at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+               / q_BGCS.shape[-2])
     w_BGG = chunk_weights(in_order, causal).to(kv_BGSE.dtype)
     pooled_BGSE = torch.einsum("bhse,bgh->bgse", kv_BGSE, w_BGG)
     return torch.einsum("bgcs,bgse->bgce", q_BGCS, pooled_BGSE.to(q_BGCS.dtype))
 
 
-def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor,
-                          w: Tensor, *, scale_len: int, causal: bool, segment_ids_BGC: Tensor, document_mask: str = "exact",
-                          pooling: str = "mean", parts: str = "both") -> Tensor:
+def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
+                          v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool, segment_ids_BGC: Tensor,
+                          document_mask: str = "exact", pooling: str = "mean", parts: str = "both") -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
 
-    w: the position bias as `[2 C - 1]`. document_mask: "exact" keeps documents apart in both halves, "paper" is the listing.
-    parts: "local" or "global" keeps one half alone (the paper's LocalOnly and GlobalOnly)."""
+    w: the position bias as `[2 C - 1]`. document_mask: "exact" keeps documents apart in both halves, "paper" is the
+    listing. parts: "local" or "global" keeps one half alone (the paper's LocalOnly and GlobalOnly)."""
     out_BGCE = torch.zeros_like(v_BGCE)
     if parts != "global":
         within = segment_ids_BGC if document_mask == "exact" else (segment_ids_BGC >= 0).long() - 1
-        out_BGCE = out_BGCE + quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
-                                                  segment_ids_BGC=within)
+        out_BGCE = out_BGCE + quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len,
+                                                  causal=causal, segment_ids_BGC=within)
     if parts != "local":
         if document_mask == "exact":
             out_BGCE = out_BGCE + linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
