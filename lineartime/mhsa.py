@@ -71,7 +71,8 @@ def attend_documents(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, boundaries: li
 class FeedForward(nn.Module):
     """x + W_o act(W_u x), or with `glu` x + W_o (act(W_u x) * W_v x) (Eqs. 1-2)."""
 
-    def __init__(self, d_model: int, d_inner: int, *, glu: bool = False, activation: str = "gelu", norm: str = "layer_norm"):
+    def __init__(self, d_model: int, d_inner: int, *, glu: bool = False, activation: str = "gelu",
+                 norm: str = "layer_norm"):
         super().__init__()
         self.glu, self.activation = glu, ACTIVATIONS[activation]
         self.norm = make_norm(norm, d_model)
