@@ -19,9 +19,10 @@ class GatedAttentionUnit(nn.Module):
     Without `chunk_size`, A = relu(q k^T / n + b)^2 over the row and n is `scale_len`. With it, A is that inside a chunk
     (n = chunk_size) plus linear attention across chunks. Weights start as `model.init_weights` says."""
 
-    def __init__(self, d_model: int = 768, *, expansion_factor: int = 2, query_key_dim: int = 128, chunk_size: int | None = None,
-                 scale_len: int = 512, causal: bool = True, norm: str = "layer_norm", activation: str = "silu",
-                 document_mask: str = "exact", chunk_pooling: str = "mean", chunk_parts: str = "both"):
+    def __init__(self, d_model: int = 768, *, expansion_factor: int = 2, query_key_dim: int = 128,
+                 chunk_size: int | None = None, scale_len: int = 512, causal: bool = True, norm: str = "layer_norm",
+                 activation: str = "silu", document_mask: str = "exact", chunk_pooling: str = "mean",
+                 chunk_parts: str = "both"):
         super().__init__()
         self.d_inner, self.query_key_dim, self.chunk_size = d_model * expansion_factor, query_key_dim, chunk_size
         self.scale_len, self.causal, self.activation = chunk_size or scale_len, causal, ACTIVATIONS[activation]
@@ -54,8 +55,9 @@ class GatedAttentionUnit(nn.Module):
         """FLASH-Quad: the whole row is one chunk."""
         q_BTS, k_BTS = heads_BTNS.unbind(2)
         segment_ids_BGC = None if segment_ids_BT is None else segment_ids_BT[:, None]
-        return ops.quadratic_attention(q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], self.rel_pos_bias(v_BTE.shape[1]),
-                                       scale_len=self.scale_len, causal=self.causal, segment_ids_BGC=segment_ids_BGC)[:, 0]
+        return ops.quadratic_attention(
+            q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], self.rel_pos_bias(v_BTE.shape[1]),
+            scale_len=self.scale_len, causal=self.causal, segment_ids_BGC=segment_ids_BGC)[:, 0]
 
     def attend_chunks(self, heads_BTNS: Tensor, v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
         """FLASH: the row is cut into chunks; the last one is filled up with padding, which changes nothing."""
@@ -111,19 +113,23 @@ class GatedAttentionUnit(nn.Module):
         out_BE = torch.zeros_like(v_B1E[:, 0])
         if self.chunk_parts != "global":
             bias_BC = self.rel_pos_bias.at((slot_C - offset_B[:, None]).clamp(1 - self.scale_len, 0))
-            score_BC = at_least_float32(torch.einsum("bs,bcs->bc", q_quad_BS / self.scale_len, cache.k_quad_BCS)) + bias_BC
+            score_BC = (at_least_float32(torch.einsum("bs,bcs->bc", q_quad_BS / self.scale_len, cache.k_quad_BCS))
+                        + bias_BC)
             a_BC = torch.relu(score_BC.masked_fill(~visible_BC, 0.0)).square()
             out_BE = out_BE + torch.einsum("bc,bce->be", a_BC.to(cache.v_BCE.dtype), cache.v_BCE)
         if self.chunk_parts != "local":
-            weight_B = 1 / cache.count_B.clamp(min=1) if self.chunk_pooling == "mean" else torch.ones_like(cache.count_B)
-            out_BE = out_BE + read_states(q_lin_BS[:, None, None], cache.kv_BSE[:, None], weight_B[:, None, None])[:, 0, 0]
+            weight_B = (1 / cache.count_B.clamp(min=1) if self.chunk_pooling == "mean"
+                        else torch.ones_like(cache.count_B))
+            out_BE = out_BE + read_states(q_lin_BS[:, None, None], cache.kv_BSE[:, None],
+                                          weight_B[:, None, None])[:, 0, 0]
         full_B = offset_B == self.scale_len - 1
         if full_B.any():
             cache.close(full_B, visible_BC)
         return out_BE[:, None]
 
     def extend_chunks(self, heads_BNHS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkState) -> Tensor:
-        """Many tokens per row: the open chunk and the new tokens together are whole chunks that begin where it begins."""
+        """Many tokens per row:
+        the open chunk and the new tokens together are whole chunks that begin where it begins."""
         offset_B = feed.length_B % self.scale_len
         place_BN = torch.where(feed.valid_BN, offset_B[:, None] + torch.arange(v_BNE.shape[1], device=v_BNE.device), -1)
         n_slots = max(-(-(int(place_BN.max()) + 1) // self.scale_len), 1) * self.scale_len
@@ -143,7 +149,8 @@ class GatedAttentionUnit(nn.Module):
         k_lin_BGCS = in_place(heads_BNHS[:, :, 3], cache.k_lin_BCS)
         k_quad_BGCS = in_place(heads_BNHS[:, :, 1], cache.k_quad_BCS)
         v_BGCE = in_place(v_BNE, cache.v_BCE)
-        kv_BHSE, count_BH, document_BH = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, (cache.kv_BSE, cache.count_B))
+        kv_BHSE, count_BH, document_BH = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC,
+                                                        (cache.kv_BSE, cache.count_B))
         out_BGCE = torch.zeros_like(v_BGCE)
         if self.chunk_parts != "global":
             out_BGCE = out_BGCE + ops.quadratic_attention(
@@ -165,8 +172,10 @@ class GatedAttentionUnit(nn.Module):
 
 
 def init_gau(layer: GatedAttentionUnit) -> None:
-    """Code 6's and Code 8's initial values: normal(0, 0.02) for matrices, scales and the position bias, 0 for offsets."""
-    for matrix in (layer.in_proj.weight, layer.out_proj.weight, layer.scale_offset.gamma, *layer.rel_pos_bias.parameters()):
+    """Code 6's and Code 8's initial values:
+    normal(0, 0.02) for matrices, scales and the position bias, 0 for offsets."""
+    for matrix in (layer.in_proj.weight, layer.out_proj.weight, layer.scale_offset.gamma,
+                   *layer.rel_pos_bias.parameters()):
         nn.init.normal_(matrix, std=0.02)
     for offset in (layer.in_proj.bias, layer.out_proj.bias, layer.scale_offset.beta):
         nn.init.zeros_(offset)
