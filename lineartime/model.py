@@ -30,15 +30,18 @@ class LanguageModel(nn.Module):
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
         init_weights(self)
 
-    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None) -> Tensor:
+    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
+                padding_mask_BT: Tensor | None = None) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal).
 
-        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that never fall along a
-        row; by default they are counted from `config.end_of_document`. padding_mask_BT: True where there is a token; padding
-        may stand anywhere and changes nothing. Raises UsageError for a row longer than the position tables allow."""
+        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that never fall along
+        a row; by default they are counted from `config.end_of_document`. padding_mask_BT: True where there is a token;
+        padding may stand anywhere and changes nothing. Raises UsageError for a row longer than the position tables
+        allow."""
         return self.logits(self.hidden(ids_BT, segment_ids_BT, padding_mask_BT))
 
-    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None) -> Tensor:
+    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
+               padding_mask_BT: Tensor | None = None) -> Tensor:
         """`forward` without the head: x_BTD after the last norm."""
         self.check_length(ids_BT.shape[1])
         if segment_ids_BT is None and self.config.end_of_document is not None:
@@ -76,7 +79,8 @@ class LanguageModel(nn.Module):
         config = self.config
         if config.rel_pos is None:
             return None
-        return rotary(position_BT, config.query_key_dim if config.ffn == "gau" else config.head_dim, self.embed.weight.dtype)
+        return rotary(position_BT, config.query_key_dim if config.ffn == "gau" else config.head_dim,
+                      self.embed.weight.dtype)
 
     def check_length(self, length: int) -> None:
         limit = self.config.max_len
@@ -85,8 +89,8 @@ class LanguageModel(nn.Module):
                              "train with a larger context, or use a model without a table (flash)")
 
     def decoding_state(self, batch_size: int) -> DecodingState:
-        """The memory of `batch_size` rows that have had no token yet. Raises UsageError for a model that is not causal, or
-        whose documents see each other."""
+        """The memory of `batch_size` rows that have had no token yet. Raises UsageError for a model that is not causal,
+        or whose documents see each other."""
         config, weight = self.config, self.embed.weight
         if not config.causal:
             raise UsageError("only a causal model decodes", "causal = false")
@@ -111,7 +115,8 @@ class LanguageModel(nn.Module):
         return DecodingState(caches, none_B, none_B.clone())
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState) -> Tensor:
-        """`hidden` for the next tokens of each row, `[B, N, D]`; the state moves on. Equal to the parallel form at any split.
+        """`hidden` for the next tokens of each row, `[B, N, D]`; the state moves on.
+        Equal to the parallel form at any split.
 
         ids_BN: row b's next `n_new_B[b]` tokens, then anything. Raises UsageError past the end of a position table."""
         self.check_length(int((state.length_B + n_new_B).max()))
@@ -119,7 +124,8 @@ class LanguageModel(nn.Module):
         if self.config.end_of_document is not None:
             begins_BN = ids_BN == self.config.end_of_document
         feed = Feed(state.length_B, state.start_B, n_new_B, begins_BN)
-        position_BN = feed.position_BN if self.config.max_len is None else feed.position_BN.clamp(max=self.config.max_len - 1)
+        position_BN = (feed.position_BN if self.config.max_len is None
+                       else feed.position_BN.clamp(max=self.config.max_len - 1))
         layout = Layout(self.rotary(position_BN))
         x_BND = self.embed(ids_BN) + self.abs_pos(position_BN)
         caches = iter(state.caches)
@@ -142,7 +148,8 @@ def make_layers(config: ModelConfig) -> list[nn.Module]:
             activation=config.activation, document_mask=config.document_mask, chunk_pooling=config.chunk_pooling,
             chunk_parts=config.chunk_parts)]
     return [MultiHeadAttention(config.d_model, config.n_heads, causal=config.causal, norm=config.norm),
-            FeedForward(config.d_model, config.d_inner, glu=config.ffn == "glu", activation=config.activation, norm=config.norm)]
+            FeedForward(config.d_model, config.d_inner, glu=config.ffn == "glu", activation=config.activation,
+                        norm=config.norm)]
 
 
 @torch.no_grad()
@@ -174,7 +181,8 @@ def init_weights(model: LanguageModel) -> None:
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor) -> Tensor:
-    """-ln p of each token given those before it in its row, in nats and float32 at least: `[B, T - 1]` for rows of T."""
+    """-ln p of each token given those before it in its row, in nats and float32 at least:
+    `[B, T - 1]` for rows of T."""
     logits_BTV = model(rows_BT[:, :-1])
     logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     return F.cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="none").view_as(rows_BT[:, 1:])
