@@ -17,7 +17,8 @@ PIECE_TOKENS = 2048
 @torch.inference_mode()
 def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
             progress: Callable[[int], None] | None = None) -> tuple[Tensor, DecodingState]:
-    """Read prompts of any lengths, piece by piece. Returns the logits after each prompt's last token, `[B, V]`, and the state.
+    """Read prompts of any lengths, piece by piece.
+    Returns the logits after each prompt's last token, `[B, V]`, and the state.
 
     progress is called with the number of tokens read of the longest prompt. Raises UsageError for an empty prompt or a
     token outside the vocabulary."""
@@ -33,7 +34,8 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
         width = max(len(part) for part in parts)
         ids_BN = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=device)
         if ids_BN.min() < 0 or ids_BN.max() >= model.config.vocab_size:
-            raise UsageError("token outside the vocabulary", f"{model.config.vocab_size} tokens", "use the model's own tokenizer")
+            raise UsageError("token outside the vocabulary", f"{model.config.vocab_size} tokens",
+                             "use the model's own tokenizer")
         n_new_B = torch.tensor([len(part) for part in parts], device=device)
         x_BND = model.extend(ids_BN, n_new_B, state)
         for row, part in enumerate(parts):
@@ -52,8 +54,8 @@ def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Te
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
            generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row. temperature 0 takes the likeliest; top_k and top_p keep the likeliest k, or those that together
-    reach probability p. Each row draws from its own generator, so a row's text depends on no other row."""
+    """One token per row. temperature 0 takes the likeliest; top_k and top_p keep the likeliest k, or those that
+    together reach probability p. Each row draws from its own generator, so a row's text depends on no other row."""
     if temperature == 0:
         return logits_BV.argmax(-1)
     logits_BV = logits_BV.float() / temperature
