@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from lineartime.model import LanguageModel
     from lineartime.run import load_model
 
-__all__ = ["PRESETS", "FeedForward", "GatedAttentionUnit", "LanguageModel", "ModelConfig", "MultiHeadAttention", "TrainConfig",
-           "load_model", "model_config"]
+__all__ = ["PRESETS", "FeedForward", "GatedAttentionUnit", "LanguageModel", "ModelConfig", "MultiHeadAttention",
+           "TrainConfig", "load_model", "model_config"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "load_model": "run"}
