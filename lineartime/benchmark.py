@@ -209,18 +209,13 @@ def clock_of(row: Row) -> str:
 def print_decode(rows: Sequence[Row]) -> None:
     """Print `benchmark_decode`'s rows as a table, and how flat each model's are."""
     console, first = Console(highlight=False), rows[0]
-    labels = list(dict.fromkeys(row["model"] for row in rows))
-    console.print(f"Milliseconds per generated token, {what_is_timed(first)}: median of {first['repeats']} blocks of "
-                  f"{first['block_tokens']} tokens, one row", markup=False)
-    made = table("context", *(name for label in labels for name in (label, "min", "max", "state")), width=8)
-    for n in sorted({row["context_tokens"] for row in rows}):
-        cells = []
-        for label in labels:
-            found = [row for row in rows if (row["model"], row["context_tokens"]) == (label, n)]
-            times = [row[clock_of(row) + "_ms_per_token"] for row in found]
-            cells += [f"{t[key]:.2f}" for t in times for key in ("median", "min", "max")] or ["", "", ""]
-            cells += [mib(row["state_bytes"]) for row in found] or [""]
-        made.add_row(f"{n:,}", *cells)
+    console.print(f"Milliseconds per generated token, one row, {what_is_timed(first)};\n"
+                  f"{first['repeats']} blocks of {first['block_tokens']} tokens", markup=False)
+    made = table("model", "context", "median", "min", "max", "state", width=14)
+    for row in rows:
+        times = row[clock_of(row) + "_ms_per_token"]
+        made.add_row(row["model"], f"{row['context_tokens']:,}",
+                     *(f"{times[key]:.2f}" for key in ("median", "min", "max")), mib(row["state_bytes"]))
     console.print(made)
     for label, flat in flatness(rows).items():
         mine = [row["context_tokens"] for row in rows if row["model"] == label]
