@@ -54,17 +54,19 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         return {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
-                "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words, "n_bytes": self.n_bytes,
+                "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
+                "n_bytes": self.n_bytes,
                 "loss_by_position": [{"first": a, "last": b, "loss": x} for a, b, x in self.loss_by_position]}
 
 
 @torch.inference_mode()
-def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_rows: int = 8, max_tokens: int | None = None,
-             precision: str = "float32", progress: Callable[[int], None] | None = None) -> Evaluation:
+def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_rows: int = 8,
+             max_tokens: int | None = None, precision: str = "float32",
+             progress: Callable[[int], None] | None = None) -> Evaluation:
     """Score the tokens of a split, in rows of `context` that overlap by the one token that is only read.
 
-    max_tokens: stop after about so many. progress is called with the number of tokens scored. The sums are in float64, so
-    that `batch_rows` changes nothing but rounding. Raises NumericsError where a loss is not finite."""
+    max_tokens: stop after about so many. progress is called with the number of tokens scored. The sums are in float64,
+    so that `batch_rows` changes nothing but rounding. Raises NumericsError where a loss is not finite."""
     device = model.embed.weight.device
     was_training = model.training
     model.eval()
@@ -94,7 +96,8 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_r
     if not math.isfinite(nll):
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
     share = n_tokens / stream.n_tokens
-    return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share), by_position(nll_T, count_T))
+    return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share),
+                      by_position(nll_T, count_T))
 
 
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:
@@ -109,7 +112,8 @@ def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, 
 
 
 def xz_bits_per_byte(data_dir: Path, split: str = "validation") -> float:
-    """Bits per byte of `xz -9e` for a split after it has seen the training text: (xz(train + split) - xz(train)) x 8 / bytes.
+    """Bits per byte of `xz -9e` for a split after it has seen the training text:
+    (xz(train + split) - xz(train)) x 8 / bytes.
 
     The text comes back from the tokens, documents end to end. For text that fits in memory."""
     tokenizer = load_tokenizer(data_dir / "tokenizer.json")
