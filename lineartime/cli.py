@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 
-Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any field; `none` switches one off.")]
+Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
+                                                   help="Any field; `none` switches one off.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
 
 
@@ -31,7 +32,8 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="Show a tracebac
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[Path] | None, typer.Argument(help="Text: .txt, .jsonl(.gz), .json.gz, .parquet, or folders of them.")] = None,
+    inputs: Annotated[list[Path] | None, typer.Argument(
+        help="Text: .txt, .jsonl(.gz), .json.gz, .parquet, or folders of them.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
     sample: Annotated[bool, typer.Option("--sample", help="Prepare the book that ships with the package.")] = False,
     tokenizer: Annotated[str, typer.Option(help="train, bytes, or the path of a tokenizer.json.")] = "train",
@@ -45,13 +47,15 @@ def prepare(
     """Tokenise text once into shards that training reads."""
     from lineartime import data
 
-    manifest = data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size, held_out=held_out,
-                 validation=list(validation or []), test=list(test or []), field=text_field, jobs=jobs or os.cpu_count() or 1, progress=True)
+    manifest = data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
+                            held_out=held_out, validation=list(validation or []), test=list(test or []),
+                            field=text_field, jobs=jobs or os.cpu_count() or 1, progress=True)
     if manifest.already_prepared:
         say(f"already prepared: {out} holds this text with these settings; nothing to do.")
         return
     for name, split in manifest.splits.items():
-        say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  {split.words:>12,} words  {split.bytes:>13,} bytes")
+        say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  "
+            f"{split.words:>12,} words  {split.bytes:>13,} bytes")
     for note in manifest.notes:
         say(f"note: {note}")
     say(f"next        lineartime train flash --data {out} --out RUN")
@@ -84,8 +88,8 @@ def train(
     given.setdefault("end_of_document", manifest.end_of_document)
     config = run_config(given)
     if config.model.vocab_size < manifest.vocab_size:
-        raise UsageError("vocab_size is smaller than the tokenizer's", f"{config.model.vocab_size} < {manifest.vocab_size}",
-                         "leave it out")
+        raise UsageError("vocab_size is smaller than the tokenizer's",
+                         f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
     if not config.model.causal:
         raise UsageError("masked language modelling is not here yet", f"task = {config.task}", "use wiki40b or pg19")
     train_and_report(config, device)
@@ -105,13 +109,14 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
         run = Run(out, config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256})
         if (out / RESULT_FILE).exists():
             say(f"complete: {out} was trained to step {config.train.steps}; nothing to do.")
-            say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} or any other setting.")
+            say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
+                "or any other setting.")
             return
         train_stream, held_out = open_split(data, "train"), open_split(data, "validation")
         tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
         with TrainingBar(config) as bar:
-            model = fit(run, train_stream, held_out, documents={"tokenizer.json": tokenizer_json}, device=pick_device(device),
-                        stop=stop, on_step=bar.show, warn=bar.warn)
+            model = fit(run, train_stream, held_out, documents={"tokenizer.json": tokenizer_json},
+                        device=pick_device(device), stop=stop, on_step=bar.show, warn=bar.warn)
         stop.check("the last step is saved; the same command evaluates")
         result = finish(run, model, data, stop)
         write_atomically(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
@@ -141,11 +146,12 @@ def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
     if open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
         result["xz_bits_per_byte"] = xz_bits_per_byte(data)
         better = "better" if evaluation.bits_per_byte < result["xz_bits_per_byte"] else "worse"
-        say(f"         xz -9e, which has seen the training text: {result['xz_bits_per_byte']:.3f} bits per byte; the model is {better}")
+        say(f"         xz -9e, which has seen the training text: {result['xz_bits_per_byte']:.3f} bits per byte; "
+            f"the model is {better}")
     length = min(200, (config.model.max_len or 201) - 1)
     model.eval()
-    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=config.train.seed,
-                   stop=lambda row, new: stop.number is not None)[0]
+    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
     stop.check("the last step is saved; the same command evaluates")
     text = tokenizer.decode(ids)
     write_atomically(run.out / "sample.txt", text + "\n")
@@ -162,8 +168,9 @@ class TrainingBar:
 
         console = Console(stderr=True)
         self.steps, self.live, self.last_line, self.held_out = config.train.steps, console.is_terminal, 0.0, ""
-        self.bar = Progress(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(), TextColumn("{task.description}"),
-                            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, disable=not self.live)
+        self.bar = Progress(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(),
+                            TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"),
+                            TimeRemainingColumn(), console=console, disable=not self.live)
         self.task = self.bar.add_task("starting", total=self.steps)
 
     def __enter__(self) -> "TrainingBar":
@@ -202,7 +209,8 @@ def evaluate(
 ) -> None:
     """Score a split: every token exactly once."""
     if batch_rows < 1 or (context is not None and context < 1):
-        raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
+        raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}",
+                         "they take whole numbers from 1")
     if precision not in ("float32", "bfloat16"):
         raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
     from lineartime.data import open_split
@@ -211,7 +219,8 @@ def evaluate(
     model, tokenizer, facts = load_model(run)
     stream = open_split(data, split)
     if stream.tokenizer_sha256 != tokenizer.sha256:
-        raise UsageError("the run and the data have different tokenizers", f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
+        raise UsageError("the run and the data have different tokenizers",
+                         f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
                          f"prepare the data with --tokenizer {facts['checkpoint']}/tokenizer.json")
     context = context or model.config.context
     model.check_length(context)
@@ -252,17 +261,20 @@ def summary(name: str, result: "Evaluation") -> str:
 @app.command()
 def generate(
     run: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; `-` reads one from stdin; none begins a document.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(
+        help="Prompts; `-` reads one from stdin; none begins a document.")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="File with a prompt; may be given again.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the likeliest k tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together reach probability p.")] = None,
+    top_p: Annotated[float | None, typer.Option(
+        help="Draw from the likeliest tokens that together reach probability p.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End where this text comes; may be given again.")] = None,
     device: Device = None,
 ) -> None:
-    """Continue prompts. One prompt streams to the terminal; several are decoded together and printed one after another."""
+    """Continue prompts.
+    One prompt streams to the terminal; several are decoded together and printed one after another."""
     if seed < 0:
         raise UsageError("seed must not be negative", f"{seed}")
     texts = read_prompts(prompts or [], prompt_file or [])
@@ -275,13 +287,15 @@ def generate(
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = Stream(tokenizer, texts, stop or [])
-    continue_prompts(model.to(pick_device(device)), ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                     seed=seed, stop=stream.is_over, on_prompt=prompt_progress(max(len(row) for row in ids)))
+    continue_prompts(model.to(pick_device(device)), ids, max_new_tokens=max_new_tokens, temperature=temperature,
+                     top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over,
+                     on_prompt=prompt_progress(max(len(row) for row in ids)))
     stream.finish()
 
 
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
-    """The prompts of a command line, in order: arguments, `-` for stdin, then files; one empty prompt where there is none."""
+    """The prompts of a command line, in order: arguments, `-` for stdin, then files;
+    one empty prompt where there is none."""
     def decode(data: bytes, name: str) -> str:
         try:
             return data.decode("utf-8")
@@ -301,12 +315,13 @@ def prompt_progress(longest: int) -> "Any":
     """A progress bar for the reading of a long prompt."""
     if longest < 20_000 or not sys.stderr.isatty():
         return None
-    return lambda n_read: print(f"\rreading the prompt: {n_read:,} of {longest:,} tokens", end="" if n_read < longest else "\n",
-                                file=sys.stderr, flush=True)
+    return lambda n_read: print(f"\rreading the prompt: {n_read:,} of {longest:,} tokens",
+                                end="" if n_read < longest else "\n", file=sys.stderr, flush=True)
 
 
 class Stream:
-    """The text of rows as their tokens come: printed at once for one row, at the end for several; cut at a stop text."""
+    """The text of rows as their tokens come:
+    printed at once for one row, at the end for several; cut at a stop text."""
 
     def __init__(self, tokenizer: "Any", prompts: list[str], stops: list[str]):
         self.tokenizer, self.prompts, self.stops = tokenizer, prompts, [text for text in stops if text]
@@ -365,7 +380,8 @@ def plot(
         say(str(plot_run(Path(runs[0]))))
         return
     named = [text.partition("=") for text in runs]
-    say(str(plot_comparison({label if equals else Path(label).name: Path(run or label) for label, equals, run in named}, out)))
+    say(str(plot_comparison({label if equals else Path(label).name: Path(run or label) for label, equals, run in named},
+                            out)))
 
 
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
@@ -389,15 +405,16 @@ def benchmark_decode(
     device: Device = None,
     rows: Rows = None,
 ) -> None:
-    """Time per generated token after contexts of different lengths. Any --set applies to every model that has the field."""
+    """Time per generated token after contexts of different lengths.
+    Any --set applies to every model that has the field."""
     configs = benchmark_configs(models or ["flash"], task, settings or [])
     contexts = whole_numbers(lengths)
     from lineartime import benchmark
     from lineartime.model import LanguageModel
 
     built = {name: LanguageModel(config).to(pick_device(device)) for name, config in configs.items()}
-    measured = benchmark.benchmark_decode(built, contexts, quadratic_up_to=quadratic_up_to, repeats=repeats, threads=threads,
-                                          progress=note)
+    measured = benchmark.benchmark_decode(built, contexts, quadratic_up_to=quadratic_up_to, repeats=repeats,
+                                          threads=threads, progress=note)
     benchmark.print_decode(measured)
     if rows is not None:
         benchmark.append_rows(rows, measured)
@@ -419,7 +436,8 @@ def benchmark_train(
     """Time and memory of forward and backward at several contexts, the models in turn."""
     if precision not in ("float32", "bfloat16"):
         raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
-    configs, lengths = benchmark_configs(models or ["flash", "transformer++"], task, settings or []), whole_numbers(contexts)
+    configs, lengths = (benchmark_configs(models or ["flash", "transformer++"], task, settings or []),
+                        whole_numbers(contexts))
     from lineartime import benchmark
 
     measured = benchmark.benchmark_train(configs, lengths, tokens=tokens, repeats=repeats, precision=precision,
@@ -450,14 +468,16 @@ def benchmark_read(
 
 
 def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict[str, ModelConfig]:
-    """The models of a benchmark by name. A setting that only some of them have (a chunk size, heads) is given to those."""
+    """The models of a benchmark by name.
+    A setting that only some of them have (a chunk size, heads) is given to those."""
     given = dict(parse_setting(text) for text in settings)
     configs = {}
     for name in models:
         preset = model_config(name, task)
         skipped = {"chunk_size", "chunk_parts", "chunk_pooling"} if preset.chunk_size is None else set()
         skipped |= {"n_heads"} if preset.ffn == "gau" else {"query_key_dim"}
-        configs[name] = model_config(name, task, **{field: value for field, value in given.items() if field not in skipped})
+        configs[name] = model_config(name, task,
+                                     **{field: value for field, value in given.items() if field not in skipped})
     return configs
 
 
