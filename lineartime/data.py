@@ -173,9 +173,10 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
                 manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", shard_tokens, {}, 0, [], {})
                 manifest.blank_documents = sum(file.blank for file in files)
                 if ready is None:
-                    every = -(-n_characters // train_characters)
+                    n_train = sum(file.characters for file in parts["train"].files)
+                    every = -(-n_train // train_characters)
                     sampled = itertools.islice(pieces_of(reader, parts["train"]), 0, None, every)
-                    shown = show("training the tokenizer", sampled, n_characters // every, lambda p: len(p.text))
+                    shown = show("training the tokenizer", sampled, n_train // every, lambda piece: len(piece.text))
                     ready = train_tokenizer((piece.text for piece in shown), vocab_size)
                 _write_folder(folder, manifest, reader, parts, ready, jobs, n_characters, show)
                 _add_notes(manifest, ready, next(pieces_of(reader, parts["train"])).text)
@@ -283,11 +284,13 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: str, jobs: int
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Small documents together, about a full piece at a time."""
     batch: list[Piece] = []
+    characters = 0
     for piece in pieces:
         batch.append(piece)
-        if sum(len(text) for text, _ in batch) >= PIECE // 2:
+        characters += len(piece.text)
+        if characters >= PIECE // 2:
             yield batch
-            batch = []
+            batch, characters = [], 0
     if batch:
         yield batch
 

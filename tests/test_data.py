@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_read_text import make
+from text_files import make
 
 import lineartime.data
 from lineartime.data import Split, batch_rows, eval_rows, open_split, prepare, read_manifest

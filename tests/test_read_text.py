@@ -2,7 +2,6 @@
 
 import gzip
 import itertools
-import json
 import os
 import resource
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from text_files import make
 
 from lineartime.errors import DataError, UsageError
 from lineartime.read_text import cut, read_pieces
@@ -20,21 +20,6 @@ from lineartime.splits import check_source, find_sources
 from lineartime.tokenizer import train_tokenizer
 
 DOCUMENTS = ["One line.\r\nAnother\u2028line, naïve.\n", " ", "東京 \U0001f600 <|endoftext|>\n\n", "x" * 10]
-
-
-def make(folder, files):
-    """Write files by name; text as UTF-8, a list as the JSON lines or the parquet column `text` of its documents."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, list) and name.endswith(".parquet"):
-            parquet.write_table(pyarrow.table({"id": range(len(content)), "text": content}), path, row_group_size=2)
-            continue
-        if isinstance(content, list):
-            content = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(content))
-        content = content.encode() if isinstance(content, str) else content
-        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    return folder
 
 
 def documents(path, **options):

@@ -1,0 +1,22 @@
+"""Files of text in every format, written where a test wants them."""
+
+import gzip
+import json
+
+import pyarrow
+from pyarrow import parquet
+
+
+def make(folder, files):
+    """Write files by name; text as UTF-8, a list as the JSON lines or the parquet column `text` of its documents."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list) and name.endswith(".parquet"):
+            parquet.write_table(pyarrow.table({"id": range(len(content)), "text": content}), path, row_group_size=2)
+            continue
+        if isinstance(content, list):
+            content = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(content))
+        content = content.encode() if isinstance(content, str) else content
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return folder
