@@ -320,28 +320,30 @@ def prompt_progress(longest: int) -> "Any":
 
 
 class Stream:
-    """The text of rows as their tokens come:
-    printed at once for one row, at the end for several; cut at a stop text."""
+    """Rows' text as their tokens come: printed at once for one row, at the end for several; cut at a stop text."""
 
     def __init__(self, tokenizer: "Any", prompts: list[str], stops: list[str]):
-        self.tokenizer, self.prompts, self.stops = tokenizer, prompts, [text for text in stops if text]
+        self.prompts, self.stops = prompts, [text for text in stops if text]
+        self.take_in = [tokenizer.stream() for _ in prompts]
+        self.held = max([len(stop) - 1 for stop in self.stops], default=0)
+        """Characters at the end that may be the beginning of a stop text."""
         self.text = [""] * len(prompts)
         self.printed = 0
         if len(prompts) == 1:
             print(prompts[0], end="", flush=True)
 
     def is_over(self, row: int, ids: list[int]) -> bool:
-        """Take in a row's new tokens; True if a stop text has come."""
-        text = self.tokenizer.decode(ids)
-        found = [text.index(stop) for stop in self.stops if stop in text]
-        self.text[row] = text[: min(found)] if found else text
+        """Take in a row's newest token; True if a stop text has come."""
+        new = self.take_in[row](ids[-1])
+        begin = max(len(self.text[row]) - self.held, 0)
+        self.text[row] += new
+        found = [at for stop in self.stops if (at := self.text[row].find(stop, begin)) >= 0]
+        if found:
+            self.text[row] = self.text[row][: min(found)]
         if len(self.prompts) == 1:
-            # The last characters may be the beginning of a stop text, or bytes of a character that is not whole yet.
-            held = max([len(stop) - 1 for stop in self.stops], default=0)
-            sure = self.text[0].rstrip("\ufffd")
-            sure = sure if found else sure[: max(len(sure) - held, 0)]
-            print(sure[self.printed :], end="", flush=True)
-            self.printed = max(self.printed, len(sure))
+            end = max(len(self.text[0]) - (0 if found else self.held), self.printed)
+            print(self.text[0][self.printed : end], end="", flush=True)
+            self.printed = end
         return bool(found)
 
     def finish(self) -> None:

@@ -3,7 +3,7 @@
 What is made here (BPE and bytes) has no normaliser and adds no prefix space: text comes back exactly as it went in."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tokenizers
@@ -53,6 +53,11 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, the end-of-document token is spelled out."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    def stream(self) -> Callable[[int], str]:
+        """A function that is given ids one by one and returns the text that each completes, at constant cost."""
+        stream = decoders.DecodeStream(skip_special_tokens=False)
+        return lambda token: stream.step(self._inner, token) or ""
 
     def save(self, path: Path) -> None:
         """Write the tokenizer.json."""
