@@ -1,0 +1,113 @@
+"""The Transformer's layers against their formulas, written out per head and position; and what weights start as."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.config import PRESETS, model_config
+from lineartime.layers import Layout, document_boundaries, rotary
+from lineartime.mhsa import FeedForward, MultiHeadAttention
+from lineartime.model import LanguageModel
+
+T, D, H = 11, 24, 4
+K = D // H
+NORMS = pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
+
+
+def random_layer(layer: torch.nn.Module) -> dict[str, Tensor]:
+    """Give every parameter a value from normal(0, 0.5); returns them by name."""
+    layer.double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    return {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+
+def random_x(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def normed(x: Tensor, norm: str, w: dict[str, Tensor]) -> Tensor:
+    if norm == "scale_norm":
+        return w["norm.scalar"] * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    x = x - x.mean(-1, keepdim=True)
+    return w["norm.weight"] * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() + w["norm.bias"]
+
+
+def turned(x_K: Tensor, position: int) -> Tensor:
+    """RoPE of one head at one position: pairs (k, k + K / 2) turned by position x 10000^(-2 k / K)."""
+    out_K = x_K.clone()
+    for k in range(K // 2):
+        angle, a, b = position * 10000 ** (-2 * k / K), x_K[k], x_K[k + K // 2]
+        out_K[k] = a * math.cos(angle) - b * math.sin(angle)
+        out_K[k + K // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return out_K
+
+
+@NORMS
+@pytest.mark.parametrize("with_rope", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("documents", [None, [0] * 4 + [1] * 7])
+def test_multi_head_attention(norm: str, with_rope: bool, causal: bool, documents: list[int] | None) -> None:
+    layer = MultiHeadAttention(D, H, causal=causal, norm=norm)
+    w, x_TD = random_layer(layer), random_x(T, D)
+    qkv_TF = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
+    q_THK, k_THK, v_THK = (part_TD.view(T, H, K) for part_TD in qkv_TF.split(D, dim=1))
+    out_THK = torch.zeros(T, H, K, dtype=torch.float64)
+    for i in range(T):
+        keys = [j for j in range(T) if (j <= i or not causal) and (documents is None or documents[j] == documents[i])]
+        for h in range(H):
+            q_K, k_LK = q_THK[i, h], k_THK[keys, h]
+            if with_rope:
+                q_K, k_LK = turned(q_K, i), torch.stack([turned(k_THK[j, h], j) for j in keys])
+            out_THK[i, h] = (k_LK @ q_K / K**0.5).softmax(0) @ v_THK[keys, h]
+    expected = x_TD + out_THK.flatten(1) @ w["out_proj.weight"].T + w["out_proj.bias"]
+
+    layout = Layout(rotary(torch.arange(T)[None], K, torch.float64) if with_rope else None)
+    if documents is not None:
+        layout.boundaries = document_boundaries(torch.tensor([documents]))
+    assert torch.allclose(layer(x_TD[None], layout)[0], expected, rtol=0, atol=1e-12)
+
+
+@NORMS
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_feed_forward(norm: str, activation: str) -> None:
+    """x + W_o act(W_u x); as a GLU x + W_o (act(W_u x) * W_v x): Eqs. 1-2 with no activation on the second factor."""
+    x_TD = random_x(T, D)
+
+    def act(x: Tensor) -> Tensor:
+        return x * (0.5 * (1 + torch.erf(x / 2**0.5)) if activation == "gelu" else torch.sigmoid(x))
+
+    for glu in (False, True):
+        layer = FeedForward(D, 16, glu=glu, activation=activation, norm=norm)
+        w = random_layer(layer)
+        inner = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
+        inner = act(inner[:, :16]) * inner[:, 16:] if glu else act(inner)
+        expected = x_TD + inner @ w["out_proj.weight"].T + w["out_proj.bias"]
+        assert torch.allclose(layer(x_TD), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("task", ["c4", "wiki40b"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_initial_values(preset: str, task: str) -> None:
+    """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, everything else normal(0, 0.02)."""
+    torch.manual_seed(0)
+    fields = {"n_heads": 4} if PRESETS[preset].ffn != "gau" else {}
+    model = LanguageModel(model_config(preset, task, n_layers=2, d_model=64, vocab_size=500, context=600, **fields))
+    drawn = []
+    for name, parameter in model.named_parameters():
+        *_, owner, kind = ("model." + name).split(".")
+        if owner == "norm" and kind in ("weight", "scalar"):
+            assert (parameter == 1).all(), name
+        elif name == "abs_pos.scalar":
+            assert parameter == 64**-0.5
+        elif kind in ("bias", "beta", "head_bias"):
+            assert (parameter == 0).all(), name
+        else:
+            drawn.append(parameter.detach().flatten())
+            assert abs(parameter.std() / 0.02 - 1) < 4 / (2 * parameter.numel()) ** 0.5, name
+            assert abs(parameter.mean()) < 4 * 0.02 / parameter.numel() ** 0.5, name
+    assert abs(torch.cat(drawn).std() / 0.02 - 1) < 0.01
