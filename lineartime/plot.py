@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lineartime.config import ModelConfig
-from lineartime.errors import ResourceError, UsageError
+from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.info import describe, millions
 from lineartime.run import METRICS_FILE, RESULT_FILE, read_metrics, read_run
 from lineartime.settings import replace_fields
@@ -46,7 +46,16 @@ class Curves:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """A run's metrics, and its result if there is one. Raises UsageError where nothing has been trained."""
+    """A run's metrics, and its result if there is one.
+
+    Raises UsageError where nothing has been trained, CheckpointError where what the run wrote is damaged."""
+    try:
+        return _read_curves(run_dir)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
+        raise CheckpointError("damaged run", run_dir, f"{type(e).__name__}: {e}") from None
+
+
+def _read_curves(run_dir: Path) -> Curves:
     run = read_run(run_dir)
     lines = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
     training = [line for line in lines if "held_out" not in line]
@@ -79,7 +88,7 @@ def plot_run(run_dir: Path) -> Path:
     """Draw a run's loss into its folder and return the picture's path.
 
     Training loss thin and smoothed, held-out loss as points, bits per byte on the right, the learning rate as a shadow.
-    Raises UsageError where nothing has been trained."""
+    Raises UsageError where nothing has been trained, CheckpointError for a damaged run."""
     curves = read_curves(run_dir)
     with drawing(run_dir / PLOT_FILE, width=9, height=5.2) as figure:
         axes = figure.subplots()

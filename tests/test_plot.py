@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from lineartime.config import TrainConfig, model_config, to_dict
-from lineartime.errors import ResourceError, UsageError
+from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.plot import plot_comparison, plot_run, read_curves, smoothed
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
@@ -18,7 +18,8 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True):
     folder.mkdir()
     config = model_config("flash", d_model=32, n_layers=2, vocab_size=100, query_key_dim=16, chunk_size=16, context=64)
     train = TrainConfig(tokens_per_step=4096, steps=max(n_steps, 1), warmup_steps=1)
-    (folder / "run.json").write_text(json.dumps({"preset": "flash", "model": to_dict(config), "train": to_dict(train)}))
+    described = {"model": to_dict(config), "train": to_dict(train)}
+    (folder / "run.json").write_text(json.dumps({"id": "0", "preset": "flash", **described}))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, n_steps + 1):
             line = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1e-3 / step, "clock": {"time": 0.0}}
@@ -100,6 +101,17 @@ def test_nothing_to_draw_is_a_usage_error(tmp_path):
         plot_run(tmp_path)
     with pytest.raises(UsageError, match="nothing to plot yet"):
         plot_run(make_run(tmp_path / "empty", n_steps=0, result=False))
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("result.json", "{"), ("result.json", "[]"), ("result.json", '{"steps": 1}'), ("run.json", '{"id": "0"}'),
+    ("metrics.jsonl", '{"step": 1}')])
+def test_a_damaged_run_is_an_error_of_one_line(tmp_path, name, text):
+    run = make_run(tmp_path / "run")
+    (run / name).write_text(text)
+    with pytest.raises(CheckpointError, match="damaged run") as raised:
+        plot_run(run)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
