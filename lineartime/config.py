@@ -72,8 +72,9 @@ class ModelConfig:
         else:
             require(self.chunk_size is None, "chunk_size is for mixed chunk attention",
                     f"attn_type = {self.attn_type}", "leave it out")
-            require(self.chunk_parts == "both", "chunk_parts is for mixed chunk attention",
-                    f"attn_type = {self.attn_type}")
+            for name, default in (("chunk_parts", "both"), ("chunk_pooling", "mean"), ("document_mask", "exact")):
+                require(getattr(self, name) == default, f"{name} is for mixed chunk attention",
+                        f"{name} = {getattr(self, name)}, attn_type = {self.attn_type}", "leave it out")
         if self.ffn == "gau":
             require(self.n_heads == 1, "a GAU has one head", f"n_heads = {self.n_heads}", "set n_heads = 1")
             require(self.attn_kernel == "relu2", "a GAU's attention kernel is relu2",
@@ -286,14 +287,6 @@ def model_config_json(config: ModelConfig) -> str:
     special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document}
     return json.dumps({"model_type": "lineartime", "architectures": ["LineartimeForCausalLM"], "dtype": "float32",
                        "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
-
-
-def tokenizer_config_json() -> str:
-    """The `tokenizer_config.json` with which `transformers` opens our tokenizer.json: a text begins with the
-    end-of-document token, as in training, and ends and is padded with it."""
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
-    return json.dumps({"tokenizer_class": "TokenizersBackend", **special, "add_bos_token": True,
-                       "padding_side": "left"}, indent=1) + "\n"
 
 
 def model_config_from_json(text: str) -> ModelConfig:

@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TokenizersBackend,
+)
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -17,6 +26,7 @@ from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel, init_weights
 from lineartime.settings import require
+from lineartime.tokenizer import END_OF_DOCUMENT
 
 
 class LineartimeConfig(PreTrainedConfig):
@@ -40,6 +50,22 @@ class LineartimeConfig(PreTrainedConfig):
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
+
+
+class LineartimeTokenizer(TokenizersBackend):
+    """A checkpoint's tokenizer.json: a text begins with the end-of-document token, as in training; padding is left."""
+
+    padding_side = "left"
+
+    # transformers reads a tokenizer.json as it is only for a class without an __init__ of its own.
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "LineartimeTokenizer":
+        tokenizer = super().from_pretrained(*args, **kwargs)
+        for name in ("bos_token", "eos_token", "pad_token"):
+            if getattr(tokenizer, name) is None:
+                setattr(tokenizer, name, END_OF_DOCUMENT)
+        tokenizer.add_bos_token = True
+        return tokenizer
 
 
 class LineartimeCache(Cache):
@@ -212,5 +238,6 @@ def refuse(arguments: dict[str, Any]) -> None:
 
 
 AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
+AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenizer, exist_ok=True)
 AutoModel.register(LineartimeConfig, LineartimeModel, exist_ok=True)
 AutoModelForCausalLM.register(LineartimeConfig, LineartimeForCausalLM, exist_ok=True)
