@@ -56,8 +56,9 @@ class ChunkState:
 
     def forget(self, begins_B: Tensor) -> None:
         """Rows where a document begins lose what earlier documents left."""
-        self.kv_BSE = torch.where(begins_B[:, None, None], 0.0, self.kv_BSE)
-        self.count_B = torch.where(begins_B, 0.0, self.count_B)
+        if begins_B.any():  # rare, and rewriting the whole state is not cheap
+            self.kv_BSE = torch.where(begins_B[:, None, None], 0.0, self.kv_BSE)
+            self.count_B = torch.where(begins_B, 0.0, self.count_B)
 
     def close(self, full_B: Tensor, document_BC: Tensor) -> None:
         """Add the current document's tokens of the open chunk to the sum, in rows whose chunk is full."""

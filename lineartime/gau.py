@@ -95,7 +95,8 @@ class GatedAttentionUnit(nn.Module):
         k_BLS, v_BLE = cache.append(k_BNS, v_BNE, feed)
         length = k_BLS.shape[1]
         offset_BNL = torch.arange(length, device=q_BNS.device) - feed.position_BN[..., None]
-        bias_BNL = self.rel_pos_bias(length)[offset_BNL.clamp(1 - length, length - 1) + length - 1]
+        bias_L = self.rel_pos_bias.at(torch.arange(1 - length, 1, device=q_BNS.device))
+        bias_BNL = bias_L[offset_BNL.clamp(1 - length, 0) + length - 1]
         score_BNL = at_least_float32(torch.einsum("bns,bls->bnl", q_BNS / self.scale_len, k_BLS)) + bias_BNL
         a_BNL = torch.relu(score_BNL.masked_fill(~feed.visible(length), 0.0)).square()
         return torch.einsum("bnl,ble->bne", a_BNL.to(v_BLE.dtype), v_BLE)
@@ -149,7 +150,7 @@ class GatedAttentionUnit(nn.Module):
         k_lin_BGCS = in_place(heads_BNHS[:, :, 3], cache.k_lin_BCS)
         k_quad_BGCS = in_place(heads_BNHS[:, :, 1], cache.k_quad_BCS)
         v_BGCE = in_place(v_BNE, cache.v_BCE)
-        kv_BHSE, count_BH, document_BH = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC,
+        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC,
                                                         (cache.kv_BSE, cache.count_B))
         out_BGCE = torch.zeros_like(v_BGCE)
         if self.chunk_parts != "global":
@@ -157,15 +158,15 @@ class GatedAttentionUnit(nn.Module):
                 in_place(heads_BNHS[:, :, 0]), k_quad_BGCS, v_BGCE, self.rel_pos_bias(self.scale_len),
                 scale_len=self.scale_len, causal=True, segment_ids_BGC=segment_ids_BGC)
         if self.chunk_parts != "local":
-            seen_BGC = (segment_ids_BGC == document_BH[:, :-1, None]) & (segment_ids_BGC >= 0)
-            count_BGC = count_BH[:, :-1, None].clamp(min=1) if self.chunk_pooling == "mean" else 1.0
-            out_BGCE = out_BGCE + read_states(in_place(heads_BNHS[:, :, 2]), kv_BHSE[:, :-1], seen_BGC / count_BGC)
+            seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
+            count_BGC = count_BP[:, :-1, None].clamp(min=1) if self.chunk_pooling == "mean" else 1.0
+            out_BGCE = out_BGCE + read_states(in_place(heads_BNHS[:, :, 2]), kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
         # The row's open chunk and the state that enters it; a document that began inside that chunk brings no state.
         rows, n_closed_B = torch.arange(len(v_BNE), device=v_BNE.device), (offset_B + feed.n_new_B) // self.scale_len
-        known_B = document_BH[rows, n_closed_B] == feed.last_document_B
-        cache.kv_BSE = torch.where(known_B[:, None, None], kv_BHSE[rows, n_closed_B], 0.0)
-        cache.count_B = torch.where(known_B, count_BH[rows, n_closed_B], 0.0)
+        known_B = document_BP[rows, n_closed_B] == feed.last_document_B
+        cache.kv_BSE = torch.where(known_B[:, None, None], kv_BPSE[rows, n_closed_B], 0.0)
+        cache.count_B = torch.where(known_B, count_BP[rows, n_closed_B], 0.0)
         for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):
             setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B])
         return out_BGCE.flatten(1, 2).gather(1, place_BN.clamp(min=0)[..., None].expand_as(v_BNE))

@@ -1,7 +1,8 @@
 """The small layers of Codes 2-5: ScaledSin, RoPE, the relative position bias, the norms; and scale-and-offset (Eq. 5).
 
-Shape letters, here and everywhere in the package: B batch, T time, G chunks, C chunk length (M where it counts keys),
-D `d_model`, E `d_inner`, S `query_key_dim`, N heads made from one base, H heads, K head width, V vocabulary.
+Shape letters, here and everywhere in the package: B batch, T time, G chunks, P = G + 1 places before, between and after
+them, C chunk length (M where it counts keys), D `d_model`, E `d_inner`, S `query_key_dim`, N heads made from one base,
+H heads, K head width, V vocabulary. In decoding N counts new tokens and L keys so far.
 """
 
 import dataclasses
@@ -99,8 +100,8 @@ class ScaleNorm(nn.Module):
         self.scalar = nn.Parameter(torch.empty(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = at_least_float32(x)
-        return self.scalar * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        wide = at_least_float32(x)
+        return (self.scalar * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def make_norm(norm: str, d_model: int) -> nn.Module:

@@ -138,7 +138,8 @@ REFUSED = [
     ({"ffn": "glu"}, "mixed chunk attention is for GAU layers: ffn = glu"),
     ({"document_mask": "paper", "chunk_pooling": "sum"}, "the paper's document mask averages: chunk_pooling = sum"),
     ({"model": "flash-quad", "chunk_size": 64}, "chunk_size is for mixed chunk attention: attn_type = quadratic"),
-    ({"model": "transformer", "chunk_parts": "local"}, "chunk_parts is for mixed chunk attention: attn_type = "),
+    ({"model": "transformer", "chunk_parts": "local"}, "chunk_parts is for mixed chunk attention: chunk_parts = "),
+    ({"model": "flash-quad", "document_mask": "paper"}, "document_mask is for mixed chunk attention: document_mask = "),
     ({"n_heads": 2}, "a GAU has one head: n_heads = 2; set n_heads = 1"),
     ({"attn_kernel": "softmax"}, "a GAU's attention kernel is relu2: attn_kernel = softmax"),
     ({"rel_pos": None}, "a GAU needs rel_pos = rope: rel_pos = None"),
@@ -228,13 +229,15 @@ def valid_settings(draw):
     """Settings that make sense together, for any preset."""
     context, rows, micro_batches = draw(st.integers(1, 4096)), draw(st.integers(1, 8)), draw(st.integers(1, 8))
     steps = draw(st.integers(1, 10**6))
+    model = draw(st.sampled_from(list(PRESETS)))
     return {
-        "model": draw(st.sampled_from(list(PRESETS))), "task": draw(st.sampled_from(TASKS)),
+        "model": model, "task": draw(st.sampled_from(TASKS)),
         "data": draw(st.text(min_size=1)), "out": "run",
         "context": context, "micro_batch_tokens": rows * context, "tokens_per_step": rows * context * micro_batches,
         "steps": steps, "warmup_steps": draw(st.integers(0, steps)), "d_model": 96 * draw(st.integers(1, 8)),
         "n_layers": draw(st.integers(1, 100)), "learning_rate": draw(st.floats(1e-9, 1.0)),
-        "clip": draw(st.none() | st.floats(1e-6, 1e6)), "document_mask": draw(st.sampled_from(["exact", "paper"])),
+        "clip": draw(st.none() | st.floats(1e-6, 1e6)),
+        "document_mask": draw(st.sampled_from(["exact", "paper"])) if model == "flash" else "exact",
         "causal": draw(st.booleans()), "vocab_size": 300, "end_of_document": draw(st.none() | st.integers(0, 299)),
     }
 

@@ -43,8 +43,8 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                    initial: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """What each chunk hands on: the sum of k v over the tokens so far of the document it ends with.
 
-    Entry g of the results is what enters chunk g, entry G what leaves the last one: kv `[B, G + 1, S, E]` and the
-    number of tokens in it `[B, G + 1]`, in float32 at least, and its document `[B, G + 1]`. initial: kv_BSE and count_B
+    Entry g of the results is what enters chunk g, entry G what leaves the last one: kv_BPSE and the
+    number of tokens in it count_BP, in float32 at least, and its document document_BP. initial: kv_BSE and count_B
     that document 0 brings along. A document reaches a later chunk only if the chunks between hold nothing else, so one
     pass over the chunks is enough: the sum is kept while the chunk ends in the same document, else it starts again."""
     last_BG = segment_ids_BGC.amax(-1)
@@ -76,24 +76,24 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
                      pooling: str = "mean") -> Tensor:
     """q sum(k^T v) over the visible tokens of the query's document (Eqs. 7-8): those of earlier chunks when causal, all
     of them when not. pooling: "mean" divides by their number (Codes 7-8), "sum" does not. Returns `[B, G, C, E]`."""
-    kv_BHSE, count_BH, document_BH = carried_states(k_BGCS, v_BGCE, segment_ids_BGC)
-    seen_BGC = (segment_ids_BGC == document_BH[:, :-1, None]) & (segment_ids_BGC >= 0)
-    count_BGC = seen_BGC * count_BH[:, :-1, None]
+    kv_BPSE, count_BP, document_BP = carried_states(k_BGCS, v_BGCE, segment_ids_BGC)
+    seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
+    count_BGC = seen_BGC * count_BP[:, :-1, None]
     if causal:
         weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
-        return read_states(q_BGCS, kv_BHSE[:, :-1], weight_BGC)
+        return read_states(q_BGCS, kv_BPSE[:, :-1], weight_BGC)
 
     # What later chunks hold is the same sum over the rows turned round; ids are turned too, so that they still rise.
     turned_BGC = torch.where(segment_ids_BGC >= 0, segment_ids_BGC.amax() - segment_ids_BGC, -1).flip(1, 2)
-    kv_after_BHSE, count_after_BH, document_after_BH = carried_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
-    kv_after_BGSE, count_after_BG = kv_after_BHSE[:, :-1].flip(1), count_after_BH[:, :-1].flip(1)
-    seen_after_BGC = ((turned_BGC == document_after_BH[:, :-1, None]) & (turned_BGC >= 0)).flip(1, 2)
+    kv_after_BPSE, count_after_BP, document_after_BP = carried_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
+    kv_after_BGSE, count_after_BG = kv_after_BPSE[:, :-1].flip(1), count_after_BP[:, :-1].flip(1)
+    seen_after_BGC = ((turned_BGC == document_after_BP[:, :-1, None]) & (turned_BGC >= 0)).flip(1, 2)
     same_BGCM = same_document(segment_ids_BGC)
     count_BGC = count_BGC + seen_after_BGC * count_after_BG[..., None] + same_BGCM.sum(-1)
     each_BGC = 1 / count_BGC.clamp(min=1) if pooling == "mean" else torch.ones_like(count_BGC)
     own_BGCM = torch.einsum("bgcs,bgms->bgcm", (q_BGCS * each_BGC[..., None]).to(q_BGCS.dtype), k_BGCS) * same_BGCM
     own_BGCE = torch.einsum("bgcm,bgme->bgce", own_BGCM.to(v_BGCE.dtype), v_BGCE)
-    before_BGCE = read_states(q_BGCS, kv_BHSE[:, :-1], each_BGC * seen_BGC)
+    before_BGCE = read_states(q_BGCS, kv_BPSE[:, :-1], each_BGC * seen_BGC)
     return before_BGCE + own_BGCE + read_states(q_BGCS, kv_after_BGSE, each_BGC * seen_after_BGC)
 
 
