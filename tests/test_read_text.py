@@ -68,11 +68,12 @@ def test_several_gzip_members_and_zero_padding_are_read(tmp_path):
     assert documents(tmp_path / "a.jsonl.gz") == ["A", "B"]
 
 
-WHITE = st.sampled_from([" ", "\n", "  ", "\r\n", "\t", "\n\n", " \u3000", "\u2028 ", "\x85\n", "\x1c ", "\n\xa0"])
+PLAIN = st.sampled_from([" ", "\n", "  ", "   ", "\r\n", "\n\n", "\n\n\n", "\u3000 ", "\u2028 ", "\x85\n", "\t\t "])
+ODD = st.sampled_from(["\t", "\x1c", " \x1c", "\xa0", " \u3000", ""])
 LETTER = st.sampled_from("aZé東1,.'“\U0001f600\u0301")
 WORD = st.sampled_from(["it's", "don't"]) | st.text(LETTER, min_size=1, max_size=6)
-PROSE = st.lists(st.tuples(WORD, WHITE), min_size=1, max_size=60).map(lambda gaps: "".join(map("".join, gaps)))
-TOKENIZER = train_tokenizer(["it's the aZ don't 1, 2. 東東 \n\n the\r\n   the\t\tit's"] * 4, 330)
+PROSE = st.lists(st.tuples(WORD, ODD, WORD, PLAIN).map("".join), min_size=1, max_size=40).map("".join)
+TOKENIZER = train_tokenizer(["it's the aZ don't 1, 2. 東東 \n\n\n the\r\n   the\t\tit's .\x1c, ,\x1c. '\x1c'"] * 4, 330)
 
 
 @given(PROSE, st.integers(20, 60))
@@ -81,8 +82,7 @@ def test_pieces_have_the_tokens_of_the_whole(text, size):
     pieces = [piece.text for piece in cut([text], size)]
     assert "".join(pieces) == text
     assert all(len(piece) <= size + 1 for piece in pieces)
-    if all(piece[0] in " \n" and not piece[1].isspace() for piece in pieces[1:]):
-        assert [i for piece in pieces for i in TOKENIZER.encode(piece)] == TOKENIZER.encode(text)
+    assert [i for piece in pieces for i in TOKENIZER.encode(piece)] == TOKENIZER.encode(text)
 
 
 @given(st.text(max_size=200), st.integers(2, 50), st.lists(st.integers(0, 200)))
