@@ -10,7 +10,7 @@ help:
 	@echo "make clean   remove .venv and caches, not what was trained (out/)"
 
 train: .venv/installed
-	.venv/bin/lineartime prepare --sample --out out/jane-eyre/data --vocab-size 2048 --held-out 0.1
+	.venv/bin/lineartime prepare --sample --out out/jane-eyre/data --vocab-size 1024 --held-out 0.1
 	.venv/bin/lineartime train runs/jane_eyre.toml
 
 test: .venv/installed
