@@ -192,7 +192,7 @@ def _line_after(reader: Reader, whole: Part, start: int) -> int:
     """Where the first line after character `start` of a single document begins; `start` where none does nearby."""
     window = "".join(text for text, _ in pieces_of(reader, whole._replace(first=start, stop=start + LINE_SEARCH)))
     line = start + window.find("\n") + 1
-    return line if start < line < whole.stop else start
+    return line if line < whole.stop else start
 
 
 def pieces_of(reader: Reader, part: Part) -> Iterator[Piece]:

@@ -196,7 +196,7 @@ def test_the_last_documents_are_held_out(tmp_path, n, held_out, kept):
 def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
     lines = "".join(f"line {i:02d}\n" for i in range(50))  # 400 characters, 8 to a line
     for text, train in ((lines, lines[:360 + 8]), ("é" * 21, "é" * 19), ("a\nb" * 100, "a\nb" * 90 + "a\n"),
-                        ("x" * 100 + "\n" * 10, "x" * 100 + "\n")):
+                        ("x" * 100 + "\n" * 10, "x" * 100 + "\n"), ("x" * 99 + "\n", "x" * 90)):
         make(tmp_path, {"a.txt": text})
         manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes", held_out=0.1)
         both = [bytes(stream_of(tmp_path / "out", split)[1:-1]).decode() for split in ("train", "validation")]
@@ -217,9 +217,12 @@ def test_too_little_text_to_hold_some_out(tmp_path, text, held_out):
 
 def test_the_sample_is_prepared_without_inputs(tmp_path):
     manifest = prepare([], tmp_path / "out", sample=True, tokenizer="bytes", held_out=0.1)
-    train, held_out = manifest.splits["train"], manifest.splits["validation"]
-    assert train.bytes + held_out.bytes == lineartime.data.SAMPLE.stat().st_size
-    assert 0.0995 < held_out.bytes / (train.bytes + held_out.bytes) <= 0.1
+    train, held_out = stream_of(tmp_path / "out"), stream_of(tmp_path / "out", "validation")
+    assert [split.documents for split in manifest.splits.values()] == [1, 1]
+    assert train[0] == train[-1] == held_out[0] == held_out[-1] == EOD
+    text = lineartime.data.SAMPLE.read_bytes()
+    assert bytes(train[1:-1]) + bytes(held_out[1:-1]) == text
+    assert 0.0995 < (len(held_out) - 2) / len(text) <= 0.1 and train[-2] == ord("\n")
 
 
 @pytest.mark.parametrize("options, message", [
