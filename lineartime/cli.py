@@ -42,7 +42,7 @@ def prepare(
     validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
     test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
-    jobs: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
 ) -> None:
     """Tokenise text once into shards that training reads."""
     from lineartime import data
