@@ -70,8 +70,8 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     for name in files:
         if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in documents and name.endswith(TENSORS)):
             raise ValueError(f"not a name for a file of a checkpoint: {name!r}")
-    if _step_of(target.name) != step:
-        raise ValueError(f"not a step: {step}")
+    if _step_of(target.name) != step or not 0 < len(run) <= 100:
+        raise ValueError(f"not a step or not a run: {step}, {run!r:.100}")
     try:
         _make_dirs(run_dir)
         _remove_leftovers(run_dir)
@@ -410,23 +410,13 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# All that a save does to the disk goes through these, so that a test can end the process at each of them.
-
-
-def _mkdir(path: Path) -> None:
-    os.mkdir(path)
+# A save changes the disk by these names alone, so that a test can end the process at each change.
+_mkdir, _rename, _symlink, _unlink, _rmdir = os.mkdir, os.rename, os.symlink, os.unlink, os.rmdir
+_write, _fsync = os.write, os.fsync
 
 
 def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-
-def _write(descriptor: int, data: memoryview) -> int:
-    return os.write(descriptor, data)
-
-
-def _fsync(descriptor: int) -> None:
-    os.fsync(descriptor)
 
 
 def _fsync_dir(path: Path) -> None:
@@ -435,19 +425,3 @@ def _fsync_dir(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rename(source: Path, target: Path) -> None:
-    os.rename(source, target)
-
-
-def _symlink(target: str, link: Path) -> None:
-    os.symlink(target, link)
-
-
-def _unlink(path: Path) -> None:
-    os.unlink(path)
-
-
-def _rmdir(path: Path) -> None:
-    os.rmdir(path)

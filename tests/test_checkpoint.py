@@ -138,9 +138,9 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
     for tensors in ({"x": torch.ones(1, dtype=torch.complex64)}, {"__metadata__": torch.ones(1)}):
         with pytest.raises(ValueError, match="cannot be stored"):
             checkpoint.save(tmp_path / "run", 1, run="r", tensors={"model": tensors}, documents={}, keep=1)
-    for step in (-1, 10**18):
-        with pytest.raises(ValueError, match="not a step"):
-            checkpoint.save(tmp_path / "run", step, run="r", tensors={}, documents={}, keep=1)
+    for step, run in ((-1, "r"), (10**18, "r"), (1, ""), (1, "r" * 101)):
+        with pytest.raises(ValueError, match="not a step or not a run"):
+            checkpoint.save(tmp_path / "run", step, run=run, tensors={}, documents={}, keep=1)
     assert not (tmp_path / "run").exists()
 
 
@@ -433,6 +433,7 @@ def test_links_and_what_is_no_file_are_refused(tmp_path):
     def both(expected):
         assert expected in refused(load, path) and expected in refused(newest, path.parent)
 
+    both("config.json is missing")
     config.symlink_to(tmp_path / "elsewhere")
     both("config.json: cannot be read")
     config.unlink()
@@ -461,8 +462,9 @@ def without(key):
 @pytest.mark.parametrize("change", [
     lambda c: {}, without("format"), without("run"), without("step"), without("files"),
     *(lambda c, key=key, value=value: {**c, key: value} for key, value in [
-        ("more", 1), ("format", 0), ("format", "1"), ("format", 1.0), ("format", True), ("step", 2), ("step", True), ("step", 1.0),
-        ("step", None), ("step", "9" * 10**5), ("run", 1), ("files", []), ("files", {})]),
+        ("more", 1), ("format", 0), ("format", "1"), ("format", 1.0), ("format", True), ("step", 2), ("step", True),
+        ("step", 1.0), ("step", None), ("step", "9" * 10**5), ("run", 1), ("run", "r" * (1 << 20)),
+        ("files", []), ("files", {})]),
     lambda c: {**c, "files": {name: 1 for name in c["files"]}},
     *(lambda c, key=key, value=value: c["files"]["config.json"].update({key: value})
       for key, value in [("bytes", -1), ("bytes", 14.0), ("bytes", "14"), ("bytes", 10**30), ("bytes", None),
