@@ -100,11 +100,11 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
     from lineartime import checkpoint
     from lineartime.data import open_split, read_manifest
     from lineartime.plot import plot_run
-    from lineartime.run import RESULT_FILE, Run, make_folder, write_atomically
+    from lineartime.run import RESULT_FILE, Run, write_atomically
     from lineartime.train import StopSignal, fit
 
     out, data = Path(config.out), Path(config.data)
-    with StopSignal().listening() as stop, checkpoint.lock(make_folder(out)):
+    with StopSignal().listening() as stop, checkpoint.lock(out):
         manifest = read_manifest(data)
         run = Run(out, config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256})
         if (out / RESULT_FILE).exists():

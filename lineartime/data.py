@@ -397,8 +397,8 @@ def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStrea
     folder = Path(data_dir)
     manifest = read_manifest(folder)
     if split not in manifest.splits:
-        raise DataError(f"no {split} split", folder, f"it has {', '.join(manifest.splits)}; prepare with --held-out 0.05, "
-                        "--validation or --test makes others")
+        raise DataError(f"no {split} split", folder, f"it has {', '.join(manifest.splits)}; "
+                        "prepare with --held-out 0.05, --validation or --test for more")
     for name in manifest.files:
         if name == TOKENIZER or name.startswith(f"{split}-"):
             _verify(folder, manifest, name, by_hash=verify)
