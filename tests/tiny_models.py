@@ -1,0 +1,45 @@
+"""Models of a few hundred weights for the laws: every preset and variant, in float64, with nothing near zero."""
+
+from dataclasses import replace
+
+import torch
+
+from lineartime.config import ModelConfig, model_config
+from lineartime.model import LanguageModel
+
+CONTEXT, CHUNK = 24, 4
+SIZES = {"n_layers": 2, "d_model": 8, "vocab_size": 13, "context": CONTEXT}
+HEADS = {"n_heads": 2}
+GAU = {"query_key_dim": 4, "expansion_factor": 2}
+
+FLASH = model_config("flash", **SIZES, **GAU, chunk_size=CHUNK)
+FLASH_QUAD = model_config("flash-quad", **SIZES, **GAU)
+
+CONFIGS: dict[str, ModelConfig] = {
+    "transformer": model_config("transformer", **SIZES, **HEADS),
+    "transformer+": model_config("transformer+", **SIZES, **HEADS),
+    "transformer++": model_config("transformer++", **SIZES, **HEADS),
+    "flash-quad": FLASH_QUAD,
+    "flash-quad rotated bias": replace(FLASH_QUAD, attn_scale_len=512),
+    "flash": FLASH,
+    "flash rotated bias": replace(FLASH, chunk_size=512),
+    "flash scale_norm": replace(FLASH, norm="scale_norm"),
+    "flash sum": replace(FLASH, chunk_pooling="sum"),
+    "flash local": replace(FLASH, chunk_parts="local"),
+    "flash global": replace(FLASH, chunk_parts="global"),
+}
+"""Every preset and every option that changes what attention computes; all causal, no end-of-document token."""
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """Float64 weights from normal(0, 0.5), gains, offsets and biases too, so that no path through the model is dead."""
+    model = LanguageModel(config).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    return model
+
+
+def random_ids(*shape: int, seed: int = 0, vocab_size: int = SIZES["vocab_size"]) -> torch.Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
