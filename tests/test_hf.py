@@ -90,9 +90,10 @@ def packed_ids(n_rows=2, length=30):
     return ids_BT
 
 
-def left_padded(prompts, fill=3):
-    width = max(map(len, prompts))
-    ids_BT = torch.tensor([[fill] * (width - len(prompt)) + prompt for prompt in prompts])
+def left_padded(prompts, n_more=0):
+    """Prompts behind padding that looks like text; n_more: columns in which no row has a token."""
+    width = max(map(len, prompts)) + n_more
+    ids_BT = torch.tensor([[3] * (width - len(prompt)) + prompt for prompt in prompts])
     mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return {"input_ids": ids_BT, "attention_mask": mask_BT}
 
@@ -115,6 +116,7 @@ def test_every_weight_is_loaded_and_the_logits_are_the_same_bits(ours, folder, s
     assert type(hf) is LineartimeForCausalLM and not hf.training
     assert not any(loading.values()), loading
     assert_same_weights(hf.model, ours)
+    assert hf.get_input_embeddings() is hf.model.embed
     ids_BT = packed_ids()
     with torch.no_grad():
         assert torch.equal(hf(ids_BT).logits, ours(ids_BT))
@@ -179,10 +181,11 @@ def test_padding_anywhere_changes_nothing(ours, hf64):
         ids_BT[row, where], mask_BT[row, where] = torch.tensor(prompt), 1
     with torch.no_grad():
         for use_cache in (False, True):
-            logits_BTV = hf64(ids_BT, attention_mask=mask_BT, use_cache=use_cache).logits
+            output = hf64(ids_BT, attention_mask=mask_BT, use_cache=use_cache)
+            assert isinstance(output.past_key_values, LineartimeCache) == use_cache
             for row, (prompt, where) in enumerate(zip(prompts, place, strict=True)):
                 alone_TV = ours.double()(torch.tensor([prompt]))[0]
-                assert (logits_BTV[row, where] - alone_TV).abs().max() < 1e-11
+                assert (output.logits[row, where] - alone_TV).abs().max() < 1e-11
     ours.float()
 
 
@@ -224,7 +227,7 @@ def test_search_and_sampling_with_the_cache_as_without(hf64, search):
 
 
 def test_generation_goes_on_from_a_returned_cache(hf64):
-    batch = left_padded(PROMPTS)
+    batch = left_padded(PROMPTS, n_more=2)
     n_prompt = batch["input_ids"].shape[1]
     options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "return_dict_in_generate": True}
     at_once = hf64.generate(**batch, max_new_tokens=25, **options).sequences
@@ -236,6 +239,7 @@ def test_generation_goes_on_from_a_returned_cache(hf64):
     rest = hf64.generate(first.sequences, attention_mask=mask_BT, past_key_values=first.past_key_values,
                          max_new_tokens=16, **options)
     assert torch.equal(rest.sequences, at_once)
+    assert rest.past_key_values is first.past_key_values and rest.past_key_values.get_seq_length() == n_prompt + 24
     # Another turn from the same place: the cache that went on has not touched its copy.
     said_BT = torch.cat([first.sequences, torch.tensor([[65, 66], [67, 68], [EOD, 69]])], dim=1)
     mask_BT = torch.nn.functional.pad(mask_BT, [0, 2], value=1)
@@ -246,7 +250,7 @@ def test_generation_goes_on_from_a_returned_cache(hf64):
 
 @pytest.mark.parametrize("n_columns", [1, 3, 4, 10, 100])
 def test_a_prompt_read_in_pieces(hf64, n_columns):
-    batch = left_padded(PROMPTS)
+    batch = left_padded(PROMPTS, n_more=2)
     pieces = hf64.generate(**batch, max_new_tokens=10, do_sample=False, prefill_chunk_size=n_columns)
     assert torch.equal(pieces, hf64.generate(**batch, max_new_tokens=10, do_sample=False))
 
