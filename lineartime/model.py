@@ -94,7 +94,7 @@ class LanguageModel(nn.Module):
         config, weight = self.config, self.embed.weight
         if not config.causal:
             raise UsageError("only a causal model decodes", "causal = false")
-        if config.chunk_size is not None and config.end_of_document is not None and config.document_mask == "paper":
+        if config.document_mask == "paper" and config.end_of_document is not None:
             raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
                              'set document_mask = "exact"')
 
