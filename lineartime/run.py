@@ -1,8 +1,11 @@
 """A run's folder: what the run is, its metrics and its checkpoints. Everything in it survives a kill at any moment."""
 
+import errno
 import json
 import os
 import secrets
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +24,38 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Run:
-    """A run's folder: what it is (`run.json`), its metrics, its checkpoints. Everything in it survives a kill at any moment."""
+    """A run's folder: what it is (`run.json`), its metrics, its checkpoints."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any]):
         """Open the folder, or begin it. facts: what identifies the data and the tokenizer.
 
-        Raises UsageError with the differences if another run is in it, CheckpointError if its checkpoints are damaged."""
+        A run that has no checkpoint yet would begin again in any case, and gives way to another. Raises UsageError with
+        the differences if another run is in the folder, CheckpointError if a run there has lost its description."""
         self.out, self.config = out, config
-        description = {"preset": config.preset, "task": config.task, "data": config.data, "model": to_dict(config.model),
-                       "train": to_dict(config.train), **facts}
+        description = {"preset": config.preset, "task": config.task, "data": config.data,
+                       "model": to_dict(config.model), "train": to_dict(config.train), **facts}
         path = out / RUN_FILE
-        if path.exists():
+        saved = (out / RESULT_FILE).exists() or any(out.glob("step-*"))
+        if not path.exists() and (saved or (out / METRICS_FILE).exists()):
+            raise CheckpointError("a run without its description", out, f"{RUN_FILE} is missing; give another --out")
+        if not saved:
+            self.id = secrets.token_hex(8)
+            write_atomically(path, json.dumps({"id": self.id, **description}, indent=1) + "\n")
+        else:
             stored = read_run(out)
             self.id = stored["id"]
             same_anyway = {"id": self.id, "data": config.data}  # the data is known by its hash, wherever it lies
             changed = different({**stored, **same_anyway}, {**description, **same_anyway})
             if changed:
-                raise UsageError("another run is here", out, f"{'; '.join(changed)}. Give another --out, or the same settings")
-        else:
-            if any(out.glob("step-*")):
-                raise CheckpointError("checkpoints without their run", out, f"{RUN_FILE} is missing; give another --out")
-            self.id = secrets.token_hex(8)
-            write_atomically(path, json.dumps({"id": self.id, **description}, indent=1) + "\n")
+                todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
+                raise UsageError("another run is here", out, todo)
+        self.waiting = ""
+        """Lines of metrics that could not be written yet."""
 
     def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> tuple[int, str | None]:
-        """Load the newest whole checkpoint. Returns the steps done (0 without one) and a warning if a newer one is damaged."""
+        """Load the newest whole checkpoint.
+
+        Returns the steps done (0 without one) and a warning if a newer one is damaged. Raises CheckpointError."""
         newest = checkpoint.newest(self.out)
         if newest is None:
             self.truncate_metrics(0)
@@ -60,7 +70,7 @@ class Run:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(loaded.tensors["model"][name])
-                optimizer.state[p] = {"step": torch.tensor(float(loaded.step)),
+                optimizer.state[p] = {"step": torch.tensor(float(loaded.step), device=p.device),
                                       **{kind: loaded.tensors["optimizer"][f"{kind}.{name}"].to(p.device)
                                          for kind in ("exp_avg", "exp_avg_sq")}}
         self.truncate_metrics(loaded.step)
@@ -74,22 +84,37 @@ class Run:
         weights = {name: p.detach() for name, p in model.named_parameters()}
         moments = {f"{kind}.{name}": optimizer.state[p][kind] if p in optimizer.state else torch.zeros_like(p)
                    for name, p in model.named_parameters() for kind in ("exp_avg", "exp_avg_sq")}
+        with suppress(OSError), open(self.out / METRICS_FILE, "rb") as file:
+            os.fsync(file.fileno())  # the lines up to a step are on the disk before its checkpoint
         checkpoint.save(self.out, step, run=self.id, tensors={"model": weights, "optimizer": moments},
-                        documents={"config.json": model_config_json(model.config), **documents}, keep=self.config.train.keep)
+                        documents={"config.json": model_config_json(model.config), **documents},
+                        keep=self.config.train.keep)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics. A full disk costs the line, not the run."""
+        """Append a line to the metrics. A full disk costs a warning, not the run: lines wait until there is room."""
+        path, warned = self.out / METRICS_FILE, bool(self.waiting)
+        self.waiting += json.dumps(record) + "\n"
+        end = None
         try:
-            with open(self.out / METRICS_FILE, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with open(path, "ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(self.waiting.encode()) < len(self.waiting):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.waiting = ""
         except OSError as e:
-            print(f"warning: metrics not written: {self.out / METRICS_FILE}; {e.strerror}")
+            if end is not None:
+                with suppress(OSError):
+                    os.truncate(path, end)
+            if not warned:
+                print(f"warning: metrics not written: {path}; {e.strerror}", file=sys.stderr)
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the lines after `step`, and a line that a kill cut off: those steps come again."""
+        """Drop the lines that come again: those after `step`, the held-out line of `step`, one that a kill cut off."""
         path = self.out / METRICS_FILE
         if path.exists():
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in read_metrics(self.out) if record["step"] <= step))
+            kept = [record for record in read_metrics(self.out)
+                    if record["step"] < step or (record["step"] == step and "held_out" not in record)]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_run(out: Path) -> dict[str, Any]:
@@ -108,11 +133,14 @@ def read_run(out: Path) -> dict[str, Any]:
 def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without one that was cut off."""
     records = []
-    for line in (out / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+    for line in (out / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            break
+        records.append(record)
     return records
 
 
@@ -147,14 +175,16 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as e:
+        aside.unlink(missing_ok=True)
         raise ResourceError("cannot write", path, e.strerror) from None
 
 
 def load_model(path: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """The model and tokenizer of a run (its newest whole checkpoint) or of one checkpoint, and the run's facts.
 
-    Returns the model in evaluation mode on the CPU. Raises UsageError where there is neither, CheckpointError for damage."""
-    folder = path
+    Returns the model in evaluation mode on the CPU. Raises UsageError where there is neither, CheckpointError for
+    damage."""
+    folder = path.resolve()  # `latest` is a link
     if not (path / checkpoint.MANIFEST).exists():
         read_run(path)
         newest = checkpoint.newest(path)

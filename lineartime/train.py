@@ -4,7 +4,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,14 +22,14 @@ from lineartime.run import Run
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of update `step` (from 0): linear warm-up to the peak, then linear decay that would reach 0 at `steps`."""
+    """The learning rate of update `step` (from 0): linear warm-up to the peak, then linear decay that ends above 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     return config.learning_rate * (config.steps - step) / max(config.steps - config.warmup_steps, 1)
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW as in Tables 6-7; weight decay on matrices and embeddings, none on biases, norms, scales and position biases."""
+    """AdamW as in Tables 6-7. Matrices and embeddings decay; biases, norms, scales and position biases do not."""
     decayed = [p for name, p in model.named_parameters() if name.endswith("weight") and p.dim() >= 2]
     others = [p for name, p in model.named_parameters() if not (name.endswith("weight") and p.dim() >= 2)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -36,12 +38,12 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def compute_gradient(model: nn.Module, rows_BT: Tensor, config: TrainConfig) -> tuple[float, float]:
-    """Leave the gradient of the mean loss of a batch in `.grad`, clipped; returns loss (nats per token) and gradient norm.
+    """Leave the gradient of a batch's mean loss in `.grad`, clipped; returns loss (nats per token) and gradient norm.
 
-    rows_BT: integers, one token longer than the context. The batch is taken in micro-batches of `micro_batch_tokens`. With
-    clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged, and the norm
-    returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the gradient unusable,
-    where a loss or norm is not finite."""
+    rows_BT: integers, one token longer than the context. The batch is taken in micro-batches of `micro_batch_tokens`.
+    With clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged, and the
+    norm returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the gradient
+    unusable, where a loss or norm is not finite."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     micro_batches = rows_BT.split(config.micro_batch_tokens // (rows_BT.shape[1] - 1))
     total: list[Tensor] = []
@@ -94,7 +96,10 @@ class StopSignal:
     @contextmanager
     def listening(self) -> Iterator["StopSignal"]:
         def asked(number: int, frame: FrameType | None) -> None:
+            if self.number is not None:
+                return
             self.number = number
+            time.sleep(0.1)  # `timeout`, and others, send a process the same signal twice
             for each in old:
                 signal.signal(each, signal.SIG_DFL)
 
@@ -112,8 +117,9 @@ def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents
         stop: StopSignal, on_step: Callable[[dict[str, Any]], None], warn: Callable[[str], None]) -> LanguageModel:
     """Train to the last step, from the newest checkpoint if there is one; returns the model.
 
-    documents: files to keep with every checkpoint. on_step is called with each line of the metrics. Raises Stopped after
-    saving when `stop` was asked, NumericsError before the optimizer has moved, ResourceError when memory runs out."""
+    documents: files to keep with every checkpoint. on_step is called with each line of the metrics. Raises Stopped
+    after saving when `stop` was asked, NumericsError before the optimizer has moved, ResourceError when memory runs
+    out."""
     config, context = run.config.train, run.config.model.context
     torch.manual_seed(config.seed)
     model = LanguageModel(run.config.model).to(device)
@@ -122,65 +128,96 @@ def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents
     done, warning = run.resume(model, optimizer)
     if warning:
         warn(warning)
+    if done:
+        run.save(done, model, optimizer, documents)  # is there, but perhaps not what a save does after that
     if config.compile:
         model.compile()
     model.train()
     saved = done
+
+    def save(step: int) -> None:
+        nonlocal saved
+        if step != saved:
+            if not all(t.isfinite().all() for p in model.parameters() for t in (p, *optimizer.state[p].values())):
+                raise NumericsError("the weights are not finite", f"step {step}", advice(saved, config))
+            run.save(step, model, optimizer, documents)
+            saved = step
+
+    def stop_if_asked(step: int, _: int = 0) -> None:
+        if stop.number is not None:
+            save(step)
+            stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
+
     for step in range(done, config.steps):
+        stop_if_asked(step)
+        # Not after the step but before the next: a stop in an evaluation, or a kill before its line, repeats it.
+        if step and step % config.eval_every == 0:
+            result = evaluate(model, held_out, context=context, max_tokens=config.eval_tokens,
+                              precision=config.precision, batch_rows=max(config.micro_batch_tokens // context, 1),
+                              progress=partial(stop_if_asked, step))
+            record: dict[str, Any] = {"step": step, "clock": {"time": time.time()},
+                                      "held_out": {"loss": result.loss, "bits_per_byte": result.bits_per_byte}}
+            run.log(record)
+            on_step(record)
         started = time.perf_counter()
         rows_BT = torch.from_numpy(batch_rows(train_stream, seed=config.seed, step=step, context=context,
                                               rows_per_step=config.tokens_per_step // context)).to(device)
         learning_rate = learning_rate_at(step, config)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
+        fits = True
         try:
             loss, norm = compute_gradient(model, rows_BT, config)
+            optimizer.step()
         except NumericsError as e:
-            kept = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
-            raise NumericsError(e.what, f"step {step + 1}", f"{kept}; try a lower learning_rate (now {config.learning_rate:g})") from None
-        except RuntimeError as e:
+            raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
+        except (RuntimeError, MemoryError) as e:
+            if config.compile and type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise ResourceError("torch.compile failed", str(e).split("\n\n")[0], "set compile = false") from e
             if not out_of_memory(e):
                 raise
-            model.zero_grad(set_to_none=True)
-            raise ResourceError("out of memory", f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}",
-                                suggest_size(model, rows_BT, config)) from None
-        optimizer.step()
-        record: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
-                                  "tokens": (step + 1) * config.tokens_per_step}
-        record["clock"] = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started)}
+            fits = False
+        if not fits:  # not above, where the exception still holds the memory of what failed
+            where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
+            raise ResourceError("out of memory", where, suggest_size(model, optimizer, rows_BT, config))
+        record = {"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
+                  "tokens": (step + 1) * config.tokens_per_step}
+        tokens_per_s = config.tokens_per_step / (time.perf_counter() - started)
+        record["clock"] = {"time": time.time(), "tokens_per_s": tokens_per_s}
         run.log(record)
         on_step(record)
-        if (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
-            result = evaluate(model, held_out, context=context, max_tokens=config.eval_tokens, precision=config.precision,
-                              batch_rows=max(config.micro_batch_tokens // context, 1))
-            record = {"step": step + 1, "held_out": {"loss": result.loss, "bits_per_byte": result.bits_per_byte},
-                      "clock": {"time": time.time()}}
-            run.log(record)
-            on_step(record)
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps or stop.number is not None:
-            run.save(step + 1, model, optimizer, documents)
-            saved = step + 1
-        stop.check(f"saved at step {saved} of {config.steps}; the same command resumes")
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            save(step + 1)
     return model
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
+def advice(saved: int, config: TrainConfig) -> str:
+    """What to do when the numbers went bad, and what is left."""
+    kept = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
+    return f"{kept}; try a lower learning_rate (now {config.learning_rate:g})"
 
 
-def suggest_size(model: nn.Module, rows_BT: Tensor, config: TrainConfig) -> str:
-    """Try smaller micro-batches until one fits, and say which."""
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception means that memory ran out; on the CPU PyTorch raises a plain RuntimeError then."""
+    texts = ("not enough memory", "can't allocate memory", "bad_alloc")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
+def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, rows_BT: Tensor, config: TrainConfig) -> str:
+    """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit."""
     context = rows_BT.shape[1] - 1
     n_rows = config.micro_batch_tokens // context
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if (config.tokens_per_step // context) % n == 0)
+        smaller = replace(config, micro_batch_tokens=n_rows * context)
+        model.zero_grad(set_to_none=True)
+        moments: list[Tensor] = []
         try:
-            token_losses(model, rows_BT[:n_rows]).mean().backward()
-        except RuntimeError as e:
+            moments += [torch.zeros_like(p) for p in model.parameters() if not optimizer.state[p] for _ in range(2)]
+            with suppress(NumericsError):
+                compute_gradient(model, rows_BT[: 2 * n_rows], smaller)
+            return f"micro_batch_tokens = {n_rows * context} fits; as the unit of local clipping it is yours to change"
+        except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):
                 raise
-            continue
-        finally:
-            model.zero_grad(set_to_none=True)
-        return f"micro_batch_tokens = {n_rows * context} fits; it is the unit of local clipping, so it is yours to change"
     return "not even one row fits; lower context, or switch activation_checkpointing on"
