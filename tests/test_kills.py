@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_runs import EVAL_EVERY, STEPS, assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
 from train_process import Launches, Processes, wait_for
-
-from runs import EVAL_EVERY, STEPS, assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 WATCHED = {"lock", "resume", "compute_gradient", "evaluate", "save", "finish", "final evaluate", "xz_bits_per_byte",

@@ -17,8 +17,8 @@ import lineartime
 from lineartime import checkpoint, cli, evaluate, generate, plot, run, train
 
 WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (train, "compute_gradient"), (train, "evaluate"),
-           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (cli, "finish"), (evaluate, "evaluate"), (evaluate, "xz_bits_per_byte"),
-           (generate, "generate"), (plot, "plot_run")]
+           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (cli, "finish"), (evaluate, "evaluate"),
+           (evaluate, "xz_bits_per_byte"), (generate, "generate"), (plot, "plot_run")]
 
 
 class Events:
