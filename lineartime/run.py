@@ -156,15 +156,6 @@ def different(old: dict[str, Any], new: dict[str, Any], within: str = "") -> lis
     return changed
 
 
-def make_folder(out: Path) -> Path:
-    """Make a run's folder. Raises ResourceError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ResourceError("cannot make the folder", out, e.strerror) from None
-    return out
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that is either old or new, whenever the process dies. Raises ResourceError."""
     aside = path.with_name(f".tmp-{path.name}")

@@ -25,7 +25,7 @@ from lineartime.config import PRESETS, TrainConfig, model_config, run_config
 from lineartime.data import batch_rows, open_split, read_manifest
 from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
-from lineartime.run import Run, read_metrics
+from lineartime.run import Run, read_metrics, write_atomically
 from lineartime.train import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer
 
 CPU = torch.device("cpu")
@@ -344,6 +344,25 @@ def test_a_run_killed_as_it_wrote_a_line_or_a_file_goes_on(data, tmp_path, whole
 def test_metrics_end_at_the_first_line_that_is_none(cut, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 5}}\n{cut}\n{{"step": 7}}\n')
     assert read_metrics(tmp_path) == [{"step": 5}]
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_file_is_the_old_one_until_it_is_the_new_one(fails, tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_atomically(path, "old")
+    true, seen = getattr(os, fails), []
+
+    def fail(*args):
+        seen.append(path.read_text())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, fails, fail)
+    with pytest.raises(ResourceError, match="No space left"):
+        write_atomically(path, "new")
+    assert seen == ["old"] and [each.read_text() for each in tmp_path.iterdir()] == ["old"]
+    monkeypatch.setattr(os, fails, true)
+    write_atomically(path, "new")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, monkeypatch, capsys):
@@ -742,7 +761,7 @@ def test_a_checkpoint_of_another_run_is_refused(data, tmp_path):
 def test_a_folder_that_cannot_be_made_is_exit_6(data, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     assert lineartime(monkeypatch, command(data, tmp_path / "file" / "run")) == 6
-    assert "error: cannot make the folder: " in capsys.readouterr().err
+    assert "run.lock: Not a directory" in capsys.readouterr().err
 
 
 # Losses that stay what they are

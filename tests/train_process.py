@@ -124,8 +124,8 @@ class Launches:
         return self.processes.wait(self.start())
 
     def wait_for(self, event):
-        """Wait for an event or the end."""
-        wait_for(lambda: {event, "over"} & {*self.events()})
+        """Wait for an event, or for so many of them, or for the end."""
+        wait_for(lambda: {event, "over"} & {*self.events(), len(self.events())})
 
     def events(self):
         return (self.folder / "events").read_text().splitlines()
