@@ -122,7 +122,7 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
         write_atomically(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
         plot = plot_run(out)
     say(f"\nrun      {out}")
-    say(f"weights  {out / 'latest'}  (open with lineartime.load or transformers)")
+    say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
     say(f"plot     {plot}")
     say(f"metrics  {out / 'metrics.jsonl'}, {out / RESULT_FILE}")
     say(f"next     lineartime generate {out} \"Once more\" --temperature 0.8\n"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # FLASH, FLASH-Quad, Transformer++ and FLASH without its linear part on books at context 2048: docs/results.md, "Books".
 # usage: runs/books_2048.sh BOOKS OUT     BOOKS: a folder with train/, validation/ and test/, one .txt per book
-# Two runs at a time, one thread each; about an hour and a half on two cores. Stopped and started again, it goes on.
+# Two runs at a time, one thread each; about an hour and a half on two idle cores. Stopped and started again, it goes on.
 set -euo pipefail
 books=$1 out=$2
 export OMP_NUM_THREADS=1
@@ -22,10 +22,10 @@ run() { # MODEL LEARNING_RATE STEPS
 export -f run
 export out
 
-search() { printf '%s\n' "flash "{2e-3,4e-3,8e-3} "transformer++ "{1e-3,2e-3,4e-3} "flash-quad "{2e-3,4e-3} | sed 's/$/ 100/'; }
-final() { printf '%s\n' "flash-quad 4e-3" "flash 4e-3" "transformer++ 4e-3" "flash-local 4e-3" | sed 's/$/ 400/'; }
+search() { printf '%s 100\n' "flash "{2e-3,4e-3,8e-3} "transformer++ "{1e-3,2e-3,4e-3,8e-3} "flash-quad "{2e-3,4e-3}; }
+final() { printf '%s 400\n' "flash-quad 4e-3" "flash 8e-3" "transformer++ 8e-3" "transformer++ 2e-3" "flash-local 8e-3"; }
 for part in search final; do
   $part | xargs -P 2 -I{} bash -euc 'run {}'
 done
-lineartime plot FLASH="$out/flash-4e-3-400" FLASH-Quad="$out/flash-quad-4e-3-400" Transformer++="$out/transformer++-4e-3-400" \
-  "FLASH without its linear part"="$out/flash-local-4e-3-400" --out "$out/books_2048.png"
+lineartime plot FLASH="$out/flash-8e-3-400" FLASH-Quad="$out/flash-quad-4e-3-400" \
+  Transformer++="$out/transformer++-2e-3-400" "FLASH without its linear part"="$out/flash-local-8e-3-400" --out "$out/books_2048.png"
