@@ -18,6 +18,6 @@ if __name__ == "__main__":
     rows = benchmark.benchmark_decode({name: LanguageModel(config) for name, config in CONFIGS.items()},
                                       (1024, 2048, 4096, 8192), repeats=10)
     benchmark.print_decode(rows)
-    steps = benchmark.benchmark_train(CONFIGS, (512, 2048, 8192), repeats=3, precision="bfloat16")
+    steps = benchmark.benchmark_train(CONFIGS, (2048,), repeats=3, precision="bfloat16")
     benchmark.print_train(steps)
     benchmark.append_rows(Path(sys.argv[1]), rows + steps)
