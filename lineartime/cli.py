@@ -101,7 +101,8 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
     from lineartime.data import open_split, read_manifest
     from lineartime.plot import plot_run
     from lineartime.run import RESULT_FILE, Run, write_atomically
-    from lineartime.train import StopSignal, fit
+    from lineartime.tasks import NextToken
+    from lineartime.train import StopSignal, fit, new_model
 
     out, data = Path(config.out), Path(config.data)
     with StopSignal().listening() as stop, checkpoint.lock(out):
@@ -112,10 +113,10 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
             say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
                 "or any other setting.")
             return
-        train_stream, held_out = open_split(data, "train"), open_split(data, "validation")
+        task = NextToken(config, open_split(data, "train"), open_split(data, "validation"))
         tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
         with TrainingBar(config) as bar:
-            model = fit(run, train_stream, held_out, documents={"tokenizer.json": tokenizer_json},
+            model = fit(run, new_model(config), task, documents={"tokenizer.json": tokenizer_json},
                         device=pick_device(device), stop=stop, on_step=bar.show, warn=bar.warn)
         stop.check("the last step is saved; the same command evaluates")
         result = finish(run, model, data, stop)

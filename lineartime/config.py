@@ -21,10 +21,11 @@ class ModelConfig:
 
     n_heads: int = 12
     """# of attention heads."""
-    attn_kernel: Literal["softmax", "relu2"] = "softmax"
-    """Attention kernel: softmax(q k / sqrt(head width)) or relu(q k / n + b)^2."""
-    attn_type: Literal["quadratic", "mixed_chunk"] = "quadratic"
-    """Attention type: over the whole row, or quadratic in a chunk and linear across chunks."""
+    attn_kernel: Literal["softmax", "relu2", "relu"] = "softmax"
+    """Attention kernel: softmax(q k / sqrt(head width)), relu(q k / n + b)^2, or the features relu(q) and relu(k)."""
+    attn_type: Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"] = "quadratic"
+    """Attention type: over the whole row; quadratic in a chunk and linear across chunks; Combiner's, a chunk and
+    summaries of chunks; or Performer's."""
     ffn: Literal["mlp", "glu", "gau"] = "mlp"
     """FFN type; "gau" is one layer that is attention and FFN at once."""
     activation: Literal["gelu", "silu"] = "gelu"
@@ -37,10 +38,10 @@ class ModelConfig:
     """GAU layers, or pairs of an attention layer and an FFN layer."""
     d_model: int = 768
     """Hidden size."""
-    expansion_factor: int = 4
+    expansion_factor: float = 4
     """Expansion rate; a GLU takes two thirds of it (see `d_inner`)."""
     chunk_size: int | None = None
-    """Tokens in a chunk of mixed chunk attention; None where there are no chunks."""
+    """Tokens in a chunk of mixed chunk or rowmajor-axial attention; None where there are no chunks."""
 
     query_key_dim: int = 128
     """Width of a GAU's queries and keys, the paper's s."""
@@ -54,40 +55,33 @@ class ModelConfig:
     """Token that starts the next document in a packed row; None when every row is one document."""
     document_mask: Literal["exact", "paper"] = "exact"
     """"exact": no token sees another document. "paper": the chunk-range mask of the paper's listing, which leaks."""
-    chunk_pooling: Literal["mean", "sum"] = "mean"
-    """How the linear part adds up chunks: the listing's mean, or the main text's sum."""
+    chunk_pooling: Literal["mean", "sum", "attention"] = "mean"
+    """How the linear part adds up chunks: the listing's mean, the main text's sum, or Appendix A's learned weights."""
     chunk_parts: Literal["both", "local", "global"] = "both"
     """Mixed chunk attention whole, or one half of it (the paper's LocalOnly and GlobalOnly)."""
+    overlap: bool = False
+    """Local attention reaches into the chunk before, and the one after where the model is not causal (Section 3.2)."""
+    gate: bool = False
+    """Attention's output is gated (Eq. 3). A GAU without its gate is given u beside it instead (Table 1)."""
+    prefix_sum: Literal["scan", "matmul", "blocks"] | None = None
+    """How causal linear attention sums k v over earlier tokens: Performer, Performer-Matmul, or the fast way."""
+    first_to_all: bool = False
+    """The first token of each chunk attends to the whole document by softmax too (Table 4)."""
+    cls_softmax: bool = False
+    """The first token of a row, [CLS], has softmax for its attention kernel (Section 4.3)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
-        if self.attn_type == "mixed_chunk":
-            require(self.chunk_size is not None and self.chunk_size >= 1, "mixed chunk attention needs a chunk size",
-                    f"chunk_size = {self.chunk_size}", "try chunk_size = 256")
-            require(self.ffn == "gau", "mixed chunk attention is for GAU layers", f"ffn = {self.ffn}")
-            require(self.document_mask == "exact" or self.chunk_pooling == "mean", "the paper's document mask averages",
-                    f"chunk_pooling = {self.chunk_pooling}", 'set document_mask = "exact"')
-        else:
-            require(self.chunk_size is None, "chunk_size is for mixed chunk attention",
-                    f"attn_type = {self.attn_type}", "leave it out")
-            for name, default in (("chunk_parts", "both"), ("chunk_pooling", "mean"), ("document_mask", "exact")):
-                require(getattr(self, name) == default, f"{name} is for mixed chunk attention",
-                        f"{name} = {getattr(self, name)}, attn_type = {self.attn_type}", "leave it out")
-        if self.ffn == "gau":
-            require(self.n_heads == 1, "a GAU has one head", f"n_heads = {self.n_heads}", "set n_heads = 1")
-            require(self.attn_kernel == "relu2", "a GAU's attention kernel is relu2",
+        self._check_chunks()
+        self._check_kernel()
+        if self.first_to_all or self.cls_softmax:
+            require(not self.causal and self.ffn == "gau" and self.n_heads == 1,
+                    "first_to_all and cls_softmax are for bidirectional GAU layers with one head",
+                    f"causal = {self.causal}, ffn = {self.ffn}, n_heads = {self.n_heads}", "set causal = false")
+            require(not self.cls_softmax or self.attn_kernel == "relu2", "cls_softmax takes the place of relu2",
                     f"attn_kernel = {self.attn_kernel}")
-            require(self.rel_pos == "rope", "a GAU needs rel_pos = rope", f"rel_pos = {self.rel_pos}")
-            require(self.query_key_dim % 2 == 0, "RoPE needs an even width", f"query_key_dim = {self.query_key_dim}")
-        else:
-            require(self.attn_kernel == "softmax", "multi-head attention's kernel is softmax",
-                    f"attn_kernel = {self.attn_kernel}")
-            require(self.d_model % self.n_heads == 0, "d_model must be a multiple of n_heads",
-                    f"d_model = {self.d_model}, n_heads = {self.n_heads}")
-            require(self.rel_pos is None or self.head_dim % 2 == 0, "RoPE needs an even head width",
-                    f"d_model / n_heads = {self.head_dim}")
         require(self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width",
                 f"d_model = {self.d_model}")
         require(self.attn_scale_len is None or self.attn_scale_len >= 1, "attn_scale_len must be at least 1",
@@ -96,17 +90,75 @@ class ModelConfig:
             require(0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
                     f"{self.end_of_document} of {self.vocab_size}")
 
+    def _check_chunks(self) -> None:
+        """Raise UsageError where fields about chunks do not go together."""
+        if self.attn_type in ("mixed_chunk", "rowmajor_axial"):
+            require(self.chunk_size is not None and self.chunk_size >= 1, "this attention needs a chunk size",
+                    f"attn_type = {self.attn_type}, chunk_size = {self.chunk_size}", "try chunk_size = 256")
+        else:
+            require(self.chunk_size is None, "chunk_size is for attention in chunks",
+                    f"attn_type = {self.attn_type}", "leave it out")
+        if self.attn_type != "mixed_chunk":
+            for name, default in (("chunk_parts", "both"), ("chunk_pooling", "mean"), ("document_mask", "exact"),
+                                  ("overlap", False), ("first_to_all", False)):
+                require(getattr(self, name) == default, f"{name} is for mixed chunk attention",
+                        f"{name} = {getattr(self, name)}, attn_type = {self.attn_type}", "leave it out")
+        require(self.document_mask == "exact" or self.chunk_pooling == "mean", "the paper's document mask averages",
+                f"chunk_pooling = {self.chunk_pooling}", 'set document_mask = "exact"')
+        require(self.document_mask == "exact" or not self.overlap, "the paper's document mask knows no overlap",
+                f"document_mask = {self.document_mask}", 'set document_mask = "exact"')
+        require(not self.overlap or self.chunk_parts != "global", "there is no local part to overlap",
+                f"chunk_parts = {self.chunk_parts}", "leave overlap out")
+        if self.chunk_pooling == "attention":
+            require(self.ffn == "gau" and self.n_heads == 1 and self.chunk_parts != "local",
+                    "learned chunk weights are for GAU layers with one head and a linear part",
+                    f"ffn = {self.ffn}, n_heads = {self.n_heads}, chunk_parts = {self.chunk_parts}")
+            require(self.end_of_document is None, "learned chunk weights are for unpacked rows",
+                    f"end_of_document = {self.end_of_document}", "set end_of_document = none: a row is one document")
+
+    def _check_kernel(self) -> None:
+        """Raise UsageError where attention, its kernel and its heads do not go together."""
+        kernels = {"rowmajor_axial": ("softmax",), "linear": ("relu",)}.get(self.attn_type, ("softmax", "relu2"))
+        require(self.attn_kernel in kernels, f"{self.attn_type} attention has another kernel",
+                f"attn_kernel = {self.attn_kernel}", f"set attn_kernel = {' or '.join(kernels)}")
+        require((self.prefix_sum is not None) == (self.attn_type == "linear"), "prefix_sum is for linear attention",
+                f"prefix_sum = {self.prefix_sum}, attn_type = {self.attn_type}",
+                "set it to scan" if self.attn_type == "linear" else "leave it out")
+        if self.ffn == "gau":
+            require(self.attn_type in ("quadratic", "mixed_chunk"), "a GAU's attention is quadratic or mixed_chunk",
+                    f"attn_type = {self.attn_type}")
+            require(self.rel_pos == "rope", "a GAU needs rel_pos = rope", f"rel_pos = {self.rel_pos}")
+            for name, width in (("query_key_dim", self.query_key_dim), ("the inner width", self.d_inner)):
+                require(width % self.n_heads == 0, f"{name} must be a multiple of n_heads",
+                        f"{width}, n_heads = {self.n_heads}")
+        else:
+            require(self.d_model % self.n_heads == 0, "d_model must be a multiple of n_heads",
+                    f"d_model = {self.d_model}, n_heads = {self.n_heads}")
+        require(self.rel_pos is None or self.qk_width % 2 == 0, "RoPE needs an even width",
+                f"queries and keys are {self.qk_width} wide")
+
     @property
     def d_inner(self) -> int:
         """The paper's e: the FFN's or GAU's inner width. A GLU has three matrices where an MLP has two, so it takes
         two thirds of the width, to the nearest multiple of 8: what the paper's 110 M and 486 M mean."""
         if self.ffn == "glu":
             return round(self.d_model * self.expansion_factor * 2 / 3 / 8) * 8 or 8
-        return self.d_model * self.expansion_factor
+        return round(self.d_model * self.expansion_factor)
 
     @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+    def qk_width(self) -> int:
+        """Width of one head's queries and keys."""
+        return (self.query_key_dim if self.ffn == "gau" else self.d_model) // self.n_heads
+
+    @property
+    def v_width(self) -> int:
+        """Width of one head's values."""
+        return (self.d_inner if self.ffn == "gau" else self.d_model) // self.n_heads
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether attention has a relative position bias: a GAU's always, and relu^2."""
+        return self.ffn == "gau" or self.attn_kernel == "relu2"
 
     @property
     def scale_len(self) -> int:
@@ -122,7 +174,7 @@ class ModelConfig:
         A learned position table ends at `context`; a Toeplitz bias (n < 512) without chunks ends at n."""
         if self.abs_pos == "learned":
             return self.context
-        if self.ffn == "gau" and self.chunk_size is None and self.scale_len < TOEPLITZ_BELOW:
+        if self.has_bias and self.chunk_size is None and self.scale_len < TOEPLITZ_BELOW:
             return self.scale_len
         return None
 
@@ -133,14 +185,20 @@ TOEPLITZ_BELOW = 512
 TRANSFORMER = ModelConfig()
 TRANSFORMER_PLUS = replace(TRANSFORMER, abs_pos="scaled_sin", rel_pos="rope")
 TRANSFORMER_PLUS_PLUS = replace(TRANSFORMER_PLUS, ffn="glu")
+PERFORMER = replace(TRANSFORMER_PLUS, attn_kernel="relu", attn_type="linear", prefix_sum="scan")
+COMBINER = replace(TRANSFORMER_PLUS, attn_type="rowmajor_axial", chunk_size=256)
 FLASH_QUAD = replace(TRANSFORMER_PLUS, n_heads=1, attn_kernel="relu2", ffn="gau", activation="silu", n_layers=24,
-                     expansion_factor=2)
+                     expansion_factor=2, gate=True)
 FLASH = replace(FLASH_QUAD, attn_type="mixed_chunk", chunk_size=256)
 
 PRESETS: dict[str, ModelConfig] = {
     "transformer": TRANSFORMER,
     "transformer+": TRANSFORMER_PLUS,
     "transformer++": TRANSFORMER_PLUS_PLUS,
+    "performer": PERFORMER,
+    "performer-matmul": replace(PERFORMER, prefix_sum="matmul"),
+    "combiner": COMBINER,
+    "mc-tfm++": replace(TRANSFORMER_PLUS_PLUS, attn_type="mixed_chunk", chunk_size=256),
     "flash-quad": FLASH_QUAD,
     "flash": FLASH,
 }

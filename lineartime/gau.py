@@ -19,12 +19,12 @@ class GatedAttentionUnit(nn.Module):
     Without `chunk_size`, A = relu(q k^T / n + b)^2 over the row and n is `scale_len`. With it, A is that inside a chunk
     (n = chunk_size) plus linear attention across chunks. Weights start as `model.init_weights` says."""
 
-    def __init__(self, d_model: int = 768, *, expansion_factor: int = 2, query_key_dim: int = 128,
+    def __init__(self, d_model: int = 768, *, expansion_factor: float = 2, query_key_dim: int = 128,
                  chunk_size: int | None = None, scale_len: int = 512, causal: bool = True, norm: str = "layer_norm",
                  activation: str = "silu", document_mask: str = "exact", chunk_pooling: str = "mean",
                  chunk_parts: str = "both"):
         super().__init__()
-        self.d_inner, self.query_key_dim, self.chunk_size = d_model * expansion_factor, query_key_dim, chunk_size
+        self.d_inner, self.query_key_dim, self.chunk_size = round(d_model * expansion_factor), query_key_dim, chunk_size
         self.scale_len, self.causal, self.activation = chunk_size or scale_len, causal, ACTIVATIONS[activation]
         self.document_mask, self.chunk_pooling, self.chunk_parts = document_mask, chunk_pooling, chunk_parts
         self.norm = make_norm(norm, d_model)

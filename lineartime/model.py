@@ -79,8 +79,7 @@ class LanguageModel(nn.Module):
         config = self.config
         if config.rel_pos is None:
             return None
-        return rotary(position_BT, config.query_key_dim if config.ffn == "gau" else config.head_dim,
-                      self.embed.weight.dtype)
+        return rotary(position_BT, config.qk_width, self.embed.weight.dtype)
 
     def check_length(self, length: int) -> None:
         limit = self.config.max_len
@@ -110,7 +109,7 @@ class LanguageModel(nn.Module):
             elif config.ffn == "gau":
                 caches.append(KeyValueCache(zeros(0, config.query_key_dim), zeros(0, config.d_inner)))
             else:
-                caches.append(KeyValueCache(*(zeros(0, config.n_heads, config.head_dim) for _ in range(2))))
+                caches.append(KeyValueCache(*(zeros(0, config.n_heads, config.qk_width) for _ in range(2))))
         none_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         return DecodingState(caches, none_B, none_B.clone())
 

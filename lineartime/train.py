@@ -3,9 +3,8 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.config import TrainConfig
-from lineartime.data import TokenStream, batch_rows
+from lineartime.config import RunConfig, TrainConfig
 from lineartime.errors import NumericsError, ResourceError, Stopped
-from lineartime.evaluate import evaluate
-from lineartime.model import LanguageModel, token_losses
+from lineartime.model import LanguageModel
 from lineartime.run import Run
+from lineartime.tasks import Task
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
@@ -37,37 +35,40 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
                              eps=config.adam_epsilon, fused=True)
 
 
-def compute_gradient(model: nn.Module, rows_BT: Tensor, config: TrainConfig) -> tuple[float, float]:
-    """Leave the gradient of a batch's mean loss in `.grad`, clipped; returns loss (nats per token) and gradient norm.
+def compute_gradient(model: nn.Module, task: Task, batch: Sequence[Tensor], n_rows: int,
+                     config: TrainConfig) -> tuple[float, float]:
+    """Leave the gradient of a batch's mean loss in `.grad`, clipped; returns loss (nats per target) and gradient norm.
 
-    rows_BT: integers, one token longer than the context. The batch is taken in micro-batches of `micro_batch_tokens`.
-    With clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged, and the
-    norm returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the gradient
-    unusable, where a loss or norm is not finite."""
+    batch: the tensors of `Task.batch`, taken in micro-batches of `n_rows` rows, each of which counts by its number of
+    targets. With clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged,
+    and the norm returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the
+    gradient unusable, where a loss or norm is not finite."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    micro_batches = rows_BT.split(config.micro_batch_tokens // (rows_BT.shape[1] - 1))
+    micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
+    counts = [task.n_targets(*micro_batch) for micro_batch in micro_batches]
     total: list[Tensor] = []
     losses, norms = [], []
-    for micro_BT in micro_batches:
-        with torch.autocast(rows_BT.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss = token_losses(model, micro_BT).mean()
+    for micro_batch, count in zip(micro_batches, counts, strict=True):
+        share = count / max(sum(counts), 1)
+        with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+            loss = task.losses(model, *micro_batch).sum() / max(count, 1)
         model.zero_grad(set_to_none=True)
         loss.backward()
         gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         if config.clip_scope == "local":
             norms.append(clip_(gradient, config.clip))
-        losses.append(loss.detach())
+        losses.append(loss.detach() * share)
         if len(micro_batches) == 1:
             total = gradient
         elif not total:
-            total = [g / len(micro_batches) for g in gradient]
+            total = list(torch._foreach_mul(gradient, share))
         else:
-            torch._foreach_add_(total, gradient, alpha=1 / len(micro_batches))
+            torch._foreach_add_(total, gradient, alpha=share)
     if config.clip_scope == "global":
         norms.append(clip_(total, config.clip))
     for p, g in zip(parameters, total, strict=True):
         p.grad = g
-    loss_value, norm = torch.stack(losses).mean().item(), torch.stack(norms).mean().item()
+    loss_value, norm = torch.stack(losses).sum().item(), torch.stack(norms).mean().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm)):
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
@@ -113,16 +114,21 @@ class StopSignal:
                 signal.signal(each, handler)
 
 
-def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents: dict[str, str], device: torch.device,
+def new_model(config: RunConfig) -> LanguageModel:
+    """The run's model with initial values drawn from its seed."""
+    torch.manual_seed(config.train.seed)
+    return LanguageModel(config.model)
+
+
+def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str], device: torch.device,
         stop: StopSignal, on_step: Callable[[dict[str, Any]], None], warn: Callable[[str], None]) -> LanguageModel:
-    """Train to the last step, from the newest checkpoint if there is one; returns the model.
+    """Train `model` on `task` to the last step, from the newest checkpoint if there is one; returns it.
 
     documents: files to keep with every checkpoint. on_step is called with each line of the metrics. Raises Stopped
     after saving when `stop` was asked, NumericsError before the optimizer has moved, ResourceError when memory runs
     out."""
     config, context = run.config.train, run.config.model.context
-    torch.manual_seed(config.seed)
-    model = LanguageModel(run.config.model).to(device)
+    model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
     optimizer = make_optimizer(model, config)
     done, warning = run.resume(model, optimizer)
@@ -152,22 +158,18 @@ def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents
         stop_if_asked(step)
         # Not after the step but before the next: a stop in an evaluation, or a kill before its line, repeats it.
         if step and step % config.eval_every == 0:
-            result = evaluate(model, held_out, context=context, max_tokens=config.eval_tokens,
-                              precision=config.precision, batch_rows=max(config.micro_batch_tokens // context, 1),
-                              progress=partial(stop_if_asked, step))
-            record: dict[str, Any] = {"step": step, "clock": {"time": time.time()},
-                                      "held_out": {"loss": result.loss, "bits_per_byte": result.bits_per_byte}}
+            held_out = task.evaluate(model, partial(stop_if_asked, step))
+            record: dict[str, Any] = {"step": step, "clock": {"time": time.time()}, "held_out": held_out}
             run.log(record)
             on_step(record)
         started = time.perf_counter()
-        rows_BT = torch.from_numpy(batch_rows(train_stream, seed=config.seed, step=step, context=context,
-                                              rows_per_step=config.tokens_per_step // context)).to(device)
+        batch = [torch.from_numpy(part).to(device) for part in task.batch(step)]
         learning_rate = learning_rate_at(step, config)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         fits = True
         try:
-            loss, norm = compute_gradient(model, rows_BT, config)
+            loss, norm = compute_gradient(model, task, batch, config.micro_batch_tokens // context, config)
             optimizer.step()
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
@@ -179,7 +181,7 @@ def fit(run: Run, train_stream: TokenStream, held_out: TokenStream, *, documents
             fits = False
         if not fits:  # not above, where the exception still holds the memory of what failed
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
-            raise ResourceError("out of memory", where, suggest_size(model, optimizer, rows_BT, config))
+            raise ResourceError("out of memory", where, suggest_size(model, optimizer, task, batch, context, config))
         record = {"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
                   "tokens": (step + 1) * config.tokens_per_step}
         tokens_per_s = config.tokens_per_step / (time.perf_counter() - started)
@@ -203,19 +205,18 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, rows_BT: Tensor, config: TrainConfig) -> str:
+def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, task: Task, batch: Sequence[Tensor], context: int,
+                 config: TrainConfig) -> str:
     """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit."""
-    context = rows_BT.shape[1] - 1
     n_rows = config.micro_batch_tokens // context
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if (config.tokens_per_step // context) % n == 0)
-        smaller = replace(config, micro_batch_tokens=n_rows * context)
         model.zero_grad(set_to_none=True)
         moments: list[Tensor] = []
         try:
             moments += [torch.zeros_like(p) for p in model.parameters() if not optimizer.state[p] for _ in range(2)]
             with suppress(NumericsError):
-                compute_gradient(model, rows_BT[: 2 * n_rows], smaller)
+                compute_gradient(model, task, [part[: 2 * n_rows] for part in batch], n_rows, config)
             return f"micro_batch_tokens = {n_rows * context} fits; as the unit of local clipping it is yours to change"
         except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):

@@ -7,9 +7,11 @@ from torch import Tensor
 from lineartime.config import TrainConfig, model_config
 from lineartime.errors import NumericsError
 from lineartime.model import LanguageModel, token_losses
+from lineartime.tasks import NextToken
 from lineartime.train import compute_gradient, learning_rate_at, make_optimizer
 
 CONTEXT, N_ROWS = 8, 6
+TASK = NextToken(None, None, None)
 
 
 def small(preset: str = "flash", task: str = "wiki40b") -> LanguageModel:
@@ -55,7 +57,8 @@ def test_local_clipping_is_of_each_micro_batch(rows_per_micro_batch: int) -> Non
     limit = sum(norms) / len(norms) * (1.0 if len(norms) > 1 else 0.5)
     factors = [min(1.0, limit / norm) for norm in norms]
     assert min(factors) < 1.0 and (len(norms) == 1 or max(factors) == 1.0)
-    loss, norm = compute_gradient(model, rows_BT, train_config(rows_per_micro_batch, clip=limit))
+    config = train_config(rows_per_micro_batch, clip=limit)
+    loss, norm = compute_gradient(model, TASK, [rows_BT], rows_per_micro_batch, config)
     for i, parameter in enumerate(model.parameters()):
         expected = sum(factor * part[i] for factor, part in zip(factors, parts, strict=True)) / len(parts)
         assert torch.allclose(parameter.grad, expected, rtol=0, atol=1e-12)
@@ -69,7 +72,8 @@ def test_global_clipping_does_not_depend_on_micro_batches(rows_per_micro_batch: 
     model, rows_BT = small(), rows()
     whole = gradient_of(model, rows_BT)
     factor = min(1.0, limit / norm_of(whole)) if limit is not None else 1.0
-    _, norm = compute_gradient(model, rows_BT, train_config(rows_per_micro_batch, clip=limit, clip_scope="global"))
+    config = train_config(rows_per_micro_batch, clip=limit, clip_scope="global")
+    _, norm = compute_gradient(model, TASK, [rows_BT], rows_per_micro_batch, config)
     assert norm == pytest.approx(norm_of(whole), rel=1e-12)
     for parameter, expected in zip(model.parameters(), whole, strict=True):
         assert torch.allclose(parameter.grad, factor * expected, rtol=0, atol=1e-12)
@@ -80,7 +84,7 @@ def test_a_gradient_that_is_not_finite_is_refused() -> None:
     with torch.no_grad():
         model.head_bias[3] = torch.nan
     with pytest.raises(NumericsError, match="the loss is not finite"):
-        compute_gradient(model, rows(), train_config())
+        compute_gradient(model, TASK, [rows()], 2, train_config())
 
 
 @pytest.mark.parametrize(("preset", "task"), [("flash", "c4"), ("flash", "wiki40b"), ("transformer", "wiki40b")])

@@ -20,13 +20,14 @@ from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
 from train_process import Launches, Processes
 
-from lineartime import checkpoint, cli, train
+from lineartime import checkpoint, cli, tasks, train
 from lineartime.config import PRESETS, TrainConfig, model_config, run_config
 from lineartime.data import batch_rows, open_split, read_manifest
 from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
 from lineartime.run import Run, read_metrics, write_atomically
-from lineartime.train import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer
+from lineartime.tasks import NextToken
+from lineartime.train import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parent / "golden"
@@ -47,8 +48,9 @@ def run_fit(data, out, *, on_step=lambda record: None, warn=None, stop=None, **c
     out.mkdir(exist_ok=True)
     manifest = read_manifest(data)
     run = Run(out, configuration(data, out, **changes), {"data_sha256": manifest.sha256})
-    return fit(run, open_split(data, "train"), open_split(data, "validation"), documents={"tokenizer.json": "{}"},
-               device=CPU, stop=stop or StopSignal(), on_step=on_step, warn=warn or pytest.fail)
+    task = NextToken(run.config, open_split(data, "train"), open_split(data, "validation"))
+    return fit(run, new_model(run.config), task, documents={"tokenizer.json": "{}"}, device=CPU,
+               stop=stop or StopSignal(), on_step=on_step, warn=warn or pytest.fail)
 
 
 def lineartime(monkeypatch, arguments):
@@ -164,7 +166,7 @@ def gradient_of(name, rows, model=None, **changes):
     per_micro_batch = changes.pop("per", len(rows))
     config = TrainConfig(**{"tokens_per_step": rows[:, 1:].numel(),
                             "micro_batch_tokens": per_micro_batch * (rows.shape[1] - 1), **changes})
-    loss, norm = compute_gradient(model, rows, config)
+    loss, norm = compute_gradient(model, NextToken(None, None, None), [rows], per_micro_batch, config)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), loss, norm
 
 
@@ -487,7 +489,7 @@ def test_what_a_run_left_without_its_description_is_not_taken_over(left, data, t
 
 def inject(monkeypatch, place, value, at):
     """Put a value into the loss, or a gradient, of the micro-batch number `at` (from 0) of a run."""
-    true_losses, calls = train.token_losses, itertools.count()
+    true_losses, calls = tasks.token_losses, itertools.count()
 
     def losses(model, rows):
         result = true_losses(model, rows)
@@ -504,7 +506,7 @@ def inject(monkeypatch, place, value, at):
             handle = model.layers[0].out_proj.bias.register_hook(spoil)
         return result
 
-    monkeypatch.setattr(train, "token_losses", losses)
+    monkeypatch.setattr(tasks, "token_losses", losses)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -584,7 +586,7 @@ OUT_OF_MEMORY = [
 @pytest.mark.parametrize(("error", "message"), OUT_OF_MEMORY)
 def test_too_large_a_micro_batch_is_told_the_largest_that_fits(error, message, fails_at, data, tmp_path, monkeypatch):
     """12 rows in a batch, and no more than 4 fit: of the sizes that divide it, 4 is the largest."""
-    out, true_losses, calls, failed = tmp_path / "run", train.token_losses, itertools.count(1), []
+    out, true_losses, calls, failed = tmp_path / "run", tasks.token_losses, itertools.count(1), []
 
     def losses(model, rows):
         assert all(memory() is None for memory in failed), "what failed still holds its memory"
@@ -593,7 +595,7 @@ def test_too_large_a_micro_batch_is_told_the_largest_that_fits(error, message, f
             raise error(message)
         return true_losses(model, rows)
 
-    monkeypatch.setattr(train, "token_losses", losses)
+    monkeypatch.setattr(tasks, "token_losses", losses)
     sizes = {"steps": 3, "tokens_per_step": 12 * 32}
     with pytest.raises(ResourceError, match=r"^out of memory: micro_batch_tokens = 384, context = 32; "
                                             r"micro_batch_tokens = 128 fits") as refusal:
@@ -606,7 +608,7 @@ def test_where_not_even_a_row_fits_it_says_so(data, tmp_path, monkeypatch):
     def losses(model, rows):
         raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
-    monkeypatch.setattr(train, "token_losses", losses)
+    monkeypatch.setattr(tasks, "token_losses", losses)
     with pytest.raises(ResourceError, match="not even one row fits"):
         run_fit(data, tmp_path / "run")
 
@@ -615,7 +617,7 @@ def test_another_error_is_not_taken_for_lack_of_memory(data, tmp_path, monkeypat
     def losses(model, rows):
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr(train, "token_losses", losses)
+    monkeypatch.setattr(tasks, "token_losses", losses)
     with pytest.raises(RuntimeError, match="shapes"):
         run_fit(data, tmp_path / "run")
 

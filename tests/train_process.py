@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import lineartime
-from lineartime import checkpoint, cli, evaluate, generate, plot, run, train
+from lineartime import checkpoint, cli, evaluate, generate, plot, run, tasks, train
 
-WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (train, "compute_gradient"), (train, "evaluate"),
+WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (train, "compute_gradient"), (tasks, "evaluate"),
            (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (cli, "finish"), (evaluate, "evaluate"),
            (evaluate, "xz_bits_per_byte"), (generate, "generate"), (plot, "plot_run")]
 

@@ -1,0 +1,61 @@
+"""What a model is trained on: the batch of a step, the loss of a batch, and the held-out score.
+
+A task is an object with the four methods of `Task`; `train.fit` knows nothing else about it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from lineartime.config import RunConfig
+from lineartime.data import TokenStream, batch_rows
+from lineartime.evaluate import evaluate
+from lineartime.model import LanguageModel, token_losses
+
+
+class Task(Protocol):
+    """What `fit` needs. The arrays of a batch have one entry per row along their first axis, and are cut into
+    micro-batches there."""
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """The arrays of one training step: a pure function of the run's seed and the step."""
+        ...
+
+    def n_targets(self, *batch: Tensor) -> int:
+        """How many losses `losses` returns for these rows; what a micro-batch weighs in the mean."""
+        ...
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        """One loss in nats per target, of any shape, float32 at least."""
+        ...
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """The held-out score in the course of training: "loss", and what else is worth a line of the metrics.
+        progress is called now and then, and may raise."""
+        ...
+
+
+class NextToken:
+    """Language modelling: every token of a row given those before it."""
+
+    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
+        self.config, self.train_stream, self.held_out = config, train_stream, held_out
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        train, context = self.config.train, self.config.model.context
+        return (batch_rows(self.train_stream, seed=train.seed, step=step, context=context,
+                           rows_per_step=train.tokens_per_step // context),)
+
+    def n_targets(self, rows_BT: Tensor) -> int:  # type: ignore[override]
+        return rows_BT[:, 1:].numel()
+
+    def losses(self, model: nn.Module, rows_BT: Tensor) -> Tensor:  # type: ignore[override]
+        return token_losses(model, rows_BT)
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        train, context = self.config.train, self.config.model.context
+        result = evaluate(model, self.held_out, context=context, max_tokens=train.eval_tokens,
+                          precision=train.precision, batch_rows=max(train.micro_batch_tokens // context, 1),
+                          progress=progress)
+        return {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
