@@ -47,10 +47,12 @@ class NextToken:
         return (batch_rows(self.train_stream, seed=train.seed, step=step, context=context,
                            rows_per_step=train.tokens_per_step // context),)
 
-    def n_targets(self, rows_BT: Tensor) -> int:  # type: ignore[override]
+    def n_targets(self, *batch: Tensor) -> int:
+        (rows_BT,) = batch
         return rows_BT[:, 1:].numel()
 
-    def losses(self, model: nn.Module, rows_BT: Tensor) -> Tensor:  # type: ignore[override]
+    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        (rows_BT,) = batch
         return token_losses(model, rows_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
