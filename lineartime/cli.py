@@ -42,6 +42,7 @@ def prepare(
     validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
     test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    mlm: Annotated[bool, typer.Option("--mlm", help="For masked language modelling: add [MASK] and [SEP].")] = False,
     jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
 ) -> None:
     """Tokenise text once into shards that training reads."""
@@ -49,7 +50,7 @@ def prepare(
 
     manifest = data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
                             held_out=held_out, validation=list(validation or []), test=list(test or []),
-                            field=text_field, jobs=jobs or os.cpu_count() or 1, progress=True)
+                            field=text_field, mlm=mlm, jobs=jobs or os.cpu_count() or 1, progress=True)
     if manifest.already_prepared:
         say(f"already prepared: {out} holds this text with these settings; nothing to do.")
         return

@@ -58,7 +58,7 @@ class Manifest:
     sources: list[dict[str, Any]]
     """Split, name, bytes and SHA-256 of every file of text, in the order of their documents."""
     tokenizer: dict[str, Any]
-    """SHA-256, vocab_size and end_of_document."""
+    """SHA-256, vocab_size and end_of_document; with a "[MASK]" token also mask, separator and `Tokenizer.special`."""
     dtype: str
     shard_tokens: int
     splits: dict[str, Split]
@@ -126,8 +126,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenizer: str | Path = "train",
             vocab_size: int = 32_000, held_out: float | None = None, validation: Iterable[Path] = (),
-            test: Iterable[Path] = (), field: str = "text", jobs: int | None = None, train_characters: int = 1 << 28,
-            shard_tokens: int = 1 << 27, max_line_bytes: int = MAX_LINE_BYTES, progress: bool = False) -> Manifest:
+            test: Iterable[Path] = (), field: str = "text", mlm: bool = False, jobs: int | None = None,
+            train_characters: int = 1 << 28, shard_tokens: int = 1 << 27, max_line_bytes: int = MAX_LINE_BYTES,
+            progress: bool = False) -> Manifest:
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
     `find_sources` says which file belongs to which split; `sample` is the book that ships with the package, instead of
@@ -135,6 +136,7 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
     document the last fraction of its characters, from the next line on where one begins within 65,536 characters.
     `tokenizer` is "train" (byte-level BPE of `vocab_size`, on evenly spread pieces of the train split where it has more
     than `train_characters`), "bytes", or the path of a tokenizer.json. `field` is the JSON field or parquet column.
+    `mlm` gives the tokenizer the tokens "[MASK]" and "[SEP]", which masked language modelling needs.
     `jobs` threads tokenise, by default one per core; the result does not depend on them.
     `out` is whole or not there. Where it was prepared from the same text and settings it is verified and left alone.
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
@@ -150,12 +152,13 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
     require(held_out is None or all(source.split != "validation" for source in sources), "two validation splits",
             f"held_out = {held_out}", "the inputs have one already; leave out held_out")
     settings: dict[str, Any] = {"held_out": held_out, "field": field, "shard_tokens": shard_tokens}
+    settings |= {"mlm": True} if mlm else {}
     ready = None
     if tokenizer == "train":
-        require_vocab_size(vocab_size)
+        require_vocab_size(vocab_size, mlm=mlm)
         settings |= {"tokenizer": "train", "vocab_size": vocab_size, "train_characters": train_characters}
     else:
-        ready = byte_tokenizer() if tokenizer == "bytes" else load_tokenizer(Path(tokenizer))
+        ready = byte_tokenizer(mlm=mlm) if tokenizer == "bytes" else load_tokenizer(Path(tokenizer), mlm=mlm)
         settings["tokenizer"] = ready.sha256
     out = Path(os.path.realpath(out))
     reader = functools.partial(read_pieces, field=field, max_line_bytes=max_line_bytes)
@@ -177,7 +180,7 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
                     every = -(-n_train // train_characters)
                     sampled = itertools.islice(pieces_of(reader, parts["train"]), 0, None, every)
                     shown = show("training the tokenizer", sampled, n_train // every, lambda piece: len(piece.text))
-                    ready = train_tokenizer((piece.text for piece in shown), vocab_size)
+                    ready = train_tokenizer((piece.text for piece in shown), vocab_size, mlm=mlm)
                 _write_folder(folder, manifest, reader, parts, ready, jobs, n_characters, show)
                 _add_notes(manifest, ready, next(pieces_of(reader, parts["train"])).text)
                 manifest_file.write(manifest.to_json().encode())
@@ -230,6 +233,8 @@ def _write_folder(folder: Path, manifest: Manifest, reader: Reader, parts: dict[
     """Write everything but the manifest, and fill it in."""
     manifest.tokenizer = {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                           "end_of_document": tokenizer.end_of_document}
+    if tokenizer.mask is not None:
+        manifest.tokenizer |= {"mask": tokenizer.mask, "separator": tokenizer.separator, "special": tokenizer.special}
     manifest.dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     with hashed_file(folder / TOKENIZER, manifest.files) as write:
         write(tokenizer.json.encode())
@@ -265,6 +270,8 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: str, jobs: int
                 ids.append(tokenizer.end_of_document)
         if ids.count(tokenizer.end_of_document) != sum(last for _, last in batch):
             raise DataError("the tokenizer reads its end-of-document token out of text", repr(batch[0].text[:40]))
+        if tokenizer.mask is not None and (tokenizer.mask in ids or tokenizer.separator in ids):
+            raise DataError("the tokenizer reads [MASK] or [SEP] out of text", repr(batch[0].text[:40]))
         return np.array(ids, dtype=dtype)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -351,8 +358,9 @@ def _progress(enabled: bool) -> Iterator[_Show]:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `document_positions` says where the end-of-document tokens are: document i is
-    `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None where the data was prepared without them, and
+    `special` holds all ids that no text has. `document_positions` says where the end-of-document tokens are: document i
+    is `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest):
         counts = manifest.splits[split]
@@ -360,6 +368,8 @@ class TokenStream:
         self.n_documents, self.n_tokens = counts.documents, counts.tokens
         self.n_words, self.n_bytes = counts.words, counts.bytes
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
+        self.mask, self.separator = manifest.tokenizer.get("mask"), manifest.tokenizer.get("separator")
+        self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
         self.tokenizer_sha256 = manifest.tokenizer_sha256
         self.shard_tokens = manifest.shard_tokens
         n_shards = -(-len(self) // self.shard_tokens)

@@ -3,6 +3,7 @@
 What is made here (BPE and bytes) has no normaliser and adds no prefix space: text comes back exactly as it went in."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
+MASK, SEPARATOR = "[MASK]", "[SEP]"
+"""What data for masked language modelling has besides; the end-of-document token does the work of [CLS]."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-document token."""
 
@@ -20,29 +23,37 @@ SMALLEST_VOCABULARY = 257
 class Tokenizer:
     """A `tokenizers.Tokenizer` that takes text as text: not cut short, nothing added, no special token read out of it.
 
-    `end_of_document` is the id of "<|endoftext|>"; `vocab_size` is one more than the largest id; `sha256` is that of
-    the bytes that `save` writes. `name` is for messages. Raises DataError where `json` is not a tokenizer, or its
-    vocabulary has no room for "<|endoftext|>"."""
+    `end_of_document` is the id of "<|endoftext|>", `mask` and `separator` those of "[MASK]" and "[SEP]", None where
+    there is none; `mlm` adds them at the end where they are missing. `special` are the ids that no text has: special
+    tokens, and numbers that the vocabulary leaves out. `vocab_size` is one more than the largest id; `sha256` is that
+    of the bytes that `save` writes. `name` is for messages. Raises DataError where `json` is not a tokenizer, or its
+    vocabulary has no room for one of these tokens."""
 
-    def __init__(self, json: str, name: str = "tokenizer.json"):
+    def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         try:
             inner = tokenizers.Tokenizer.from_str(json)
         except Exception as e:  # the library raises nothing more specific
             raise DataError("not a tokenizer.json", name, " ".join(str(e).split())) from None
-        special = inner.get_added_tokens_decoder().values()
-        if not any(token.content == END_OF_DOCUMENT and token.special for token in special):
-            inner.add_special_tokens([END_OF_DOCUMENT])
+        needed = [END_OF_DOCUMENT, MASK, SEPARATOR] if mlm else [END_OF_DOCUMENT]
+        there = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+        missing = [token for token in needed if token not in there]
+        if missing:
+            inner.add_special_tokens(missing)
             json = inner.to_str()
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is spelled out, not the token
-        vocabulary = inner.get_vocab(with_added_tokens=True)
-        self.end_of_document = vocabulary[END_OF_DOCUMENT]
-        if list(vocabulary.values()).count(self.end_of_document) > 1:  # the library counts entries to find a new id
-            raise DataError(f"its vocabulary has no room for {END_OF_DOCUMENT}", name, "add the token to the file")
+        vocabulary, used = inner.get_vocab(with_added_tokens=True), Counter(inner.get_vocab().values())
+        for token in needed:
+            if used[vocabulary[token]] > 1:  # the library counts entries to find a new id
+                raise DataError(f"its vocabulary has no room for {token}", name, "add the token to the file")
+        special = {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        self.end_of_document = special[END_OF_DOCUMENT]
+        self.mask, self.separator = special.get(MASK), special.get(SEPARATOR)
+        self.vocab_size = max(used) + 1
+        self.special = sorted({*range(self.vocab_size)} - used.keys() | {*special.values()})
         self.json = json
         self.sha256 = hashlib.sha256(json.encode()).hexdigest()
-        self.vocab_size = max(vocabulary.values()) + 1
         self._inner = inner
 
     def encode(self, text: str) -> list[int]:
@@ -64,14 +75,15 @@ class Tokenizer:
         path.write_bytes(self.json.encode())
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Ids 0 to 255 are the bytes of the text's UTF-8, 256 is the end-of-document token."""
+def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
+    """Ids 0 to 255 are the bytes of the text's UTF-8, 256 is the end-of-document token; with `mlm` 257 is "[MASK]" and
+    258 is "[SEP]"."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([END_OF_DOCUMENT])
-    return Tokenizer(inner.to_str())
+    return Tokenizer(inner.to_str(), mlm=mlm)
 
 
 def _byte_characters() -> list[str]:
@@ -81,28 +93,29 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def require_vocab_size(vocab_size: int) -> None:
-    """Raise UsageError for a vocabulary that does not hold the 256 bytes and the end-of-document token."""
-    require(SMALLEST_VOCABULARY <= vocab_size < 2**31, "wrong value", f"vocab_size = {vocab_size}",
-            f"it takes {SMALLEST_VOCABULARY} or more")
+def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
+    """Raise UsageError for a vocabulary that does not hold the 256 bytes and the special tokens."""
+    smallest = SMALLEST_VOCABULARY + 2 * mlm
+    require(smallest <= vocab_size < 2**31, "wrong value", f"vocab_size = {vocab_size}", f"it takes {smallest} or more")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False) -> Tokenizer:
     """Byte-level BPE trained on `texts`; fewer than `vocab_size` entries where no more pairs occur twice.
 
-    Raises UsageError as `require_vocab_size`."""
-    require_vocab_size(vocab_size)
+    The first ids are "<|endoftext|>" and with `mlm` "[MASK]" and "[SEP]". Raises UsageError as `require_vocab_size`."""
+    require_vocab_size(vocab_size, mlm=mlm)
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_DOCUMENT],
+    special = [END_OF_DOCUMENT, MASK, SEPARATOR] if mlm else [END_OF_DOCUMENT]
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, special_tokens=special,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     inner.train_from_iterator(texts, trainer)
     return Tokenizer(inner.to_str())
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Any tokenizer.json; "<|endoftext|>" is added where it has none.
+def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
+    """Any tokenizer.json; "<|endoftext|>" is added where it has none, with `mlm` "[MASK]" and "[SEP]" too.
 
     Raises UsageError where there is no such file, DataError where it is not a tokenizer."""
     try:
@@ -111,4 +124,4 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UsageError("cannot read the tokenizer", path, e.strerror) from None
     except UnicodeDecodeError:
         raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
-    return Tokenizer(json, str(path))
+    return Tokenizer(json, str(path), mlm=mlm)
