@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
@@ -38,7 +38,7 @@ class Tokenizer:
         there = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
         missing = [token for token in needed if token not in there]
         if missing:
-            inner.add_special_tokens(missing)
+            inner.add_special_tokens([_mask_token(inner) if token == MASK else token for token in missing])
             json = inner.to_str()
         inner.no_truncation()
         inner.no_padding()
@@ -93,6 +93,12 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
+def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
+    """"[MASK]", which takes the space before it along where words do: "I [MASK] him" has as many tokens as the text."""
+    spaced = any(len(entry) > 1 and entry[0] in "\u0120\u2581" for entry in inner.get_vocab())
+    return AddedToken(MASK, lstrip=spaced, normalized=False, special=True)
+
+
 def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
     """Raise UsageError for a vocabulary that does not hold the 256 bytes and the special tokens."""
     smallest = SMALLEST_VOCABULARY + 2 * mlm
@@ -111,6 +117,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False)
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, special_tokens=special,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     inner.train_from_iterator(texts, trainer)
+    if mlm:
+        inner.add_special_tokens([_mask_token(inner)])
     return Tokenizer(inner.to_str())
 
 
