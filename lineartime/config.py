@@ -343,7 +343,8 @@ def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
 def model_config_json(config: ModelConfig) -> str:
     """A model's `config.json`: its fields, and the few that `transformers` wants beside them."""
     special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document}
-    return json.dumps({"model_type": "lineartime", "architectures": ["LineartimeForCausalLM"], "dtype": "float32",
+    kind = "LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM"
+    return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
                        "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
 
 

@@ -358,9 +358,9 @@ def _progress(enabled: bool) -> Iterator[_Show]:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None where the data was prepared without them, and
-    `special` holds all ids that no text has. `document_positions` says where the end-of-document tokens are: document i
-    is `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None where the data was prepared without them; `special`
+    holds all ids that no text has and `ordinary` all others. `document_positions` says where the end-of-document tokens
+    are: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest):
         counts = manifest.splits[split]
@@ -368,8 +368,10 @@ class TokenStream:
         self.n_documents, self.n_tokens = counts.documents, counts.tokens
         self.n_words, self.n_bytes = counts.words, counts.bytes
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
-        self.mask, self.separator = manifest.tokenizer.get("mask"), manifest.tokenizer.get("separator")
+        self.mask: int | None = manifest.tokenizer.get("mask")
+        self.separator: int | None = manifest.tokenizer.get("separator")
         self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
+        self.ordinary = np.setdiff1d(np.arange(self.vocab_size), self.special)
         self.tokenizer_sha256 = manifest.tokenizer_sha256
         self.shard_tokens = manifest.shard_tokens
         n_shards = -(-len(self) // self.shard_tokens)
@@ -422,16 +424,24 @@ def batch_rows(stream: TokenStream, *, seed: int, step: int, rows_per_step: int,
     An epoch reads every full row once, in an order drawn from (seed, epoch); tokens at the end that do not fill a row
     are left out.
     Raises DataError where the stream does not fill one row."""
-    n_rows = (len(stream) - 1) // context
+    rows_IT = np.empty((rows_per_step, context + 1), np.int64)
+    places = rows_of_step(stream, len(stream) - 1, seed=seed, step=step, rows_per_step=rows_per_step, context=context)
+    for i, (_, row) in enumerate(places):
+        rows_IT[i] = stream.read(row * context, (row + 1) * context + 1)
+    return rows_IT
+
+
+def rows_of_step(stream: TokenStream, n_tokens: int, *, seed: int, step: int, rows_per_step: int,
+                 context: int) -> list[tuple[int, int]]:
+    """Epoch and number of the rows of one step, where rows of `context` are cut from `n_tokens`.
+
+    Raises DataError where these do not fill one row."""
+    n_rows = n_tokens // context
     if n_rows == 0:
         raise DataError(f"too few tokens for a row of {context:,}", f"{stream.folder}, {stream.split}",
-                        f"the largest context that works is {len(stream) - 1:,}")
-    rows_IT = np.empty((rows_per_step, context + 1), np.int64)
-    for i in range(rows_per_step):
-        epoch, index = divmod(step * rows_per_step + i, n_rows)
-        start = int(_epoch_order(seed, epoch, n_rows)[index]) * context
-        rows_IT[i] = stream.read(start, start + context + 1)
-    return rows_IT
+                        f"the largest context that works is {n_tokens:,}")
+    places = (divmod(step * rows_per_step + i, n_rows) for i in range(rows_per_step))
+    return [(epoch, int(_epoch_order(seed, epoch, n_rows)[index])) for epoch, index in places]
 
 
 @functools.lru_cache(maxsize=2)

@@ -3,7 +3,7 @@
 import dataclasses
 import lzma
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from lineartime.data import TokenStream, eval_rows, open_split
 from lineartime.errors import NumericsError
-from lineartime.model import LanguageModel, token_losses
+from lineartime.masking import masked_rows
+from lineartime.model import LanguageModel, masked_token_losses, token_losses
 from lineartime.tokenizer import load_tokenizer
 
 XZ_LIMIT_BYTES = 1 << 24
@@ -32,11 +33,13 @@ class Evaluation:
     """Words and bytes of the text that they spell; what was scored in part counts in proportion."""
     loss_by_position: list[tuple[int, int, float]]
     """Mean loss at positions first..last of the context, in blocks that double."""
+    n_read: int | None = None
+    """Masked language modelling: the tokens of the rows, of which `n_tokens` were masked; otherwise None."""
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
-        return self.nll / self.n_tokens
+        """Nats per token; 0 where no token was masked."""
+        return self.nll / max(self.n_tokens, 1)
 
     @property
     def perplexity(self) -> float:
@@ -53,40 +56,53 @@ class Evaluation:
         return self.nll / math.log(2) / self.n_bytes if self.n_bytes else math.inf
 
     def to_dict(self) -> dict[str, Any]:
+        by_position = [{"first": a, "last": b, "loss": x} for a, b, x in self.loss_by_position]
+        if self.n_read is not None:  # the likelihood of no text: neither per byte nor per word
+            return {"masked": True, "loss": self.loss, "perplexity": self.perplexity, "n_tokens": self.n_tokens,
+                    "n_read": self.n_read, "loss_by_position": by_position}
         return {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
                 "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
-                "n_bytes": self.n_bytes,
-                "loss_by_position": [{"first": a, "last": b, "loss": x} for a, b, x in self.loss_by_position]}
+                "n_bytes": self.n_bytes, "loss_by_position": by_position}
 
 
 @torch.inference_mode()
 def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_rows: int = 8,
              max_tokens: int | None = None, precision: str = "float32",
              progress: Callable[[int], None] | None = None) -> Evaluation:
-    """Score the tokens of a split, in rows of `context` that overlap by the one token that is only read.
+    """Score the tokens of a split, in rows of `context` that overlap by the one token that is only read; of a model
+    that is not causal the masked tokens of `masking.masked_rows`, which are the same whatever `batch_rows` is.
 
-    max_tokens: stop after about so many. progress is called with the number of tokens scored. The sums are in float64,
-    so that `batch_rows` changes nothing but rounding. Raises NumericsError where a loss is not finite."""
+    max_tokens: stop after about so many. progress is called with the number of tokens read. The sums are in float64,
+    so that `batch_rows` changes nothing but rounding. Raises NumericsError where a loss is not finite, UsageError where
+    the data has no [MASK] and needs one."""
     device = model.embed.weight.device
     was_training = model.training
     model.eval()
-    nll_T, count_T = np.zeros(context), np.zeros(context, dtype=np.int64)
-    waiting: list[np.ndarray] = []
+    nll_T, count_T, n_read = np.zeros(context), np.zeros(context, dtype=np.int64), 0
+    causal = model.config.causal
+    rows: Iterable[tuple[np.ndarray, ...]] = (((row,) for row in eval_rows(stream, context)) if causal
+                                              else masked_rows(stream, context))
+    waiting: list[tuple[np.ndarray, ...]] = []
 
     def score() -> None:
-        rows_BT = torch.from_numpy(np.stack(waiting)).to(device)
+        nonlocal n_read
+        batch = [torch.from_numpy(np.stack(part)).to(device) for part in zip(*waiting, strict=True)]
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            losses_BT = token_losses(model, rows_BT).double().cpu().numpy()
+            losses = token_losses(model, *batch) if causal else masked_token_losses(model, *batch)
+        asked_BT = np.ones(losses.shape, bool) if causal else np.stack([targets_T for _, targets_T in waiting]) >= 0
+        losses_BT = np.zeros(asked_BT.shape)
+        losses_BT[asked_BT] = losses.double().cpu().numpy().flatten()
         nll_T[: losses_BT.shape[1]] += losses_BT.sum(0)
-        count_T[: losses_BT.shape[1]] += len(losses_BT)
+        count_T[: losses_BT.shape[1]] += asked_BT.sum(0)
+        n_read += asked_BT.size
         waiting.clear()
         if progress is not None:
-            progress(int(count_T.sum()))
+            progress(n_read)
 
-    for row in eval_rows(stream, context):
-        if waiting and (len(row) != len(waiting[0]) or len(waiting) == batch_rows):
+    for row in rows:
+        if waiting and (len(row[0]) != len(waiting[0][0]) or len(waiting) == batch_rows):
             score()
-        if max_tokens is not None and count_T.sum() >= max_tokens:
+        if max_tokens is not None and n_read >= max_tokens:
             break
         waiting.append(row)
     if waiting:
@@ -97,7 +113,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_r
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
     share = n_tokens / stream.n_tokens
     return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share),
-                      by_position(nll_T, count_T))
+                      by_position(nll_T, count_T), None if causal else n_read)
 
 
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:

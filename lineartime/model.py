@@ -31,14 +31,15 @@ class LanguageModel(nn.Module):
         init_weights(self)
 
     def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
-                padding_mask_BT: Tensor | None = None) -> Tensor:
+                padding_mask_BT: Tensor | None = None, at_K: Tensor | None = None) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal).
 
         ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that never fall along
         a row; by default they are counted from `config.end_of_document`. padding_mask_BT: True where there is a token;
-        padding may stand anywhere and changes nothing. Raises UsageError for a row longer than the position tables
-        allow."""
-        return self.logits(self.hidden(ids_BT, segment_ids_BT, padding_mask_BT))
+        padding may stand anywhere and changes nothing. at_K: indices of the tokens, rows end to end, whose logits_KV
+        alone are wanted. Raises UsageError for a row longer than the position tables allow."""
+        x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT)
+        return self.logits(x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K])
 
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                padding_mask_BT: Tensor | None = None) -> Tensor:
@@ -185,3 +186,12 @@ def token_losses(model: nn.Module, rows_BT: Tensor) -> Tensor:
     logits_BTV = model(rows_BT[:, :-1])
     logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     return F.cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="none").view_as(rows_BT[:, 1:])
+
+
+def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """-ln p of the tokens that `targets_BT` asks for, where it is not -1, row by row in nats and float32 at least:
+    `[K]`. The head is computed there alone."""
+    at_K = (targets_BT.flatten() >= 0).nonzero().flatten()
+    logits_KV = model(ids_BT, at_K=at_K)
+    logits_KV = logits_KV if logits_KV.dtype == torch.float64 else logits_KV.float()
+    return F.cross_entropy(logits_KV, targets_BT.flatten()[at_K], reduction="none")

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lineartime.config import RunConfig
 from lineartime.data import TokenStream, batch_rows
-from lineartime.evaluate import evaluate
-from lineartime.model import LanguageModel, token_losses
+from lineartime.evaluate import Evaluation, evaluate
+from lineartime.masking import NO_TARGET, masked_batch
+from lineartime.model import LanguageModel, masked_token_losses, token_losses
 
 
 class Task(Protocol):
@@ -56,8 +57,36 @@ class NextToken:
         return token_losses(model, rows_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        train, context = self.config.train, self.config.model.context
-        result = evaluate(model, self.held_out, context=context, max_tokens=train.eval_tokens,
-                          precision=train.precision, batch_rows=max(train.micro_batch_tokens // context, 1),
-                          progress=progress)
+        result = _held_out(self.config, model, self.held_out, progress)
         return {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
+
+
+class MaskedTokens:
+    """Masked language modelling: the masked tokens of a row given all the others; for models that are not causal."""
+
+    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
+        self.config, self.train_stream, self.held_out = config, train_stream, held_out
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """Inputs and targets `[R, T]`; a target is -1 where nothing is asked."""
+        train, context = self.config.train, self.config.model.context
+        return masked_batch(self.train_stream, seed=train.seed, step=step, context=context,
+                            rows_per_step=train.tokens_per_step // context)
+
+    def n_targets(self, *batch: Tensor) -> int:
+        _, targets_BT = batch
+        return int((targets_BT != NO_TARGET).sum())
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        inputs_BT, targets_BT = batch
+        return masked_token_losses(model, inputs_BT, targets_BT)
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        return {"loss": _held_out(self.config, model, self.held_out, progress).loss}
+
+
+def _held_out(config: RunConfig, model: LanguageModel, stream: TokenStream,
+              progress: Callable[[int], None] | None) -> Evaluation:
+    train, context = config.train, config.model.context
+    return evaluate(model, stream, context=context, max_tokens=train.eval_tokens, precision=train.precision,
+                    batch_rows=max(train.micro_batch_tokens // context, 1), progress=progress)
