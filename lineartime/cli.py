@@ -59,7 +59,7 @@ def prepare(
             f"{split.words:>12,} words  {split.bytes:>13,} bytes")
     for note in manifest.notes:
         say(f"note: {note}")
-    say(f"next        lineartime train flash --data {out} --out RUN")
+    say(f"next        lineartime train flash {'--task c4 ' if mlm else ''}--data {out} --out RUN")
 
 
 @app.command()
@@ -91,8 +91,8 @@ def train(
     if config.model.vocab_size < manifest.vocab_size:
         raise UsageError("vocab_size is smaller than the tokenizer's",
                          f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
-    if not config.model.causal:
-        raise UsageError("masked language modelling is not here yet", f"task = {config.task}", "use wiki40b or pg19")
+    if not config.model.causal and manifest.tokenizer.get("mask") is None:
+        raise UsageError("the tokenizer has no [MASK]", given["data"], "prepare with --mlm")
     train_and_report(config, device)
 
 
@@ -102,7 +102,7 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
     from lineartime.data import open_split, read_manifest
     from lineartime.plot import plot_run
     from lineartime.run import RESULT_FILE, Run, write_atomically
-    from lineartime.tasks import NextToken
+    from lineartime.tasks import MaskedTokens, NextToken
     from lineartime.train import StopSignal, fit, new_model
 
     out, data = Path(config.out), Path(config.data)
@@ -114,7 +114,8 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
             say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
                 "or any other setting.")
             return
-        task = NextToken(config, open_split(data, "train"), open_split(data, "validation"))
+        make_task = NextToken if config.model.causal else MaskedTokens
+        task = make_task(config, open_split(data, "train"), open_split(data, "validation"))
         tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
         with TrainingBar(config) as bar:
             model = fit(run, new_model(config), task, documents={"tokenizer.json": tokenizer_json},
@@ -127,8 +128,8 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
     say(f"plot     {plot}")
     say(f"metrics  {out / 'metrics.jsonl'}, {out / RESULT_FILE}")
-    say(f"next     lineartime generate {out} \"Once more\" --temperature 0.8\n"
-        f"         lineartime evaluate {out} --data {data} --split validation")
+    generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
+    say(f"next     {generate}lineartime evaluate {out} --data {data} --split validation")
 
 
 def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
@@ -136,6 +137,7 @@ def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
     from lineartime.data import open_split
     from lineartime.evaluate import XZ_LIMIT_BYTES, xz_bits_per_byte
     from lineartime.generate import generate
+    from lineartime.masking import masked_sample
     from lineartime.run import write_atomically
     from lineartime.tokenizer import load_tokenizer
 
@@ -145,6 +147,12 @@ def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
                                    max(config.train.micro_batch_tokens // config.model.context, 1), stop)
     say(summary("held-out", evaluation))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
+    if not config.model.causal:
+        text = masked_sample(model.eval(), tokenizer, held_out)
+        write_atomically(run.out / "sample.txt", text)
+        say(f"sample   {run.out / 'sample.txt'}, with masks, with what the model puts there, and as it is:\n"
+            + "".join(f"         {line[:200]}\n" for line in text.splitlines()[:3]).rstrip())
+        return result
     if open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
         result["xz_bits_per_byte"] = xz_bits_per_byte(data)
         better = "better" if evaluation.bits_per_byte < result["xz_bits_per_byte"] else "worse"
@@ -209,7 +217,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     device: Device = None,
 ) -> None:
-    """Score a split: every token exactly once."""
+    """Score a split: every token exactly once, or the masked tokens of a model that is not causal."""
     if batch_rows < 1 or (context is not None and context < 1):
         raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}",
                          "they take whole numbers from 1")
@@ -256,6 +264,9 @@ def evaluate_with_bar(model: "Any", stream: "Any", context: int, precision: str,
 
 
 def summary(name: str, result: "Evaluation") -> str:
+    if result.n_read is not None:
+        return (f"{name:<8} masked {result.loss:.3f} nats per masked token, perplexity {result.perplexity:.1f} "
+                f"({result.n_tokens:,} of {result.n_read:,} tokens masked)")
     return (f"{name:<8} {result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats per token, perplexity "
             f"{result.perplexity:.1f} per token and {result.word_perplexity:.1f} per word ({result.n_tokens:,} tokens)")
 
@@ -286,6 +297,8 @@ def generate(
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     model, tokenizer, _ = load_model(run)
+    if not model.config.causal:
+        raise UsageError("only a causal model continues text", run, "this one fills in masks; open it in transformers")
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = Stream(tokenizer, texts, stop or [])

@@ -28,9 +28,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5
 
 @dataclass(frozen=True)
 class Curves:
-    """What the pictures show of a run; losses are in nats per token."""
+    """What the pictures show of a run; losses are in nats per token, or per masked token."""
 
     title: str
+    unit: str
+    """Of the losses."""
     tokens_per_step: int
     step: np.ndarray
     loss: np.ndarray
@@ -71,13 +73,14 @@ def _read_curves(run_dir: Path) -> Curves:
     last = scores[-1][1] if scores else None
     return Curves(
         title=f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
+        unit="nats per token" if config.causal else "nats per masked token",
         tokens_per_step=run["train"]["tokens_per_step"],
         step=np.array([line["step"] for line in training]),
         loss=np.array([line["loss"] for line in training]),
         learning_rate=np.array([line["learning_rate"] for line in training]),
         held_out_step=[step for step, _ in scores],
         held_out_loss=[score["loss"] for _, score in scores],
-        bits_per_nat=last["bits_per_byte"] / last["loss"] if last else None,
+        bits_per_nat=last["bits_per_byte"] / last["loss"] if last and config.causal else None,
         bits_per_byte=final.get("bits_per_byte"),
         xz_bits_per_byte=result.get("xz_bits_per_byte"),
         loss_by_position=final.get("loss_by_position", []),
@@ -113,7 +116,7 @@ def plot_run(run_dir: Path) -> Path:
                 shown.append(curves.xz_bits_per_byte / factor)
         zoom(axes, shown)
         axes.set_xlabel(f"step of {curves.tokens_per_step:,} tokens")
-        axes.set_ylabel("loss, nats per token")
+        axes.set_ylabel(f"loss, {curves.unit}")
         axes.set_title(curves.title)
         axes.legend(loc="upper right")
     return run_dir / PLOT_FILE
@@ -140,7 +143,7 @@ def plot_comparison(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
         zoom(panels[0], shown)
         panels[0].set_title("held-out loss (points) and training loss (smoothed)")
         panels[0].set_xlabel("million tokens of training")
-        panels[0].set_ylabel("nats per token")
+        panels[0].set_ylabel(", ".join(sorted({curves.unit for curves in runs.values()})))
         for label in scored:
             blocks = runs[label].loss_by_position
             middle = [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
