@@ -6,11 +6,13 @@ The arithmetic is `LanguageModel`'s; here are only the names, arguments and the 
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     GenerationMixin,
     PreTrainedConfig,
@@ -18,15 +20,16 @@ from transformers import (
     TokenizersBackend,
 )
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from lineartime.cache import DecodingState
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.errors import UsageError
+from lineartime.layers import at_least_float32
 from lineartime.model import LanguageModel, init_weights
 from lineartime.settings import require
-from lineartime.tokenizer import END_OF_DOCUMENT
+from lineartime.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR
 
 
 class LineartimeConfig(PreTrainedConfig):
@@ -53,7 +56,9 @@ class LineartimeConfig(PreTrainedConfig):
 
 
 class LineartimeTokenizer(TokenizersBackend):
-    """A checkpoint's tokenizer.json: a text begins with the end-of-document token, as in training; padding is left."""
+    """A checkpoint's tokenizer.json: a text begins with the end-of-document token, as in training; padding is left.
+
+    "[MASK]" in a text is the token, where the checkpoint has one: here a text is a question, not a document."""
 
     padding_side = "left"
 
@@ -64,6 +69,10 @@ class LineartimeTokenizer(TokenizersBackend):
         for name in ("bos_token", "eos_token", "pad_token"):
             if getattr(tokenizer, name) is None:
                 setattr(tokenizer, name, END_OF_DOCUMENT)
+        there = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        for name, content in (("mask_token", MASK), ("sep_token", SEPARATOR)):
+            if getattr(tokenizer, name) is None and content in there:
+                setattr(tokenizer, name, there[content])
         tokenizer.add_bos_token = True
         return tokenizer
 
@@ -201,7 +210,8 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
     """The whole `LanguageModel`, and text from it. Raises UsageError for a model that is not causal."""
 
     def __init__(self, config: LineartimeConfig):
-        require(config.causal, "only a causal model predicts the next token", "causal = false", "AutoModel opens it")
+        require(config.causal, "only a causal model predicts the next token", "causal = false",
+                "AutoModelForMaskedLM opens it")
         super().__init__(config)
 
     @can_return_tuple
@@ -230,6 +240,34 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
 
+class LineartimeForMaskedLM(LineartimeModel):
+    """The whole `LanguageModel` of a model that is not causal: what stands at each place, [MASK] above all.
+
+    Raises UsageError for a causal model."""
+
+    def __init__(self, config: LineartimeConfig):
+        require(not config.causal, "a causal model does not fill in masks", "causal = true",
+                "AutoModelForCausalLM opens it")
+        super().__init__(config)
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
+        """logits_BTV of the token at each place.
+
+        attention_mask: 0 where there is no token; padding may stand anywhere and changes nothing. labels: the tokens
+        that are asked for, -100 elsewhere; the loss is their mean in nats, or their sum over `num_items_in_batch`, and
+        0 where there are none."""
+        refuse(kwargs)
+        logits_BTV = self.model.logits(self.hidden(input_ids, attention_mask, None, False)[0])
+        loss = None
+        if labels is not None:
+            total = F.cross_entropy(at_least_float32(logits_BTV).flatten(0, 1), labels.flatten(), reduction="sum")
+            n_labels = (labels != -100).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+            loss = total / n_labels.to(total.device).clamp(min=1)
+        return MaskedLMOutput(loss=loss, logits=logits_BTV)
+
+
 def refuse(arguments: dict[str, Any]) -> None:
     """Raise UsageError for an argument that would go unheeded; transformers hands around many that are off."""
     for name, value in arguments.items():
@@ -241,3 +279,4 @@ AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
 AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenizer, exist_ok=True)
 AutoModel.register(LineartimeConfig, LineartimeModel, exist_ok=True)
 AutoModelForCausalLM.register(LineartimeConfig, LineartimeForCausalLM, exist_ok=True)
+AutoModelForMaskedLM.register(LineartimeConfig, LineartimeForMaskedLM, exist_ok=True)
