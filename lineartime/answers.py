@@ -15,16 +15,17 @@ from lineartime.errors import DataError
 from lineartime.questions import Question, Rules, check_text
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-TO_SPACE = {ord(c): " " for c in string.punctuation + "‘’´`"}
+TO_SPACE = {ord(c): " " for c in string.punctuation + "\u2018\u2019\u00b4`"}
 REMOVED = {ord(c): None for c in string.punctuation}
 
 
 def normalize(text: str, rules: Rules) -> str:
     """An answer as the official evaluation of TriviaQA or of SQuAD v1.1 compares it.
 
-    Both lower the case, drop the words a, an and the, and set single spaces. TriviaQA makes punctuation and the quotes
-    ‘ ’ ´ ` a space ("well-known" is two words); SQuAD removes ASCII punctuation ("well-known" is "wellknown") and keeps
-    other quotes. Punctuation goes before articles in both, so that "A." is nothing."""
+    Both lower the case, drop the words a, an and the, and set single spaces. TriviaQA makes ASCII
+    punctuation, curly single quotes (U+2018, U+2019) and the acute accent (U+00B4) a space: "well-known" is two words.
+    SQuAD removes ASCII punctuation, "well-known" is "wellknown", and keeps the rest. Punctuation goes before articles
+    in both, so that "A." is nothing."""
     text = text.lower().translate(TO_SPACE if rules == "triviaqa" else REMOVED)
     return " ".join(ARTICLE.sub(" ", text).split())
 
@@ -114,7 +115,7 @@ def words_of(text: str) -> list[Word]:
 
 
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:
-    """Where the words of a document are an answer after TriviaQA's normalisation: characters [start, stop), in order."""
+    """Where a document's words are an answer after TriviaQA's normalisation: characters [start, stop), in order."""
     wanted = {tuple(normalize(answer, "triviaqa").split()) for answer in answers} - {()}
     by_first: dict[str, list[tuple[str, ...]]] = {}
     for answer in sorted(wanted):
@@ -128,8 +129,8 @@ def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int
     return sorted(found)
 
 
-SENTENCE = re.compile(r"[^\n]+?(?:[.!?]+[\"”’)\]]*(?=\s)|\n|$)", re.MULTILINE)
-CANDIDATE = re.compile(r"[^\W_](?:[^\W_]|[.,’'&/-](?=[^\W_]))*", re.UNICODE)
+SENTENCE = re.compile(r"[^\n]+?(?:[.!?]+[\"\u201d\u2019)\]]*(?=\s)|\n|$)", re.MULTILINE)
+CANDIDATE = re.compile(r"[^\W_](?:[^\W_]|[.,\u2019'&/-](?=[^\W_]))*", re.UNICODE)
 ASKS_FOR_A_NUMBER = re.compile(
     r"\b(?:when|how (?:many|much|long|old|far|tall|big|large|high)|(?:what|which) (?:\w+ )?"
     r"(?:year|date|day|century|decade|number|percentage|percent|age|amount|population))\b", re.IGNORECASE)

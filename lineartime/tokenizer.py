@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lineartime.errors import DataError, UsageError
+from lineartime.read_text import PIECE, cut
 from lineartime.settings import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -60,6 +62,19 @@ class Tokenizer:
         """The ids of `text`, without an end-of-document token. Other threads run meanwhile."""
         # Only the batch methods release the interpreter's lock.
         return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of `text` and the characters [start, stop) that each stands for, int64 [N] and [N, 2].
+
+        The tokens of one character that is several share its place; a word's token has the space before it too. Memory
+        is a few numbers per token at any length: the text is cut as `read_text.cut` says."""
+        ids, offsets, at = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
+        for piece in cut(text[i : i + PIECE] for i in range(0, len(text), PIECE)):
+            encoding = self._inner.encode_batch([piece.text], add_special_tokens=False)[0]
+            ids.append(np.array(encoding.ids, np.int64))
+            offsets.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + at)
+            at += len(piece.text)
+        return np.concatenate(ids), np.concatenate(offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, the end-of-document token is spelled out."""
