@@ -168,6 +168,16 @@ class ModelConfig:
         return self.attn_scale_len or self.context
 
     @property
+    def by_document(self) -> bool:
+        """Whether attention takes a packed row's documents one by one, not the row with a mask."""
+        return self.ffn != "gau" and self.attn_type != "mixed_chunk" and self.attn_kernel != "relu2"
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks in a training row."""
+        return -(-self.context // self.chunk_size) if self.chunk_size else 1
+
+    @property
     def max_len(self) -> int | None:
         """Longest row the position tables allow; None when there is no limit.
 

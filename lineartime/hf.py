@@ -104,12 +104,8 @@ class LineartimeCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; a row may come more than once."""
-        if self.state is None:
-            return
-        for part in (*self.state.caches, self.state):
-            for name, value in vars(part).items():
-                if isinstance(value, Tensor):
-                    setattr(part, name, value.index_select(0, indices.to(value.device)))
+        if self.state is not None:
+            self.state.select(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

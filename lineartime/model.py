@@ -1,15 +1,17 @@
 """One language model for every column of the specification tables: embedding, layers, norm, tied head."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lineartime.cache import ChunkState, DecodingState, Feed, KeyValueCache
+from lineartime.cache import DecodingState, Feed
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit, init_gau
-from lineartime.layers import Layout, ScaledSin, at_least_float32, document_boundaries, make_norm, rotary
+from lineartime.layers import Layout, ScaledSin, document_boundaries, make_norm, rotary
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 
 
@@ -59,8 +61,13 @@ class LanguageModel(nn.Module):
             segment_ids_BT = torch.where(valid_BT, segment_ids_BT, -1)
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         layout = Layout(self.rotary(position_1T), segment_ids_BT)
-        if segment_ids_BT is not None and self.config.ffn != "gau":
+        if segment_ids_BT is not None and self.config.by_document:
             layout.boundaries = document_boundaries(segment_ids_BT)
+        if segment_ids_BT is not None and self.config.chunk_pooling == "attention":
+            last_B1 = segment_ids_BT.amax(1, keepdim=True)
+            if not ((segment_ids_BT == last_B1) | (segment_ids_BT < 0)).all():
+                raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
+                                 "give each document its own row")
         x_BTD = self.embed(ids_BT) + self.abs_pos(position_1T)
         for layer in self.layers:
             inputs = (x_BTD,) if isinstance(layer, FeedForward) else (x_BTD, layout)
@@ -98,19 +105,8 @@ class LanguageModel(nn.Module):
             raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
                              'set document_mask = "exact"')
 
-        def zeros(*shape: int) -> Tensor:
-            return weight.new_zeros(batch_size, *shape)
-
-        caches: list[ChunkState | KeyValueCache] = []
-        for _ in range(config.n_layers):
-            if config.chunk_size is not None:
-                s, e, c = config.query_key_dim, config.d_inner, config.chunk_size
-                kv_BSE, count_B = at_least_float32(zeros(s, e)), at_least_float32(zeros())
-                caches.append(ChunkState(zeros(c, s), zeros(c, s), zeros(c, e), kv_BSE, count_B))
-            elif config.ffn == "gau":
-                caches.append(KeyValueCache(zeros(0, config.query_key_dim), zeros(0, config.d_inner)))
-            else:
-                caches.append(KeyValueCache(*(zeros(0, config.n_heads, config.qk_width) for _ in range(2))))
+        attention = [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
+        caches = [layer.empty_cache(batch_size) for layer in attention]
         none_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         return DecodingState(caches, none_B, none_B.clone())
 
@@ -141,13 +137,16 @@ class LanguageModel(nn.Module):
 
 def make_layers(config: ModelConfig) -> list[nn.Module]:
     """One GAU, or one attention layer and one feed-forward layer."""
+    shared: dict[str, Any] = {
+        "n_heads": config.n_heads, "kernel": config.attn_kernel, "chunk_size": config.chunk_size,
+        "scale_len": config.scale_len, "causal": config.causal, "norm": config.norm, "activation": config.activation,
+        "gate": config.gate, "document_mask": config.document_mask, "chunk_pooling": config.chunk_pooling,
+        "chunk_parts": config.chunk_parts, "overlap": config.overlap}
     if config.ffn == "gau":
         return [GatedAttentionUnit(
             config.d_model, expansion_factor=config.expansion_factor, query_key_dim=config.query_key_dim,
-            chunk_size=config.chunk_size, scale_len=config.scale_len, causal=config.causal, norm=config.norm,
-            activation=config.activation, document_mask=config.document_mask, chunk_pooling=config.chunk_pooling,
-            chunk_parts=config.chunk_parts)]
-    return [MultiHeadAttention(config.d_model, config.n_heads, causal=config.causal, norm=config.norm),
+            first_to_all=config.first_to_all, cls_softmax=config.cls_softmax, n_chunks=config.n_chunks, **shared)]
+    return [MultiHeadAttention(config.d_model, attn_type=config.attn_type, prefix_sum=config.prefix_sum, **shared),
             FeedForward(config.d_model, config.d_inner, glu=config.ffn == "glu", activation=config.activation,
                         norm=config.norm)]
 
@@ -171,11 +170,11 @@ def init_weights(model: LanguageModel) -> None:
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, MultiHeadAttention | FeedForward):
-            for linear in (module.in_proj, module.out_proj):
-                nn.init.normal_(linear.weight, std=0.02)
-                nn.init.zeros_(linear.bias)
+            for part in module.children():
+                for name, parameter in part.named_parameters():
+                    nn.init.zeros_(parameter) if name in ("bias", "beta") else nn.init.normal_(parameter, std=0.02)
     for name, parameter in model.named_parameters():
-        if "norm" in name.split("."):
+        if any(part.endswith("norm") for part in name.split(".")):
             nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
     nn.init.zeros_(model.head_bias)
 

@@ -10,33 +10,87 @@ from torch import Tensor
 from lineartime.layers import at_least_float32
 
 
-def toeplitz(w: Tensor, length: int) -> Tensor:
-    """b[i, j] = w[j - i + length - 1] as a matrix `[length, length]` from w `[2 length - 1]`."""
-    return w.unfold(0, length, 1).flip(0)
+def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
+    """b[i, j] = w[j - i + n_queries - 1] as a matrix `[n_queries, n_keys]`, square by default."""
+    n_keys = n_keys or n_queries
+    return w[: n_queries - 1 + n_keys].unfold(0, n_keys, 1).flip(0)
 
 
-def same_document(segment_ids_BGC: Tensor) -> Tensor:
-    """True where query c and key m of a chunk belong to one document: `[B, G, C, M]`."""
-    ids = segment_ids_BGC
-    return (ids[..., :, None] == ids[..., None, :]) & (ids >= 0)[..., None, :]
+def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = None) -> Tensor:
+    """True where query c and key m belong to one document: `[B, G, C, M]`. By default the keys are the queries."""
+    keys = segment_ids_BGC if key_segment_ids_BGM is None else key_segment_ids_BGM
+    return (segment_ids_BGC[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :]
 
 
-def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
-                        segment_ids_BGC: Tensor | None = None) -> Tensor:
-    """relu(q k^T / n + b)^2 v inside each chunk:
+def attention_weights(score: Tensor, visible: Tensor | None, kernel: str) -> Tensor:
+    """relu^2 or softmax of scores over the last axis, exactly 0 where a key is not visible; all 0 where none is."""
+    if kernel == "relu2":
+        return torch.relu(score if visible is None else score.masked_fill(~visible, 0.0)).square()
+    if visible is None:
+        return score.softmax(-1)
+    return score.masked_fill(~visible, torch.finfo(score.dtype).min).softmax(-1).masked_fill(~visible, 0.0)
+
+
+def score_scale(kernel: str, width: int, scale_len: int) -> float:
+    """What q k is divided by: n for relu^2, the root of the head width for softmax."""
+    return float(scale_len) if kernel == "relu2" else width**0.5
+
+
+def quadratic_attention(q_BGCS: Tensor, k_BGMS: Tensor, v_BGME: Tensor, w: Tensor | None, *, scale_len: int,
+                        causal: bool, segment_ids_BGC: Tensor | None = None, kernel: str = "relu2",
+                        overlap: bool = False, cls_softmax: bool = False) -> Tensor:
+    """relu(q k^T / n + b)^2 v, or softmax(q k^T / sqrt(S) + b) v, inside each chunk:
     FLASH's local attention, and with one chunk all of FLASH-Quad (Code 6).
 
-    w: the position bias as `[2 C - 1]` (see `toeplitz`). scale_len: n. Scores are in float32 at least.
-    Returns `[B, G, C, E]`."""
-    length = q_BGCS.shape[-2]
-    score_BGCM = at_least_float32(torch.einsum("bgcs,bgms->bgcm", q_BGCS / scale_len, k_BGCS)) + toeplitz(w, length)
+    w: the position bias (see `toeplitz`), or none. scale_len: n. overlap: a chunk's keys are those of the chunk before
+    it too, and when not causal of the chunk after; w is then made for 2 C. cls_softmax: the first query of a row has
+    softmax for its kernel. Scores are in float32 at least. Returns `[B, G, C, E]`."""
+    n_queries, key_segment_ids_BGM, n_before = q_BGCS.shape[-2], segment_ids_BGC, 0
+    if overlap:
+        if segment_ids_BGC is None:
+            segment_ids_BGC = torch.zeros(q_BGCS.shape[:-1], dtype=torch.long, device=q_BGCS.device)
+        k_BGMS, v_BGME = with_neighbours(k_BGMS, causal), with_neighbours(v_BGME, causal)
+        key_segment_ids_BGM, n_before = with_neighbours(segment_ids_BGC, causal, fill=-1), n_queries
+    n_keys = k_BGMS.shape[-2]
+    visible = None
     if causal:
-        visible = torch.ones(length, length, dtype=torch.bool, device=q_BGCS.device).tril()
-        score_BGCM = score_BGCM.masked_fill(~visible, 0.0)
+        visible = torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=q_BGCS.device).tril(n_before)
     if segment_ids_BGC is not None:
-        score_BGCM = score_BGCM.masked_fill(~same_document(segment_ids_BGC), 0.0)
-    a_BGCM = torch.relu(score_BGCM).square()
-    return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGCE.dtype), v_BGCE)
+        document_BGCM = same_document(segment_ids_BGC, key_segment_ids_BGM)
+        visible = document_BGCM if visible is None else document_BGCM & visible
+
+    def weights(q_BGQS: Tensor, k_BGMS: Tensor, kernel: str, visible: Tensor | None) -> Tensor:
+        """Of the first Q queries of a chunk."""
+        q_BGQS = q_BGQS / score_scale(kernel, q_BGQS.shape[-1], scale_len)
+        score_BGQM = at_least_float32(torch.einsum("bgqs,bgms->bgqm", q_BGQS, k_BGMS))
+        if w is not None:
+            score_BGQM = score_BGQM + toeplitz(w, n_queries, n_keys)[: q_BGQS.shape[2]]
+        return attention_weights(score_BGQM, visible, kernel)
+
+    a_BGCM = weights(q_BGCS, k_BGMS, kernel, visible)
+    if cls_softmax:
+        cls_B11M = weights(q_BGCS[:, :1, :1], k_BGMS[:, :1], "softmax",
+                           None if visible is None else visible[:, :1, :1])
+        first_B1CM = torch.cat([cls_B11M, a_BGCM[:, :1, 1:]], dim=2)
+        a_BGCM = torch.cat([first_B1CM, a_BGCM[:, 1:]], dim=1)
+    return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGME.dtype), v_BGME)
+
+
+def with_neighbours(x_BGC: Tensor, causal: bool, fill: int = 0) -> Tensor:
+    """Each chunk behind the one before it, and when not causal before the one after it: `[B, G, 2 C or 3 C, ...]`."""
+    empty = torch.full_like(x_BGC[:, :1], fill)
+    parts = [torch.cat([empty, x_BGC[:, :-1]], dim=1), x_BGC]
+    if not causal:
+        parts.append(torch.cat([x_BGC[:, 1:], empty], dim=1))
+    return torch.cat(parts, dim=2)
+
+
+def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
+    """The first token of each chunk attends to its whole document by softmax (Section 4.3): `[B, G, E]`."""
+    k_BTS, v_BTE = k_BGCS.flatten(1, 2), v_BGCE.flatten(1, 2)
+    visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
+    score_BGT = at_least_float32(torch.einsum("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
+    return torch.einsum("bgt,bte->bge", attention_weights(score_BGT, visible_BGT, "softmax").to(v_BTE.dtype), v_BTE)
 
 
 def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
@@ -97,6 +151,30 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     return before_BGCE + own_BGCE + read_states(q_BGCS, kv_after_BGSE, each_BGC * seen_after_BGC)
 
 
+def learned_chunk_weights(summary_q_BPS: Tensor, summary_k_BLS: Tensor, bias_BPL: Tensor, *, scale_len: int) -> Tensor:
+    """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, P, L]`, float32 at least.
+
+    scale_len: n, the number of chunks in a training row. What is visible is the caller's."""
+    score_BPL = at_least_float32(torch.einsum("bps,bls->bpl", summary_q_BPS / scale_len, summary_k_BLS))
+    return torch.relu(score_BPL + bias_BPL).square()
+
+
+def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
+    """k^T v of each chunk divided by its number of tokens: kv_BGSE, float32 at least."""
+    valid_BGC = segment_ids_BGC >= 0
+    kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+    return kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
+
+
+def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,
+                              segment_ids_BGC: Tensor) -> Tensor:
+    """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the chunk's tokens as in Code 8:
+    `[B, G, C, E]`. For rows that are one document."""
+    kv_BGSE = chunk_means(k_BGCS, v_BGCE, segment_ids_BGC)
+    pooled_BGSE = torch.einsum("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
+    return torch.einsum("bgcs,bgse->bgce", q_BGCS, pooled_BGSE.to(q_BGCS.dtype))
+
+
 def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
     """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / their number over the chunks whose range of
     documents overlaps, earlier ones only when causal.
@@ -123,22 +201,29 @@ def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, ca
 
 
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
-                          v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool, segment_ids_BGC: Tensor,
-                          document_mask: str = "exact", pooling: str = "mean", parts: str = "both") -> Tensor:
+                          v_BGCE: Tensor, w: Tensor | None, *, scale_len: int, causal: bool, segment_ids_BGC: Tensor,
+                          document_mask: str = "exact", pooling: str = "mean", parts: str = "both",
+                          kernel: str = "relu2", overlap: bool = False, cls_softmax: bool = False,
+                          a_BGG: Tensor | None = None) -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
 
-    w: the position bias as `[2 C - 1]`. document_mask: "exact" keeps documents apart in both halves, "paper" is the
-    listing. parts: "local" or "global" keeps one half alone (the paper's LocalOnly and GlobalOnly)."""
+    w, kernel, overlap, cls_softmax: see `quadratic_attention`. document_mask: "exact" keeps documents apart in both
+    halves, "paper" is the listing. parts: "local" or "global" keeps one half alone (the paper's LocalOnly and
+    GlobalOnly). a_BGG: the weights of chunks, for pooling "attention"."""
     out_BGCE = torch.zeros_like(v_BGCE)
     if parts != "global":
         within = segment_ids_BGC if document_mask == "exact" else (segment_ids_BGC >= 0).long() - 1
         out_BGCE = out_BGCE + quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len,
-                                                  causal=causal, segment_ids_BGC=within)
+                                                  causal=causal, segment_ids_BGC=within, kernel=kernel,
+                                                  overlap=overlap, cls_softmax=cls_softmax)
     if parts != "local":
-        if document_mask == "exact":
-            out_BGCE = out_BGCE + linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
-                                                   segment_ids_BGC=segment_ids_BGC, pooling=pooling)
+        if a_BGG is not None:
+            lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
+        elif document_mask == "exact":
+            lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
+                                        pooling=pooling)
         else:
-            out_BGCE = out_BGCE + paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
-                                                         segment_ids_BGC=segment_ids_BGC)
+            lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
+                                              segment_ids_BGC=segment_ids_BGC)
+        out_BGCE = out_BGCE + lin_BGCE
     return out_BGCE
