@@ -15,6 +15,7 @@ from lineartime.tokenizer import END_OF_DOCUMENT, Tokenizer, byte_tokenizer, loa
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
 TRAINED = train_tokenizer([TEXT], 400)
 BYTES = byte_tokenizer()
+MASKED = (train_tokenizer([TEXT], 400, mlm=True), byte_tokenizer(mlm=True))
 ANY_TEXT = st.text(st.characters(codec="utf-8"))
 
 
@@ -105,10 +106,61 @@ def test_vocabulary_with_holes_counts_to_its_largest_id():
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 3)
 
 
+def test_mask_and_separator_are_there_only_where_asked_for():
+    plain = (TRAINED, BYTES)
+    masked = (train_tokenizer([TEXT], 300, mlm=True), byte_tokenizer(mlm=True), Tokenizer(TRAINED.json, mlm=True))
+    assert [(t.mask, t.separator, t.special) for t in plain] == [(None, None, [0]), (None, None, [256])]
+    n = TRAINED.vocab_size
+    assert [(t.end_of_document, t.mask, t.separator, t.vocab_size) for t in masked] == \
+        [(0, 1, 2, 300), (256, 257, 258, 259), (0, n, n + 1, n + 2)]
+    for tokenizer in masked:
+        assert tokenizer.special == sorted([tokenizer.end_of_document, tokenizer.mask, tokenizer.separator])
+        for again in (Tokenizer(tokenizer.json), Tokenizer(tokenizer.json, mlm=True)):
+            assert (again.sha256, again.mask, again.separator) == \
+                (tokenizer.sha256, tokenizer.mask, tokenizer.separator)
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_mask_and_separator_spelled_in_text_are_text(before, after):
+    text = f"{before}[MASK]{after} [SEP]"
+    for tokenizer in MASKED:
+        ids = tokenizer.encode(text)
+        assert not {*tokenizer.special} & {*ids}
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_mask_takes_the_space_before_it_where_words_do():
+    for tokenizer, tokens in zip(MASKED, (["it", "[MASK]", " was"], ["it", " ", "[MASK]", " was"]), strict=True):
+        inner = tokenizers.Tokenizer.from_str(tokenizer.json)  # as others read it: "[MASK]" in text is the token
+        ids = inner.encode("it [MASK] was").ids
+        assert tokenizer.mask in ids
+        before = tokenizer.decode(ids[: ids.index(tokenizer.mask)])
+        assert before == "".join(tokens[: tokens.index("[MASK]")])
+
+
+def test_ids_that_a_vocabulary_leaves_out_are_special():
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, END_OF_DOCUMENT: 3, "[MASK]": 4, "[SEP]": 6},
+                                                  unk_token="a"))
+    tokenizer = Tokenizer(inner.to_str(), mlm=True)
+    assert (tokenizer.mask, tokenizer.separator, tokenizer.special) == (4, 6, [1, 2, 3, 4, 5, 6])
+
+
 def test_a_vocabulary_without_room_for_an_end_of_document_is_refused():
     inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 2}, unk_token="a"))
     with pytest.raises(DataError, match=r"its vocabulary has no room for <\|endoftext\|>: tokenizer\.json"):
         Tokenizer(inner.to_str())
+
+
+def test_a_vocabulary_without_room_for_a_mask_is_refused():
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 3, END_OF_DOCUMENT: 1}, unk_token="a"))
+    with pytest.raises(DataError, match=r"its vocabulary has no room for \[MASK\]"):
+        Tokenizer(inner.to_str(), mlm=True)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 258])
+def test_a_vocabulary_too_small_for_a_mask_is_refused(vocab_size):
+    with pytest.raises(UsageError, match=f"vocab_size = {vocab_size}; it takes 259 or more"):
+        train_tokenizer([TEXT], vocab_size, mlm=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000])
