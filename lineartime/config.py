@@ -350,10 +350,15 @@ def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def model_config_json(config: ModelConfig) -> str:
-    """A model's `config.json`: its fields, and the few that `transformers` wants beside them."""
+QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
+
+
+def model_config_json(config: ModelConfig, kind: str | None = None) -> str:
+    """A model's `config.json`: its fields, and the few that `transformers` wants beside them.
+
+    kind: the class that opens it there, by default the one of its language model."""
     special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document}
-    kind = "LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM"
+    kind = kind or ("LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM")
     return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
                        "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
 

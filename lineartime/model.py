@@ -13,6 +13,7 @@ from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit, init_gau
 from lineartime.layers import Layout, ScaledSin, document_boundaries, make_norm, rotary
 from lineartime.mhsa import FeedForward, MultiHeadAttention
+from lineartime.settings import require
 
 
 class LanguageModel(nn.Module):
@@ -194,3 +195,28 @@ def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor) ->
     logits_KV = model(ids_BT, at_K=at_K)
     logits_KV = logits_KV if logits_KV.dtype == torch.float64 else logits_KV.float()
     return F.cross_entropy(logits_KV, targets_BT.flatten()[at_K], reduction="none")
+
+
+class SpanModel(LanguageModel):
+    """A `LanguageModel` that is not causal, with two logits per token for the first and the last token of an answer.
+
+    The language model's own head is unused; it stays among the weights, whose names are those of `LanguageModel`."""
+
+    def __init__(self, config: ModelConfig):
+        require(not config.causal, "questions need a model that sees both ways", "causal = true",
+                "train it with causal = false (masked language modelling)")
+        super().__init__(config)
+        self.span_head = nn.Linear(config.d_model, 2)
+        init_span_head(self)
+
+    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None,
+                at_K: Tensor | None = None) -> Tensor:
+        """logits_BT2, of the answer's first token and of its last; arguments as in `LanguageModel`."""
+        x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT)
+        return self.span_head(x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K])
+
+
+def init_span_head(model: SpanModel) -> None:
+    """Initial values of the span head, from torch's global generator: normal(0, 0.02), the bias 0."""
+    nn.init.normal_(model.span_head.weight, std=0.02)
+    nn.init.zeros_(model.span_head.bias)

@@ -120,7 +120,7 @@ def get(record: Any, name: str, kind: type, where: str, default: Any = None) -> 
     value = record[name]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise DataError(f"field {name!r} is not {NAMES[kind]}", where, f"it is {NAMES.get(type(value), 'a number')}")
-    if kind is str:
+    if isinstance(value, str):
         check_text(value, f"field {name!r}", where)
     return value
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lineartime import checkpoint
-from lineartime.config import RunConfig, model_config_from_json, model_config_json, to_dict
+from lineartime.config import QUESTION_ANSWERING, RunConfig, model_config_from_json, model_config_json, to_dict
 from lineartime.errors import CheckpointError, ResourceError, UsageError
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, SpanModel
 from lineartime.tokenizer import Tokenizer
 
 RUN_FILE = "run.json"
@@ -170,11 +170,29 @@ def write_atomically(path: Path, text: str) -> None:
         raise ResourceError("cannot write", path, e.strerror) from None
 
 
+def best_run(out: Path) -> Path:
+    """The best run in a folder that `lineartime finetune` completed; any other folder itself.
+
+    Raises CheckpointError for damage."""
+    path = out / RESULT_FILE
+    if (out / RUN_FILE).exists() or not path.exists():
+        return out
+    try:
+        best = json.loads(path.read_text(encoding="utf-8"))["best"]
+        if not isinstance(best, str) or not (out / best / RUN_FILE).exists():
+            raise ValueError("the best run is not there")
+        return out / best
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise CheckpointError("damaged", path, str(e)) from None
+
+
 def load_model(path: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """The model and tokenizer of a run (its newest whole checkpoint) or of one checkpoint, and the run's facts.
 
+    Of a folder of `lineartime finetune` the best run is taken; what it saved is a `SpanModel`.
     Returns the model in evaluation mode on the CPU. Raises UsageError where there is neither, CheckpointError for
     damage."""
+    path = best_run(path)
     folder = path.resolve()  # `latest` is a link
     if not (path / checkpoint.MANIFEST).exists():
         read_run(path)
@@ -185,12 +203,13 @@ def load_model(path: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     loaded = checkpoint.load(folder)
     try:
         config = model_config_from_json(loaded.documents["config.json"])
+        kind = SpanModel if QUESTION_ANSWERING in loaded.documents["config.json"] else LanguageModel
         tokenizer = Tokenizer(loaded.documents[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
         weights = loaded.tensors["model"]
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
     with torch.device("meta"):
-        model = LanguageModel(config)
+        model = kind(config)
     checkpoint.check_tensors(weights, dict(model.named_parameters()))
     model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer, {"checkpoint": str(folder), "step": loaded.step}
