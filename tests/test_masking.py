@@ -91,10 +91,11 @@ def test_masks_are_a_function_of_seed_epoch_and_row(stream):
 
 def test_masks_are_those_on_record():
     """So that a run resumed under another version of numpy goes on with the same masks."""
-    inputs, targets = mask_tokens(np.arange(3, 50), a_stream(), seed=1, epoch=2, row=3)
+    inputs, targets = mask_tokens(np.tile(np.arange(3, 50), 3), a_stream(), seed=1, epoch=2, row=3)
     asked = np.flatnonzero(targets != NO_TARGET)
-    assert asked.tolist() == [2, 3, 12, 23]
-    assert inputs[asked].tolist() == [1, 1, 1, 1]
+    assert asked.tolist() == [2, 3, 12, 23, 49, 69, 86, 100, 101, 109, 114, 117, 132, 135, 139, 140]
+    assert targets[asked].tolist() == [5, 6, 15, 26, 5, 25, 42, 9, 10, 18, 23, 26, 41, 44, 48, 49]
+    assert inputs[asked].tolist() == [1, 1, 1, 1, 1, 1, 9, 1, 1, 1, 1, 1, 1, 1, 48, 19]
 
 
 def test_a_step_is_rows_of_the_stream_under_their_masks(stream):
