@@ -8,15 +8,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lineartime.cache import KeyValueCache
+from lineartime.cache import KeyValueCache, tensors_of
 from lineartime.config import ModelConfig
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model import LanguageModel
+from lineartime.ops.baselines import BLOCK
 
 NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
-         "rope": "RoPE", "mlp": "MLP", "glu": "GLU", "gau": "GAU"}
+         "rope": "RoPE", "mlp": "MLP", "glu": "GLU", "gau": "GAU", "rowmajor_axial": "Rowmajor-Axial", "linear": "Linear"}
 """What the paper's tables call a field's value, where they do not call it the same."""
+
+OPTIONS = ("gate", "prefix_sum", "document_mask", "chunk_pooling", "chunk_parts", "overlap", "first_to_all",
+           "cls_softmax")
+"""Fields that the paper's tables do not have, printed where they are set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +46,13 @@ class Flops:
 
     projections: float
     attention: float
-    """q k^T and A v within a row, or within a chunk."""
+    """q k^T and A v within a row or a chunk, and what else looks at many tokens: Combiner's summaries, first-to-all."""
     linear: float
-    """k^T v and q (k^T v) of mixed chunk attention."""
+    """k^T v and q (k^T v) of mixed chunk attention and of Performer, and learned chunk weights."""
     head: float
     masked: float
+    constant: float = 0.0
+    """Of `linear`, products with a matrix of ones, which have one gradient and not two."""
 
     @property
     def forward(self) -> float:
@@ -54,7 +61,7 @@ class Flops:
     @property
     def training(self) -> float:
         """Forward and backward: a matrix product has two gradients, each a product of the same size."""
-        return 3 * self.forward
+        return 3 * self.forward - self.constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +70,7 @@ class DecodingBytes:
 
     constant: int
     per_token: int
+    """What grows with the row; a whole chunk at a time where the model keeps something of every chunk."""
 
     def at(self, n_tokens: int) -> int:
         return self.constant + self.per_token * n_tokens
@@ -88,9 +96,10 @@ def describe(config: ModelConfig) -> Description:
         caches = model.decoding_state(1).caches if config.causal else []
     constant = per_token = 0
     for cache in caches:
-        for buffer in vars(cache).values():
-            if isinstance(cache, KeyValueCache):
-                per_token += math.prod(buffer.shape[2:]) * buffer.element_size()
+        tokens = 1 if isinstance(cache, KeyValueCache) else config.chunk_size or 1
+        for name, buffer in tensors_of(cache).items():
+            if name in cache.growing:
+                per_token += buffer.shape[0] * math.prod(buffer.shape[2:]) * buffer.element_size() // tokens
             else:
                 constant += buffer.numel() * buffer.element_size()
     parts = count_parameters(model)
@@ -115,7 +124,7 @@ def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str
         ("Relative position emb.", named(config.rel_pos)),
         ("# of layers", n_layers),
         ("Hidden size", str(config.d_model)),
-        ("Expansion rate", str(config.expansion_factor)),
+        ("Expansion rate", f"{config.expansion_factor:g}"),
         ("Chunk size", "--" if config.chunk_size is None else str(config.chunk_size)),
         ("Params (M)", f"{n_parameters / 1e6:.0f}"),
     ]
@@ -128,8 +137,8 @@ def count_parameters(model: LanguageModel) -> list[Part]:
         kind = {MultiHeadAttention: "attention ", FeedForward: "FFN "}.get(type(layer), "")
         for name, parameter in layer.named_parameters():
             owner = name.split(".")[0]
-            part = {"norm": "norms", "scale_offset": "scale and offset", "rel_pos_bias": "position bias"}.get(owner)
-            part = part or f"{kind}projections"
+            part = next((part for end, part in (("norm", "norms"), ("scale_offset", "scale and offset"),
+                                                ("bias", "position bias")) if owner.endswith(end)), f"{kind}projections")
             per_layer[part] = per_layer.get(part, 0) + parameter.numel()
 
     def size(module: nn.Module) -> int:
@@ -148,20 +157,52 @@ def count_flops(model: LanguageModel) -> Flops:
     """FLOPs per token at `config.context`; see `Flops` for the rule."""
     config = model.config
     linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    qk, av = config.qk_width * config.n_heads, config.v_width * config.n_heads
     chunk = config.chunk_size or config.context
     n_full, rest = divmod(config.context, chunk)
-    keys = (n_full * chunk**2 + rest**2) / config.context
-    """Keys that a query meets on average, those behind it included."""
-    qk, av = (config.query_key_dim, config.d_inner) if config.ffn == "gau" else (config.d_model, config.d_model)
-    with_local = config.chunk_parts != "global"
-    with_linear = config.chunk_size is not None and config.chunk_parts != "local"
+    square = (n_full * chunk**2 + rest**2) / config.context
+    """Keys that a query meets in its row or chunk on average, those behind it included."""
+    neighbours = (2 if config.causal else 3) if config.overlap else 1
+    attention = masked = linear = constant = 0.0
+    if config.attn_type == "rowmajor_axial":
+        attention = 2 * qk * (3 * chunk + 2 * config.n_chunks)
+    elif config.attn_type == "linear":
+        linear, constant = count_performer(config)
+    elif config.chunk_parts != "global":
+        attention = 2 * square * (qk + av) * neighbours
+        masked = (square - 1) * (qk + av) * config.causal
+    if config.attn_type == "mixed_chunk" and config.chunk_parts != "local":
+        linear = 4 * qk * config.v_width
+        if config.chunk_pooling == "attention":
+            linear += 2 * config.n_chunks**2 * qk * (1 + av) / config.context
+        elif not config.causal and config.document_mask == "exact":
+            linear += linear + 2 * square * (qk + av)  # chunks before, chunks after, the own chunk with its mask
+    if config.first_to_all:
+        attention += 2 * config.n_chunks * (qk + av)
+    if config.cls_softmax:
+        attention += 2 * chunk * neighbours * qk / config.context
     return Flops(
         projections=2 * sum(linear.weight.numel() for linear in linears),
-        attention=config.n_layers * 2 * keys * (qk + av) * with_local,
-        linear=config.n_layers * 4 * qk * av * with_linear,
+        attention=config.n_layers * attention,
+        linear=config.n_layers * linear,
         head=2 * model.embed.weight.numel(),
-        masked=config.n_layers * (keys - 1) * (qk + av) * (with_local and config.causal),
+        masked=config.n_layers * masked,
+        constant=config.n_layers * constant,
     )
+
+
+def count_performer(config: ModelConfig) -> tuple[float, float]:
+    """One layer's k^T v and q (k^T v) per token, the denominator's beside the numerator's; and how much of it is by a
+    matrix of ones. The scan's states are made without matrix products, and so are those that "matmul" adds up."""
+    pair = 2 * config.d_model * (config.qk_width + 1)
+    if not config.causal:
+        return 2 * pair, 0.0
+    if config.prefix_sum == "scan":
+        return pair, 0.0
+    filled_up = -(-config.context // BLOCK) * BLOCK / config.context
+    if config.prefix_sum == "matmul":
+        return filled_up * pair * (2 + BLOCK), filled_up * pair * BLOCK
+    return filled_up * (2 * pair + 2 * BLOCK * (2 * config.d_model + config.n_heads)), 0.0
 
 
 def millions(n: float) -> str:
@@ -198,7 +239,11 @@ def print_description(config: ModelConfig, title: str) -> None:
     rows.add_row("inner width e", f"{config.d_inner:,}")
     if config.ffn == "gau":
         rows.add_row("query and key width s", f"{config.query_key_dim:,}")
+    if config.attn_kernel == "relu2":
         rows.add_row("n of relu²(q k / n + b)", f"{config.scale_len:,}")
+    for name in OPTIONS:
+        if getattr(config, name) != getattr(ModelConfig, name):
+            rows.add_row(name, str(getattr(config, name)).lower())
     rows.add_row("vocabulary", f"{config.vocab_size:,}")
     rows.add_row("causal", "yes" if config.causal else "no")
     console.print(rows)
@@ -227,7 +272,7 @@ def print_description(config: ModelConfig, title: str) -> None:
     console.print("Decoding state of one row, float32", style="bold")
     if not config.causal:
         console.print("none: the model is not causal")
-    elif config.chunk_size is not None:
+    elif described.decoding.per_token == 0:
         console.print(f"{mib(described.decoding.constant)} at any length")
     else:
         console.print(f"{described.decoding.per_token:,} bytes more with each token; "

@@ -16,7 +16,7 @@ SMALL = {"d_model": 48, "n_layers": 3, "vocab_size": 96, "context": 32}
 def small(preset: str, task: str = "wiki40b", **fields):
     heads = {} if PRESETS[preset].ffn == "gau" else {"n_heads": 4}
     gau = {"query_key_dim": 16} if PRESETS[preset].ffn == "gau" else {}
-    chunk = {"chunk_size": 8} if preset == "flash" else {}
+    chunk = {"chunk_size": 8} if PRESETS[preset].chunk_size else {}
     return model_config(preset, task, **{**SMALL, **heads, **gau, **chunk, **fields})
 
 
@@ -25,7 +25,9 @@ def small(preset: str, task: str = "wiki40b", **fields):
     ("transformer++", "c4", 110),
     ("flash", "wiki40b", 112), ("flash-quad", "wiki40b", 112), ("transformer", "wiki40b", 110),
     ("transformer+", "wiki40b", 110), ("transformer++", "wiki40b", 110),
-    ("flash", "pg19", 496), ("flash-quad", "pg19", 496), ("transformer+", "pg19", 486), ("transformer++", "pg19", 486)])
+    ("flash", "pg19", 496), ("flash-quad", "pg19", 496), ("transformer+", "pg19", 486), ("transformer++", "pg19", 486),
+    ("combiner", "c4", 124), ("combiner", "wiki40b", 124), ("combiner", "pg19", 562),
+    ("performer", "c4", 110), ("performer", "wiki40b", 110), ("mc-tfm++", "c4", 110), ("mc-tfm++", "wiki40b", 110)])
 def test_parameters_are_the_papers(preset, task, printed):
     described = describe(model_config(preset, task))
     assert dict(described.specification)["Params (M)"] == str(printed)
@@ -53,7 +55,12 @@ def test_every_parameter_is_counted_once(preset, task):
 
 @pytest.mark.parametrize("config", [
     *(small(preset) for preset in PRESETS), small("flash", chunk_parts="local"), small("flash", chunk_parts="global"),
-    small("flash-quad", "c4"), small("transformer++", "c4"), small("flash", "c4", document_mask="paper")])
+    *(small(preset, "c4") for preset in PRESETS if preset != "flash"), small("flash", "c4", document_mask="paper"),
+    small("performer", prefix_sum="blocks"), small("flash-quad", n_heads=4), small("flash", n_heads=4),
+    small("flash-quad", gate=False), small("flash-quad", attn_kernel="softmax"), small("transformer++", gate=True),
+    small("transformer++", attn_kernel="relu2"), small("flash", overlap=True),
+    small("flash", chunk_pooling="attention"),
+    small("flash", "c4", chunk_pooling="attention", overlap=True, first_to_all=True, cls_softmax=True)])
 def test_flops_are_those_that_pytorch_counts(config):
     model, ids_BT = LanguageModel(config), torch.zeros(2, config.context, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
@@ -90,7 +97,7 @@ def test_decoding_bytes_are_those_of_a_state(preset):
     state = prefill(LanguageModel(config), [[1] * 24])[1]
     decoding = describe(config).decoding
     assert decoding.at(24) == state.n_bytes
-    assert (decoding.per_token == 0) == (preset == "flash")
+    assert (decoding.per_token == 0) == (preset in ("flash", "mc-tfm++", "performer", "performer-matmul"))
 
 
 def test_print_description(capsys):
