@@ -16,7 +16,8 @@ from lineartime.ops.baselines import BLOCK
 
 NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
-         "rope": "RoPE", "mlp": "MLP", "glu": "GLU", "gau": "GAU", "rowmajor_axial": "Rowmajor-Axial", "linear": "Linear"}
+         "rope": "RoPE", "mlp": "MLP", "glu": "GLU", "gau": "GAU", "rowmajor_axial": "Rowmajor-Axial",
+         "linear": "Linear"}
 """What the paper's tables call a field's value, where they do not call it the same."""
 
 OPTIONS = ("gate", "prefix_sum", "document_mask", "chunk_pooling", "chunk_parts", "overlap", "first_to_all",
@@ -138,7 +139,8 @@ def count_parameters(model: LanguageModel) -> list[Part]:
         for name, parameter in layer.named_parameters():
             owner = name.split(".")[0]
             part = next((part for end, part in (("norm", "norms"), ("scale_offset", "scale and offset"),
-                                                ("bias", "position bias")) if owner.endswith(end)), f"{kind}projections")
+                                                ("bias", "position bias")) if owner.endswith(end)),
+                        f"{kind}projections")
             per_layer[part] = per_layer.get(part, 0) + parameter.numel()
 
     def size(module: nn.Module) -> int:
