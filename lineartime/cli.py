@@ -42,6 +42,9 @@ def prepare(
     validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
     test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    task: Annotated[str | None, typer.Option(help="Read the text as c4, wiki40b or pg19.")] = None,
+    hub: Annotated[bool, typer.Option("--hub", help="Read the task's data set from the hub, with `datasets`.")] = False,
+    documents: Annotated[int | None, typer.Option(help="With --hub: the first so many of each split.")] = None,
     mlm: Annotated[bool, typer.Option("--mlm", help="For masked language modelling: add [MASK] and [SEP].")] = False,
     jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
 ) -> None:
@@ -50,7 +53,8 @@ def prepare(
 
     manifest = data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
                             held_out=held_out, validation=list(validation or []), test=list(test or []),
-                            field=text_field, mlm=mlm, jobs=jobs or os.cpu_count() or 1, progress=True)
+                            field=text_field, task=task, hub=hub, documents=documents, mlm=mlm,
+                            jobs=jobs or os.cpu_count() or 1, progress=True)
     if manifest.already_prepared:
         say(f"already prepared: {out} holds this text with these settings; nothing to do.")
         return
@@ -59,7 +63,9 @@ def prepare(
             f"{split.words:>12,} words  {split.bytes:>13,} bytes")
     for note in manifest.notes:
         say(f"note: {note}")
-    say(f"next        lineartime train flash {'--task c4 ' if mlm else ''}--data {out} --out RUN")
+    named = task or ("c4" if mlm else None)
+    how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
+    say(f"next        lineartime train flash {how}--data {out} --out RUN")
 
 
 @app.command()
@@ -145,7 +151,7 @@ def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
     held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / "tokenizer.json")
     evaluation = evaluate_with_bar(model, held_out, config.model.context, config.train.precision,
                                    max(config.train.micro_batch_tokens // config.model.context, 1), stop)
-    say(summary("held-out", evaluation))
+    say(summary("held-out", evaluation, held_out.task))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
     if not config.model.causal:
         text = masked_sample(model.eval(), tokenizer, held_out)
@@ -238,7 +244,7 @@ def evaluate(
     if as_json:
         print(json.dumps({**facts, "split": split, "context": context, **result.to_dict()}))
         return
-    say(summary(split, result))
+    say(summary(split, result, stream.task))
     for first, last, loss in result.loss_by_position:
         say(f"         position {first:>6} to {last:>6}  {loss:.4f} nats per token")
 
@@ -263,10 +269,20 @@ def evaluate_with_bar(model: "Any", stream: "Any", context: int, precision: str,
         return score(model, stream, context=context, batch_rows=batch_rows, precision=precision, progress=progress)
 
 
-def summary(name: str, result: "Evaluation") -> str:
+def summary(name: str, result: "Evaluation", task: str | None) -> str:
+    """A score in words; it begins with the measure of the task that the data was prepared as."""
     if result.n_read is not None:
         return (f"{name:<8} masked {result.loss:.3f} nats per masked token, perplexity {result.perplexity:.1f} "
                 f"({result.n_tokens:,} of {result.n_read:,} tokens masked)")
+    words = "the published word count" if result.word_count == "published" else "counted words"
+    if task == "pg19":
+        return (f"{name:<8} perplexity {result.word_perplexity:.1f} per word ({result.n_words:,} words, {words}) and "
+                f"{result.perplexity:.1f} per token, {result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats "
+                f"per token ({result.n_tokens:,} tokens)")
+    if task == "wiki40b":
+        return (f"{name:<8} perplexity {result.perplexity:.1f} per token and {result.word_perplexity:.1f} per word, "
+                f"{result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats per token "
+                f"({result.n_tokens:,} tokens)")
     return (f"{name:<8} {result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats per token, perplexity "
             f"{result.perplexity:.1f} per token and {result.word_perplexity:.1f} per word ({result.n_tokens:,} tokens)")
 

@@ -24,11 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from lineartime import corpora
+from lineartime.config import TASKS
 from lineartime.errors import DataError, ResourceError
 from lineartime.files import hash_of, hashed_file, written_aside
 from lineartime.read_text import MAX_LINE_BYTES, PIECE, Piece, read_pieces
-from lineartime.settings import require
-from lineartime.splits import Part, Reader, check_source, divide, find_sources, pieces_of
+from lineartime.settings import require, require_name
+from lineartime.splits import Part, Reader, Source, check_source, divide, find_sources, pieces_of
 from lineartime.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, require_vocab_size, train_tokenizer
 
 FORMAT_VERSION = 1
@@ -126,9 +128,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenizer: str | Path = "train",
             vocab_size: int = 32_000, held_out: float | None = None, validation: Iterable[Path] = (),
-            test: Iterable[Path] = (), field: str = "text", mlm: bool = False, jobs: int | None = None,
-            train_characters: int = 1 << 28, shard_tokens: int = 1 << 27, max_line_bytes: int = MAX_LINE_BYTES,
-            progress: bool = False) -> Manifest:
+            test: Iterable[Path] = (), field: str = "text", task: str | None = None, hub: bool = False,
+            documents: int | None = None, mlm: bool = False, jobs: int | None = None, train_characters: int = 1 << 28,
+            shard_tokens: int = 1 << 27, max_line_bytes: int = MAX_LINE_BYTES, progress: bool = False) -> Manifest:
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
     `find_sources` says which file belongs to which split; `sample` is the book that ships with the package, instead of
@@ -136,23 +138,39 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
     document the last fraction of its characters, from the next line on where one begins within 65,536 characters.
     `tokenizer` is "train" (byte-level BPE of `vocab_size`, on evenly spread pieces of the train split where it has more
     than `train_characters`), "bytes", or the path of a tokenizer.json. `field` is the JSON field or parquet column.
-    `mlm` gives the tokenizer the tokens "[MASK]" and "[SEP]", which masked language modelling needs.
+    `task` says which of the paper's data sets it is, and so what its text looks like and what counts (`corpora`); with
+    `hub` it is read from the hub instead of inputs, of each split the first `documents`. `mlm`, which the task "c4"
+    implies, gives the tokenizer the tokens "[MASK]" and "[SEP]" of masked language modelling.
     `jobs` threads tokenise, by default one per core; the result does not depend on them.
-    `out` is whole or not there. Where it was prepared from the same text and settings it is verified and left alone.
+    `out` is whole or not there. Where it was prepared from the same text and settings it is verified and left alone;
+    the hub is not asked again whether its text is the same.
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     require(held_out is None or 0 < held_out < 1, "wrong value", f"held_out = {held_out}", "it lies between 0 and 1")
     for name, value in (("jobs", jobs), ("train_characters", train_characters), ("shard_tokens", shard_tokens),
-                        ("max_line_bytes", max_line_bytes)):
+                        ("max_line_bytes", max_line_bytes), ("documents", 1 if documents is None else documents)):
         require(value >= 1, "wrong value", f"{name} = {value}", "it takes 1 or more")
-    inputs = list(inputs)
-    require(sample != bool(inputs), "wrong inputs", f"{len(inputs)} and the sample" if sample else "there are none",
-            "name files or folders, or ask for the sample")
-    sources = find_sources([SAMPLE] if sample else inputs, validation, test)
-    require(held_out is None or all(source.split != "validation" for source in sources), "two validation splits",
-            f"held_out = {held_out}", "the inputs have one already; leave out held_out")
+    inputs, validation, test, mlm = list(inputs), list(validation), list(test), mlm or task == "c4"
     settings: dict[str, Any] = {"held_out": held_out, "field": field, "shard_tokens": shard_tokens}
     settings |= {"mlm": True} if mlm else {}
+    sources: list[Source] = []
+    if task is not None:
+        require_name("task", task, TASKS)
+        settings["task"] = task
+    if hub:
+        require(task is not None, "no data set is named", "hub", f"name the task: {', '.join(corpora.HUB)}")
+        require(not (inputs or sample or validation or test or held_out), "wrong inputs", "the hub and others",
+                "a data set of the hub comes with its splits")
+        settings |= {"hub": corpora.HUB[settings["task"]][0], "documents": documents}
+    else:
+        require(documents is None, "only the hub is read in part", f"documents = {documents}", "leave it out")
+        require(sample != bool(inputs), "wrong inputs", f"{len(inputs)} and the sample" if sample else "there are none",
+                "name files or folders, or ask for the sample")
+        sources = find_sources([SAMPLE] if sample else inputs, validation, test,
+                               preferred=corpora.PREFERRED.get(task or ""))
+        require(held_out is None or all(source.split != "validation" for source in sources), "two validation splits",
+                f"held_out = {held_out}", "the inputs have one already; leave out held_out")
+    notes = corpora.check_kinds(task, sources)
     ready = None
     if tokenizer == "train":
         require_vocab_size(vocab_size, mlm=mlm)
@@ -161,19 +179,27 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
         ready = byte_tokenizer(mlm=mlm) if tokenizer == "bytes" else load_tokenizer(Path(tokenizer), mlm=mlm)
         settings["tokenizer"] = ready.sha256
     out = Path(os.path.realpath(out))
-    reader = functools.partial(read_pieces, field=field, max_line_bytes=max_line_bytes)
+    reader = functools.partial(read_pieces, field="text" if hub else field, max_line_bytes=max_line_bytes,
+                               convert=None if hub else corpora.converter(task))
     try:
-        with _progress(progress) as show:
+        exists = out.exists() and not (out.is_dir() and not any(out.iterdir()))
+        if hub and exists:
+            return _already_prepared(out, settings, None)
+        with contextlib.ExitStack() as stack:
+            show = stack.enter_context(_progress(progress))
+            if hub:
+                asked = corpora.hub_files(settings["task"], out, documents=documents, field=field, show=show)
+                sources = find_sources(stack.enter_context(asked))
             hashed = [{"split": source.split, "name": source.name} | hash_of(source.path)
                       for source in show("hashing", sources, len(sources), _one)]
-            if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            if exists:
                 return _already_prepared(out, settings, hashed)
             _refuse_shared_text(hashed)
             files = [check_source(reader, source) for source in show("checking", sources, len(sources), _one)]
             parts = divide(reader, files, held_out)
             n_characters = sum(file.characters for file in files)
             with written_aside(out, MANIFEST) as (folder, manifest_file):
-                manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", shard_tokens, {}, 0, [], {})
+                manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", shard_tokens, {}, 0, notes, {})
                 manifest.blank_documents = sum(file.blank for file in files)
                 if ready is None:
                     n_train = sum(file.characters for file in parts["train"].files)
@@ -208,10 +234,10 @@ def _refuse_shared_text(sources: list[dict[str, Any]]) -> None:
             raise DataError("the same text in two splits", where, "take it out of one")
 
 
-def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[str, Any]]) -> Manifest:
+def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[str, Any]] | None) -> Manifest:
     require((out / MANIFEST).is_file(), "the output exists and is not a prepared folder", str(out), "choose another")
     manifest = read_manifest(out)
-    old, new = manifest.settings | {"text": manifest.sources}, settings | {"text": sources}
+    old, new = manifest.settings | {"text": manifest.sources}, settings | {"text": sources or manifest.sources}
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     how = [name if name == "text" else f"{name} {old.get(name)} -> {new.get(name)}" for name in changed]
     require(not how, "the output was prepared differently", f"{out} ({', '.join(how)})", "choose another or delete it")
@@ -326,7 +352,7 @@ def _shard(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-_Show = Callable[[str, Iterable[Any], int, Callable[[Any], int]], Iterator[Any]]
+_Show = Callable[[str, Iterable[Any], int | None, Callable[[Any], int]], Iterator[Any]]
 
 
 def _one(_: object) -> int:
@@ -345,7 +371,7 @@ def _progress(enabled: bool) -> Iterator[_Show]:
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
 
-        def show(what: str, items: Iterable[Any], total: int, amount: Callable[[Any], int]) -> Iterator[Any]:
+        def show(what: str, items: Iterable[Any], total: int | None, amount: Callable[[Any], int]) -> Iterator[Any]:
             task = bar.add_task(what, total=total)
             for item in items:
                 yield item
@@ -358,6 +384,8 @@ def _progress(enabled: bool) -> Iterator[_Show]:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
+    `task` is the data set that it was prepared as. `n_words` is the number to divide by: for a published split of PG-19
+    the published one, and `word_count` then is "published"; else "counted", between white space.
     `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None where the data was prepared without them; `special`
     holds all ids that no text has and `ordinary` all others. `document_positions` says where the end-of-document tokens
     are: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
@@ -366,7 +394,10 @@ class TokenStream:
         counts = manifest.splits[split]
         self.folder, self.split = folder, split
         self.n_documents, self.n_tokens = counts.documents, counts.tokens
-        self.n_words, self.n_bytes = counts.words, counts.bytes
+        self.task: str | None = manifest.settings.get("task")
+        published = corpora.published_words(counts.documents, counts.words) if self.task == "pg19" else None
+        self.n_words, self.n_bytes = published or counts.words, counts.bytes
+        self.word_count = "published" if published else "counted"
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
         self.mask: int | None = manifest.tokenizer.get("mask")
         self.separator: int | None = manifest.tokenizer.get("separator")

@@ -30,11 +30,14 @@ class Evaluation:
     """Sum of -ln p over them."""
     n_words: int
     n_bytes: int
-    """Words and bytes of the text that they spell; what was scored in part counts in proportion."""
+    """Words and bytes of the text that they spell; what was scored in part counts in proportion. Of a published split
+    of PG-19 the words are those of its paper."""
     loss_by_position: list[tuple[int, int, float]]
     """Mean loss at positions first..last of the context, in blocks that double."""
     n_read: int | None = None
     """Masked language modelling: the tokens of the rows, of which `n_tokens` were masked; otherwise None."""
+    word_count: str = "counted"
+    """"published" or "counted": where `n_words` is from."""
 
     @property
     def loss(self) -> float:
@@ -62,7 +65,7 @@ class Evaluation:
                     "n_read": self.n_read, "loss_by_position": by_position}
         return {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
                 "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
-                "n_bytes": self.n_bytes, "loss_by_position": by_position}
+                "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
 
 
 @torch.inference_mode()
@@ -113,7 +116,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_r
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
     share = n_tokens / stream.n_tokens
     return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share),
-                      by_position(nll_T, count_T), None if causal else n_read)
+                      by_position(nll_T, count_T), None if causal else n_read, stream.word_count)
 
 
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:

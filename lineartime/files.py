@@ -43,28 +43,49 @@ def written_aside(out: Path, last: str) -> Iterator[tuple[Path, IO[bytes]]]:
 
     The file is the lock: it is held until the folder has its name. What a killed run left is removed."""
     aside = out.with_name(f".{out.name}.partial")
-    aside.mkdir(parents=True, exist_ok=True)
-    with (aside / last).open("ab") as file:
+    with _locked_folder(aside, last, out) as file:
+        yield aside, file
+        file.flush()
+        os.fsync(file.fileno())
+        _fsync_folder(aside)
+        os.rename(aside, out)
+        _fsync_folder(out.parent)
+
+
+@contextlib.contextmanager
+def scratch_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, on its disk, that is gone afterwards. What a killed run left is removed."""
+    scratch = out.with_name(f".{out.name}.source")
+    with _locked_folder(scratch, "lock", out):
+        yield scratch
+        shutil.rmtree(scratch)
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path, lock: str, out: Path) -> Iterator[IO[bytes]]:
+    """An empty folder of this process alone, and the file in it that is its lock. Where the block raises, nothing is
+    left of the folder and of the parents made for it."""
+    made = [parent for parent in folder.parents if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / lock).open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.path.samestat(os.fstat(file.fileno()), (aside / last).stat())
+            ours = os.path.samestat(os.fstat(file.fileno()), (folder / lock).stat())
         except (BlockingIOError, FileNotFoundError):
             ours = False
         if not ours:
             raise ResourceError("another prepare is writing this folder", out, "wait for it")
         try:
-            for left in aside.iterdir():
-                if left.name != last:
+            for left in folder.iterdir():
+                if left.name != lock:
                     left.unlink()
             file.truncate(0)
-            yield aside, file
-            file.flush()
-            os.fsync(file.fileno())
-            _fsync_folder(aside)
-            os.rename(aside, out)
-            _fsync_folder(out.parent)
+            yield file
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in made:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
             raise
 
 

@@ -18,6 +18,8 @@ PIECE = 1 << 16
 """Characters in a piece."""
 MAX_LINE_BYTES = 64 << 20
 BYTE_ORDER_MARK = "\ufeff"
+Convert = Callable[[str, str], str]
+"""What makes text of a record's field: given it and where it stands, for an error."""
 
 
 class Piece(NamedTuple):
@@ -32,9 +34,11 @@ def ending_of(name: str) -> str:
     return next((ending for ending in sorted(ENDINGS, key=len, reverse=True) if name.lower().endswith(ending)), "")
 
 
-def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Piece]:
+def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES,
+                convert: Convert | None = None) -> Iterator[Piece]:
     """All documents of one file, in order, each as pieces of about `PIECE` characters. A blank one is an empty piece,
-    or for `.txt` pieces of white space. `field` is the JSON field or parquet column.
+    or for `.txt` pieces of white space. `field` is the JSON field or parquet column, and `convert` makes text of what
+    it holds; a `.txt` is text already.
 
     Raises DataError, with the line, row or byte, for whatever is not such a file."""
     try:
@@ -44,10 +48,11 @@ def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LI
         if ending == ".txt":
             yield from cut(_blocks(path))
             return
-        texts = _parquet_texts(path, field) if ending == ".parquet" else _json_texts(path, field, max_line_bytes)
+        found = _parquet_texts(path, field) if ending == ".parquet" else _json_texts(path, field, max_line_bytes)
         empty = True
-        for text in texts:
+        for where, text in found:
             empty = False
+            text = convert(text, where) if convert else text
             text = "" if text.isspace() else text
             yield from cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
         if empty:
@@ -106,7 +111,8 @@ def check_gzip(path: Path) -> None:
             raise DataError("damaged gzip file", f"{path}, at or before byte {raw.tell()}", str(e)) from None
 
 
-def _json_texts(path: Path, field: str, max_line_bytes: int) -> Iterator[str]:
+def _json_texts(path: Path, field: str, max_line_bytes: int) -> Iterator[tuple[str, str]]:
+    """Where each text stands, and the text."""
     opened: Callable[[Path], IO[bytes]] = gzip.open if path.name.lower().endswith(".gz") else open  # type: ignore[assignment]
     with opened(path, "rb") as file:  # type: ignore[call-arg]
         number = 0
@@ -115,7 +121,8 @@ def _json_texts(path: Path, field: str, max_line_bytes: int) -> Iterator[str]:
             if len(line) > max_line_bytes:
                 raise DataError("line is too long", f"{path}:{number}", f"the limit is {max_line_bytes} bytes")
             if not line.isspace():
-                yield _text_of_line(line, field, f"{path}:{number}")
+                where = f"{path}:{number}"
+                yield where, _text_of_line(line, field, where)
 
 
 def _text_of_line(line: bytes, field: str, where: str) -> str:
@@ -135,7 +142,7 @@ def _text_of_line(line: bytes, field: str, where: str) -> str:
     if field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "none"
         raise DataError(f"no field {field!r}", where, f"the line has {names}")
-    return _checked(record[field], f"field {field!r}", where)
+    return checked(record[field], f"field {field!r}", where)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -149,7 +156,8 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _checked(text: Any, what: str, where: str) -> str:
+def checked(text: Any, what: str, where: str) -> str:
+    """`text`, if it is a string of valid Unicode. Raises DataError."""
     if not isinstance(text, str):
         raise DataError(f"{what} is not a string", where)
     try:
@@ -159,7 +167,8 @@ def _checked(text: Any, what: str, where: str) -> str:
     return text
 
 
-def _parquet_texts(path: Path, field: str) -> Iterator[str]:
+def _parquet_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    """Where each text stands, and the text."""
     import pyarrow
     from pyarrow import parquet
 
@@ -176,7 +185,8 @@ def _parquet_texts(path: Path, field: str) -> Iterator[str]:
                 raise DataError(f"column {field!r} is not text", path, f"it is {kind}")
             for batch in file.iter_batches(batch_size=16, columns=[field], use_threads=False):
                 for value in batch.column(0):
-                    yield _checked(value.as_py(), f"column {field!r}", f"{path}, row {row}")
+                    where = f"{path}, row {row}"
+                    yield where, checked(value.as_py(), f"column {field!r}", where)
                     row += 1
     except UnicodeDecodeError:
         raise DataError("not valid UTF-8", f"{path}, row {row}") from None

@@ -25,16 +25,20 @@ class Source(NamedTuple):
     split: str
     name: str
     path: Path
+    unread: tuple[str, ...] = ()
+    """The kinds of files that lie beside it in the folder and were left out."""
 
 
-def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: Iterable[Path] = ()) -> list[Source]:
+def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: Iterable[Path] = (), *,
+                 preferred: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
     The inputs are `train` unless their names say more: a folder with subfolders or files called train, validation and
     test (in which nothing else is read), or such files themselves. `validation` and `test` name files or folders of
-    those splits. Raises UsageError for what is missing or ambiguous, DataError for what is no file or holds nothing."""
+    those splits. Where a folder has files of several kinds, those with the ending `preferred` are taken.
+    Raises UsageError for what is ambiguous, DataError for what is missing, is no file or holds nothing."""
     inputs, validation, test = list(inputs), list(validation), list(test)
-    sources = [source for path in inputs for source in _sources_of(Path(path))]
+    sources = [source for path in inputs for source in _sources_of(Path(path), preferred)]
     splits = {source.split for source in sources}
     if "train" in splits and splits & {"validation", "test"}:
         for source in sources:
@@ -47,7 +51,7 @@ def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: 
         if paths and any(source.split == split for source in sources):
             raise UsageError(f"two {split} splits", paths[0], "the inputs have one already")
         for path in paths:
-            found = _sources_of(Path(path))
+            found = _sources_of(Path(path), preferred)
             if len({source.split for source in found}) > 1:
                 raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
             sources += [source._replace(split=split) for source in found]
@@ -60,14 +64,14 @@ def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: 
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
 
-def _sources_of(path: Path) -> list[Source]:
+def _sources_of(path: Path, preferred: str | None) -> list[Source]:
     """The files under one input; the split is "" where a name does not tell."""
     try:
         if path.is_dir():
-            return _sources_in_folder(path)
+            return _sources_in_folder(path, preferred)
         mode = path.stat().st_mode
     except OSError as e:
-        raise UsageError("cannot read the input", path, e.strerror) from None
+        raise DataError("cannot read the input", path, e.strerror) from None
     if not stat.S_ISREG(mode):
         raise DataError("not a regular file", path)
     if not ending_of(path.name):
@@ -75,7 +79,7 @@ def _sources_of(path: Path) -> list[Source]:
     return [Source(_split_of(path.name), path.name, path)]
 
 
-def _sources_in_folder(folder: Path) -> list[Source]:
+def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
     names = _files_below(folder)
     readable = [name for name in names if ending_of(name)]
     if not readable:
@@ -95,10 +99,14 @@ def _sources_in_folder(folder: Path) -> list[Source]:
             if "/" in name and (_split_of(name.split("/")[-1]) == "train" or "train" in name.lower().split("/")[:-1]):
                 raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
     endings = {ending_of(name) for name in chosen}
-    if len(endings) > 1:
+    unread: tuple[str, ...] = ()
+    if preferred in endings:
+        unread = tuple(sorted(endings - {preferred}))
+        chosen = {name: split for name, split in chosen.items() if ending_of(name) == preferred}
+    elif len(endings) > 1:
         raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
                          f"name the files of one kind, such as {folder}/*{min(endings)}")
-    sources = [Source(split, name, folder / name) for name, split in chosen.items()]
+    sources = [Source(split, name, folder / name, unread) for name, split in chosen.items()]
     for source in sources:
         if not source.path.is_file():
             raise DataError("not a regular file", source.path)

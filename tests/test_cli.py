@@ -190,7 +190,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
     train = ["train", "flash", "--data", data, "--steps", 3, *SMALL]
     for code, words, arguments in [
         (3, ["bad.txt", "byte 5"], ["prepare", tmp_path / "bad.txt", "--out", tmp_path / "x"]),
-        (2, ["nowhere"], ["prepare", "nowhere.txt", "--out", tmp_path / "x"]),
+        (3, ["nowhere"], ["prepare", "nowhere.txt", "--out", tmp_path / "x"]),
         (2, ["vocab_size"], ["prepare", run.parent / "book.txt", "--out", tmp_path / "x", "--vocab-size", 3]),
         (2, ["broken.toml"], ["train", tmp_path / "broken.toml"]),
         (2, ["n_layers"], [*train, "--out", tmp_path / "x", "--set", "n_lyers=2"]),

@@ -236,7 +236,6 @@ def test_the_sample_is_prepared_without_inputs(tmp_path):
     ({"shard_tokens": 0}, "shard_tokens = 0"),
     ({"vocab_size": 256}, "vocab_size = 256; it takes 257 or more"),
     ({"tokenizer": "none.json"}, "cannot read the tokenizer: none.json"),
-    ({"inputs": ["none.txt"]}, "cannot read the input: none.txt"),
 ])
 def test_wrong_arguments_are_usage_errors_before_anything_is_read(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)

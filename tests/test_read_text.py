@@ -252,7 +252,6 @@ LAYOUT_FAULTS = {
     "night train": ({"night-train.txt": "a", "dubliners.txt": "d"}, ".", "dubliners.txt; leave it out"),
     "deeper files": ({"en/train.parquet": ["a"], "en/test.parquet": ["t"]}, ".", "the splits lie deeper"),
     "deeper folders": ({"en/train/a.txt": "a", "en/test/b.txt": "b"}, ".", "the splits lie deeper in this folder"),
-    "not there": ({}, "none.txt", "cannot read the input: {}; No such file or directory"),
     "unknown kind": ({"a.doc": "a"}, "a.doc", "unknown kind of file: {}; it takes .txt, .jsonl"),
 }
 
@@ -279,6 +278,13 @@ def test_inputs_that_contradict_each_other_are_usage_errors(tmp_path):
                                       ([more], [tmp_path / "books"], "this folder has splits of its own")):
         with pytest.raises(UsageError, match=message):
             find_sources(inputs, held_out)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    make(tmp_path, {"a.txt": "a"})
+    for arguments in ([["none.txt"]], [["a.txt"], ["none.txt"]], [["a.txt"], [], ["none.txt"]]):
+        with pytest.raises(DataError, match=r"cannot read the input: .*none.txt; No such file or directory"):
+            find_sources(*([tmp_path / name for name in names] for names in arguments))
 
 
 def test_a_folder_with_nothing_to_read_is_refused(tmp_path):

@@ -1,0 +1,172 @@
+"""The paper's data sets in the form they are published in: C4, Wiki-40B and PG-19.
+
+C4 (`allenai/c4`) is gzipped lines of JSON, and its text is text. Wiki-40B (`google/wiki40b`) is parquet, and its text
+has markers. PG-19 is a `.txt` per book or the parquet of `emozilla/pg19`, and has an official number of words."""
+
+import contextlib
+import importlib
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lineartime.errors import DataError, UsageError
+from lineartime.files import scratch_folder
+from lineartime.read_text import Convert, checked
+from lineartime.splits import SPLITS, Source
+
+HUB = {"c4": ("allenai/c4", "en"), "wiki40b": ("google/wiki40b", "en"), "pg19": ("emozilla/pg19", None)}
+"""Name and configuration of each data set on the hub."""
+PREFERRED = {"wiki40b": ".parquet"}
+"""The published kind of file, which is read where copies in other kinds lie beside it."""
+MARKER = re.compile("_START_(ARTICLE|SECTION|PARAGRAPH)_")
+PG19 = ((28_602, 1_973_136_207), (50, 3_007_061), (100, 6_966_499))
+"""Books and words of the train, validation and test split, as published."""
+PG19_TOLERANCE = 0.02
+
+
+def published_words(documents: int, words: int) -> int | None:
+    """The official number of words of the PG-19 split that these counts are of; None for any other text.
+
+    A split is taken for the published one if it has exactly as many books, and within 2% as many words between white
+    space: that much the copies differ in line ends, headers and how they count. No other choice of books is that close
+    by accident, and a split that is cut or mixed has another number of books. It costs nothing; a hash of the text
+    would know one copy only."""
+    for books, official in PG19:
+        if documents == books and abs(words - official) <= PG19_TOLERANCE * official:
+            return official
+    return None
+
+
+def wiki40b_text(text: str) -> str:
+    """Plain text of a Wiki-40B article. No marker and no word is left over or lost, whatever the text is.
+
+    A marker begins a part: `_START_ARTICLE_` the title, `_START_SECTION_` a heading, `_START_PARAGRAPH_` paragraphs, in
+    which `_NEWLINE_` is a line feed. A part is stripped of white space around it, and left out where nothing remains. A
+    paragraph that follows its heading begins on the next line; all other parts have a blank line between them:
+
+        Title                       _START_ARTICLE_
+                                    Title
+        First paragraph.            _START_PARAGRAPH_
+        Second paragraph.           First paragraph._NEWLINE_Second paragraph.
+                                    _START_SECTION_
+        Heading                     Heading
+        More text.                  _START_PARAGRAPH_
+                                    More text.
+
+    Some languages are published as the literal of the text's bytes, b'\\n_START_ARTICLE_...', which is read as such.
+    Raises ValueError for a text that is not blank and begins no part: it is not from Wiki-40B."""
+    if text.startswith(("b'", 'b"')) and text.endswith(text[1]):
+        text = text[2:-1].encode("ascii").decode("unicode_escape").encode("latin-1").decode("utf-8")
+    before, *marked = MARKER.split(text)
+    if not marked and not text.isspace() and text:
+        raise ValueError("no structure marker such as _START_ARTICLE_")
+    written, last = _lines(before), ""
+    for part, content in zip(marked[::2], marked[1::2], strict=True):
+        content = _lines(content)
+        if content and written:
+            written += "\n" if (last, part) == ("SECTION", "PARAGRAPH") else "\n\n"
+        if content:
+            written, last = written + content, part
+    return written
+
+
+def _lines(content: str) -> str:
+    return content.replace("_NEWLINE_", "\n").strip()
+
+
+def converter(task: str | None) -> Convert | None:
+    """What makes text of a record of the task, for `read_text.read_pieces`; None where the record has text."""
+    return _wiki40b if task == "wiki40b" else None
+
+
+def _wiki40b(text: str, where: str) -> str:
+    try:
+        return wiki40b_text(text)
+    except ValueError as e:
+        raise DataError("not a Wiki-40B article", where, str(e)) from None
+
+
+def check_kinds(task: str | None, sources: Iterable[Source]) -> list[str]:
+    """What a person should know of the files that were chosen. Raises UsageError for a kind that the task has not."""
+    unread: set[str] = set()
+    for source in sources:
+        if task == "wiki40b" and source.path.name.lower().endswith(".txt"):
+            raise UsageError("Wiki-40B is not .txt", source.path, "name .parquet or .jsonl.gz, or leave out the task")
+        unread |= {*source.unread}
+    if unread and task:
+        return [f"{' and '.join(sorted(unread))} files lie beside the {PREFERRED[task]} files and were not read"]
+    return []
+
+
+_Show = Callable[[str, Iterable[Any], int | None, Callable[[Any], int]], Iterator[Any]]
+
+
+@contextlib.contextmanager
+def hub_files(task: str, out: Path, *, documents: int | None, field: str, show: _Show) -> Iterator[list[Path]]:
+    """The splits of a data set on the hub as files of their text, `train.jsonl` and so on, in a folder beside `out`
+    that is gone afterwards.
+
+    `prepare` reads text several times and the network should be read once: this takes as much disk as the text.
+    `documents` takes the first so many of each split. Raises UsageError where `datasets` is not installed, DataError
+    where the data set cannot be read or is not what it should be."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as e:
+        raise UsageError("a package is missing that reads the hub", str(e), "pip install 'lineartime[hub]'") from None
+    name, convert = HUB[task][0], converter(task)
+    with scratch_folder(out) as folder:
+        paths = []
+        with _quiet(datasets):
+            records = show(f"reading {name}", _records(datasets, task, documents), None, lambda _: 1)
+            for split, group in itertools.groupby(records, key=lambda record: record[0]):
+                paths.append(folder / f"{split}.jsonl")
+                with paths[-1].open("w", encoding="utf-8") as file:
+                    for number, (_, record) in enumerate(group):
+                        where = f"{name}, {split}, document {number}"
+                        text = _text_of_record(record, field, where)
+                        text = convert(text, where) if convert else text
+                        file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        if folder / "train.jsonl" not in paths:
+            raise DataError("no train split", name, f"it has {', '.join(path.stem for path in paths) or 'nothing'}")
+        yield paths
+
+
+def _records(datasets: Any, task: str, documents: int | None) -> Iterator[tuple[str, Any]]:
+    """Every record with its split; whatever the library raises is a DataError."""
+    name, config = HUB[task]
+    try:
+        splits = datasets.load_dataset(name, config, streaming=True)
+        for split in SPLITS:
+            for record in itertools.islice(splits[split] if split in splits else (), documents):
+                yield split, record
+    except Exception as e:
+        message = f"{type(e).__name__}: {e}"[:300]
+        raise DataError("cannot read from the hub", name, " ".join(message.split())) from None
+
+
+def _text_of_record(record: Any, field: str, where: str) -> str:
+    if not isinstance(record, dict) or field not in record:
+        names = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"no field {field!r}", where, f"the record has {names}")
+    return checked(record[field], f"field {field!r}", where)
+
+
+@contextlib.contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Without the library's bars and warnings: `prepare` has a bar, and what fails is an error in one line."""
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels, bars = [logger.level for logger in loggers], not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
