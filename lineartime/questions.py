@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError
 
 Rules = Literal["triviaqa", "squad"]
 BYTE_ORDER_MARK = "\ufeff"
@@ -52,9 +52,9 @@ def read_questions(paths: Iterable[Path], evidence: Path | None = None) -> Itera
     """The questions of all files, in order, one at a time; TriviaQA's evidence is read by `Document.text` and not here.
 
     evidence: the folder with `wikipedia/` and `web/`, by default `../evidence` beside the folder of a TriviaQA file.
-    Of files for the verified evaluation ("VerifiedEval") the verified part is read. Raises UsageError where a file
-    cannot be opened, DataError for anything that is missing or of a wrong type, with its place, for a file of evidence
-    that is not there, and for an id that comes twice."""
+    Of files for the verified evaluation ("VerifiedEval") the verified part is read. Raises DataError for anything that
+    is missing or of a wrong type, with its place, for a file of evidence that is not there, and for an id that comes
+    twice."""
     seen: dict[str, Path] = {}
     for path in map(Path, paths):
         empty = True
@@ -81,11 +81,7 @@ def read_utf8(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file. Raises UsageError where it cannot be opened, DataError where it is not JSON."""
-    try:
-        path.open("rb").close()
-    except OSError as e:
-        raise UsageError("cannot read", path, e.strerror) from None
+    """A JSON file. Raises DataError where it cannot be read or is not JSON."""
     try:
         return json.loads(read_utf8(path))
     except RecursionError:
@@ -97,8 +93,6 @@ def read_json(path: Path) -> Any:
 
 
 def _read_file(path: Path, evidence: Path | None) -> Iterator[Question]:
-    if path.is_dir():
-        raise UsageError("this is a folder", path, "name the file of questions")
     if path.suffix.lower() == ".parquet":
         return _parquet(path)
     content = read_json(path)
@@ -213,7 +207,6 @@ def _parquet(path: Path) -> Iterator[Question]:
 
     row = 0
     try:
-        path.open("rb").close()
         with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             needed = ["question", "question_id", "answer"]
@@ -229,8 +222,8 @@ def _parquet(path: Path) -> Iterator[Question]:
                 for record in batch.to_pylist():
                     yield _parquet_question(record, pages, f"{path}, row {row}")
                     row += 1
-    except FileNotFoundError as e:
-        raise UsageError("cannot read", path, e.strerror) from None
+    except FileNotFoundError:
+        raise DataError("cannot read", path, "no such file") from None
     except UnicodeDecodeError:
         raise DataError("not valid UTF-8", f"{path}, row {row}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:
