@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from lineartime.evaluate import Evaluation
+    from lineartime.questions import Question
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
@@ -23,6 +26,15 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
                                                    help="Any field; `none` switches one off.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
+
+
+QuestionFiles = Annotated[list[Path] | None, typer.Option(
+    help="Questions: SQuAD or TriviaQA JSON, or TriviaQA parquet; may be given again.")]
+Evidence = Annotated[Path | None, typer.Option(
+    help="Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the questions' folder.")]
+Stride = Annotated[int | None, typer.Option(
+    help="Tokens from one window of a document to the next; by default three quarters of the context.")]
+MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 
 
 @app.callback()
@@ -214,25 +226,45 @@ class TrainingBar:
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
-    data: Annotated[Path, typer.Option(help="Folder made by `lineartime prepare`.")],
+    run: Annotated[Path | None, typer.Argument(help="A run, or one of its checkpoints.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
     context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
     batch_rows: Annotated[int, typer.Option(help="Rows scored at once; changes nothing but speed and memory.")] = 8,
     precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    questions: QuestionFiles = None,
+    evidence: Evidence = None,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    predictions: Annotated[Path | None, typer.Option(help="File for the answers, {question id: answer}.")] = None,
+    score: Annotated[Path | None, typer.Option(help="Score this file of answers; no run is needed.")] = None,
     device: Device = None,
 ) -> None:
-    """Score a split: every token exactly once, or the masked tokens of a model that is not causal."""
+    """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
+    With --questions: exact match and F1 of a fine-tuned model's answers."""
     if batch_rows < 1 or (context is not None and context < 1):
         raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}",
                          "they take whole numbers from 1")
     if precision not in ("float32", "bfloat16"):
         raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
+    if questions:
+        if data is not None or (run is None) == (score is None) or (score is not None and predictions is not None):
+            raise UsageError("too much or too little is named", "evaluate --questions",
+                             "name a run, or a file of answers with --score")
+        evaluate_questions(run, questions, evidence, context, stride, max_answer_tokens, batch_rows, precision,
+                           predictions, score, as_json, device)
+        return
+    if run is None or data is None or score is not None or predictions is not None:
+        raise UsageError("too much or too little is named", "evaluate",
+                         "name a run and --data, or --questions for a fine-tuned run")
     from lineartime.data import open_split
+    from lineartime.model import SpanModel
     from lineartime.run import load_model
 
     model, tokenizer, facts = load_model(run)
+    if isinstance(model, SpanModel):
+        raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
     stream = open_split(data, split)
     if stream.tokenizer_sha256 != tokenizer.sha256:
         raise UsageError("the run and the data have different tokenizers",
@@ -287,6 +319,199 @@ def summary(name: str, result: "Evaluation", task: str | None) -> str:
             f"{result.perplexity:.1f} per token and {result.word_perplexity:.1f} per word ({result.n_tokens:,} tokens)")
 
 
+def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, context: int | None,
+                       stride: int | None, max_answer_tokens: int, batch_rows: int, precision: str,
+                       predictions: Path | None, scored: Path | None, as_json: bool, device: str | None) -> None:
+    """The answers of a fine-tuned run, or those in a file, scored by the official rules and beside word overlap."""
+    import dataclasses
+
+    from lineartime.answers import check_predictions, guess_by_overlap, score
+    from lineartime.questions import read_json, read_questions
+
+    asked = list(read_questions(questions, evidence))
+    facts: dict[str, Any] = {}
+    if scored is not None:
+        answers = check_predictions(read_json(scored), str(scored))
+    else:
+        assert run is not None
+        answers, facts = answer_questions(run, asked, context, stride, max_answer_tokens, batch_rows, precision, device)
+    if predictions is not None:
+        from lineartime.run import write_atomically
+
+        write_atomically(predictions, json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
+    without = sum(not question.documents for question in asked)
+    result: dict[str, Any] = {**facts, "questions": len(asked), "questions_without_document": without}
+    if any(question.accepted for question in asked):
+        result |= dataclasses.asdict(score(asked, answers))
+        guesses = {question.id: guess_by_overlap(question) for question in asked}
+        result["word_overlap"] = dataclasses.asdict(score(asked, guesses))
+    elif scored is not None or predictions is None:
+        raise UsageError("no question has an answer to compare with", ", ".join(map(str, questions)),
+                         "--predictions FILE writes answers without scoring them")
+    if as_json:
+        print(json.dumps(result))
+        return
+    if "f1" in result:
+        say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
+            + (f", {result['n_missing']:,} of them without a prediction" if result["n_missing"] else "")
+            + (f"; {without:,} have no document" if without else ""))
+        overlap = result["word_overlap"]
+        say(f"EM {overlap['exact_match']:.2f}, F1 {overlap['f1']:.2f} by word overlap, without a model")
+    if predictions is not None:
+        say(f"answers  {predictions}")
+
+
+def answer_questions(run: Path, asked: list["Question"], context: int | None, stride: int | None,
+                     max_answer_tokens: int, batch_rows: int, precision: str,
+                     device: str | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """The answers of a fine-tuned run by id, and what there is to say about them."""
+    from lineartime.finetune import load_span_model, predict_all
+    from lineartime.spans import Windows
+    from lineartime.train import StopSignal
+
+    model, tokenizer, facts = load_span_model(run)
+    windows = Windows(context or model.config.context, stride, max_answer_tokens)
+    model.check_length(windows.context)
+    answers, loss, n_windows = predict_all(model.to(pick_device(device)), tokenizer, asked, windows, batch_rows,
+                                           precision, StopSignal(), Terminal())
+    return answers, {**facts, "context": windows.context, "windows": n_windows, "loss": loss}
+
+
+@app.command()
+def finetune(
+    run: Annotated[Path, typer.Argument(help="A run of masked language modelling, or one of its checkpoints.")],
+    questions: QuestionFiles = None,
+    validation: Annotated[list[Path] | None, typer.Option(
+        help="Questions that the learning rate is chosen on; may be given again.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs; what is unfinished there goes on.")] = None,
+    evidence: Evidence = None,
+    learning_rates: Annotated[str, typer.Option(help="One run each, with commas.")] = "1e-4,7e-5,5e-5",
+    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 4096,
+    epochs: Annotated[float, typer.Option(help="How often each window is read.")] = 5,
+    negatives: Annotated[float, typer.Option(
+        help="Share of the windows without an answer that is trained on.")] = 0.25,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    settings: Setting = None,
+    device: Device = None,
+) -> None:
+    """Teach a model to find answers in documents, once per learning rate; keep the best by F1."""
+    if not questions or not validation or out is None:
+        raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
+    given = dict(parse_setting(text) for text in settings or [])
+    rates = numbers(learning_rates)
+    from lineartime.finetune import FineTuning
+    from lineartime.finetune import finetune as run_all
+    from lineartime.train import StopSignal
+
+    plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
+                      max_answer_tokens, negatives, epochs, given)
+    with StopSignal().listening() as stop:
+        result = run_all(plan, pick_device(device), stop, Terminal())
+    if "already" in result:
+        say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
+    best, overlap = result["best"], result["word_overlap"]
+    say("")
+    for name, scores in result["learning_rates"].items():
+        say(f"lr {name:<9} EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
+            + ("  <- best" if best == f"lr-{name}" else ""))
+    say(f"word overlap EM {overlap['exact_match']:6.2f}  F1 {overlap['f1']:6.2f}  "
+        f"({overlap['n_questions']:,} validation questions)")
+    say(f"\nweights  {out / best / 'latest'}  (open with lineartime.load_model or transformers)")
+    say(f"answers  {out / 'predictions.json'}")
+    say(f"metrics  {out / best / 'metrics.jsonl'}, {out / 'result.json'}")
+    say(f"next     lineartime answer {out} --question \"Who wrote it?\" --document FILE")
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """`1e-4,7e-5` as numbers above 0."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value < 1 for value in values):
+        raise UsageError("wrong value", text, "it takes numbers between 0 and 1, with commas")
+    return values
+
+
+@app.command()
+def answer(
+    run: Annotated[Path, typer.Argument(help="A run of `lineartime finetune`, or one of its checkpoints.")],
+    question: Annotated[str, typer.Option(help="What is asked.")] = "",
+    document: Annotated[list[str] | None, typer.Option(
+        help="Text file in which the answer is looked for, `-` for stdin; may be given again.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a window; by default as in training.")] = None,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    batch_rows: Annotated[int, typer.Option(help="Windows read at once; changes nothing but speed and memory.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    device: Device = None,
+) -> None:
+    """Answer one question from documents of any length."""
+    if not question.strip() or not document:
+        raise UsageError("too little is named", "answer", 'it takes --question "..." and --document FILE')
+    if batch_rows < 1 or document.count("-") > 1:
+        raise UsageError("wrong value", f"batch_rows = {batch_rows}, document = {', '.join(document)}",
+                         "batch_rows takes whole numbers from 1, and stdin is read once")
+    from lineartime.errors import DataError
+    from lineartime.questions import Document, Question, check_text, read_utf8
+
+    check_text(question, "the question", "--question")
+    documents = tuple(Document("stdin", read_prompts(["-"], [])[0]) if name == "-" else
+                      Document(name, read_utf8(Path(name))) for name in document)
+    if not any(each.text().strip() for each in documents):
+        raise DataError("nothing but white space", ", ".join(document))
+    from lineartime.finetune import load_span_model
+    from lineartime.spans import Windows, predict
+
+    model, tokenizer, facts = load_span_model(run)
+    windows = Windows(context or model.config.context, stride, max_answer_tokens)
+    model.check_length(windows.context)
+    with Terminal().counting("windows read", None) as count:
+        asked = [Question("", question, documents, (), ())]
+        (found,) = predict(model.to(pick_device(device)), tokenizer, asked, windows, batch_rows=batch_rows,
+                           progress=count)
+    span = found.span
+    if span is None:
+        raise DataError("the tokenizer finds nothing in the document", ", ".join(document))
+    text = documents[span.document].text()
+    around = [" ".join(part.split()) for part in (text[max(span.start - 120, 0) : span.start],
+                                                  text[span.stop : span.stop + 120])]
+    if as_json:
+        print(json.dumps({**facts, "answer": span.text, "score": span.score, "document": document[span.document],
+                          "start": span.start, "stop": span.stop, "before": around[0], "after": around[1],
+                          "windows": found.n_windows}))
+        return
+    say(f"answer   {' '.join(span.text.split())}")
+    say(f"score    {span.score:.2f}  (below 0 the model holds it likelier that the answer is not there)")
+    say(f"where    characters {span.start:,} to {span.stop:,} of {document[span.document]} "
+        f"({found.n_windows:,} windows read)")
+    say(f"         ... {around[0]} [{' '.join(span.text.split())}] {around[1]} ...")
+
+
+class Terminal:
+    """What a person sees of questions being read, trained on and answered."""
+
+    def say(self, line: str) -> None:
+        say(line)
+
+    def training(self, config: RunConfig) -> "TrainingBar":
+        return TrainingBar(config)
+
+    @contextmanager
+    def counting(self, what: str, total: int | None) -> "Iterator[Callable[[int], None]]":
+        """A bar on stderr where that is a terminal."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        words = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
+        with Progress(TextColumn(f"{what} {words}"), BarColumn(), TimeElapsedColumn(), console=console,
+                      disable=not console.is_terminal, transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda n: bar.update(task, completed=n)
+
+
 @app.command()
 def generate(
     run: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
@@ -314,7 +539,8 @@ def generate(
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     model, tokenizer, _ = load_model(run)
     if not model.config.causal:
-        raise UsageError("only a causal model continues text", run, "this one fills in masks; open it in transformers")
+        raise UsageError("only a causal model continues text", run, "this one fills in masks; open it in transformers"
+                         if type(model).__name__ == "LanguageModel" else "this one answers: see `lineartime answer`")
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = Stream(tokenizer, texts, stop or [])

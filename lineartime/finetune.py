@@ -311,8 +311,9 @@ def train_one(config: RunConfig, task: Questions, pretrained: LanguageModel, fac
         with display.training(config) as bar:
             trained = fit(run, model, task, documents=documents, device=device, stop=stop, on_step=bar.show,
                           warn=bar.warn)
-        answers, loss, n_windows = predict_all(trained, task.tokenizer, task.validation, task.windows, config.train,
-                                               stop, display)
+        answers, loss, n_windows = predict_all(
+            trained, task.tokenizer, task.validation, task.windows,
+            max(config.train.micro_batch_tokens // task.windows.context, 1), config.train.precision, stop, display)
         scores = score(task.validation, answers)
         result = {"steps": config.train.steps, **dataclasses.asdict(scores), "loss": loss, "n_windows": n_windows}
         write_atomically(out / PREDICTIONS_FILE, json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
@@ -329,15 +330,15 @@ def load_span_model(run: Path) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
 
 
 def predict_all(model: LanguageModel, tokenizer: Tokenizer, questions: Sequence[Question], windows: Windows,
-                train: TrainConfig, stop: StopSignal, display: Display) -> tuple[dict[str, str], float, int]:
+                batch_rows: int, precision: str, stop: StopSignal,
+                display: Display) -> tuple[dict[str, str], float, int]:
     """The answers to all questions by id, nats per window of the labelled ones, and how many windows there were."""
     model.eval()
     answers: dict[str, str] = {}
     loss, n_windows, n_labelled = 0.0, 0, 0
     with display.counting("answering", len(questions)) as count:
-        for prediction in predict(model, tokenizer, questions, windows, precision=train.precision,
-                                  batch_rows=max(train.micro_batch_tokens // windows.context, 1),
-                                  progress=lambda _: stop.check("the last step is saved; the same command goes on")):
+        for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
+                                  progress=lambda _: stop.check("what is trained is saved; the same command resumes")):
             answers[prediction.question.id] = prediction.answer
             loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
             n_labelled += prediction.n_windows if prediction.question.answers else 0
