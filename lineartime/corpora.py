@@ -42,7 +42,7 @@ def published_words(documents: int, words: int) -> int | None:
 
 
 def wiki40b_text(text: str) -> str:
-    """Plain text of a Wiki-40B article. No marker and no word is left over or lost, whatever the text is.
+    """Plain text of a Wiki-40B article. Whatever the text is, no marker is left in it and no word lost.
 
     A marker begins a part: `_START_ARTICLE_` the title, `_START_SECTION_` a heading, `_START_PARAGRAPH_` paragraphs, in
     which `_NEWLINE_` is a line feed. A part is stripped of white space around it, and left out where nothing remains. A
