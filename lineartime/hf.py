@@ -254,7 +254,7 @@ class LineartimeForMaskedLM(LineartimeModel):
         attention_mask: 0 where there is no token; padding may stand anywhere and changes nothing. labels: the tokens
         that are asked for, -100 elsewhere; the loss is their mean in nats, or their sum over `num_items_in_batch`, and
         0 where there are none."""
-        refuse(kwargs)
+        refuse(kwargs, known="input_ids, attention_mask, labels")
         logits_BTV = self.model.logits(self.hidden(input_ids, attention_mask, None, False)[0])
         loss = None
         if labels is not None:
@@ -264,11 +264,12 @@ class LineartimeForMaskedLM(LineartimeModel):
         return MaskedLMOutput(loss=loss, logits=logits_BTV)
 
 
-def refuse(arguments: dict[str, Any]) -> None:
+def refuse(arguments: dict[str, Any], known: str = "input_ids, attention_mask, past_key_values, use_cache, labels, "
+                                                   "logits_to_keep") -> None:
     """Raise UsageError for an argument that would go unheeded; transformers hands around many that are off."""
     for name, value in arguments.items():
         require(value is None or value is False, "this model takes no such argument", name,
-                "it takes input_ids, attention_mask, past_key_values, use_cache, labels, logits_to_keep")
+                f"it takes {known}")
 
 
 AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
