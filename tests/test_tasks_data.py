@@ -405,6 +405,12 @@ def test_the_first_documents_of_each_split(tmp_path: Path, hub: Hub, call: Call)
         "train": ["Page 0.", "Page 1."], "validation": ["Page 6.", "Page 7."]}
 
 
+def test_the_field_is_a_choice_on_the_hub_too(tmp_path: Path, hub: Hub) -> None:
+    hub.data["allenai/c4"] = {"train": [{"text": 1, "body": "Page."}]}
+    prepare([], tmp_path / "data", tokenizer="bytes", task="c4", hub=True, field="body")
+    assert texts_of(tmp_path / "data") == ["Page."]
+
+
 def test_no_more_is_read_than_asked_for(tmp_path: Path, hub: Hub) -> None:
     def endless() -> Any:
         for i in range(3):
@@ -434,15 +440,18 @@ HUB_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", HUB_FAULTS)
-def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call, fault: str) -> None:
+def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call, monkeypatch: pytest.MonkeyPatch,
+                                           fault: str) -> None:
     splits, message = HUB_FAULTS[fault]
     hub.data = {"allenai/c4": splits} if splits else {}
-    levels = [logging.getLogger(name).level for name in ("datasets", "huggingface_hub")]
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logging.INFO)
     code, out, err = call("prepare", "--task", "c4", "--hub", "--out", tmp_path / "new" / "data",
                           "--tokenizer", "bytes")
     assert_refused(code, err, 3, message)
     assert out == "" and not list(tmp_path.iterdir()) and hub.bars
-    assert levels == [logging.getLogger(name).level for name in ("datasets", "huggingface_hub")]
+    assert [logger.level for logger in loggers] == [logging.INFO] * 2
 
 
 def test_an_article_of_the_hub_without_markers(tmp_path: Path, hub: Hub) -> None:
