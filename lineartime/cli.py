@@ -277,8 +277,9 @@ def evaluate(
         print(json.dumps({**facts, "split": split, "context": context, **result.to_dict()}))
         return
     say(summary(split, result, stream.task))
+    unit = "nats per token" if result.n_read is None else "nats per masked token"
     for first, last, loss in result.loss_by_position:
-        say(f"         position {first:>6} to {last:>6}  {loss:.4f} nats per token")
+        say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
 
 
 def evaluate_with_bar(model: "Any", stream: "Any", context: int, precision: str, batch_rows: int,

@@ -1,4 +1,5 @@
-"""The models as `transformers` classes: `import lineartime.hf`, then `AutoModelForCausalLM.from_pretrained(DIR)`.
+"""The models as `transformers` classes: `import lineartime.hf`, then `AutoModelForCausalLM.from_pretrained(DIR)`, or
+`AutoModelForMaskedLM` for a model that is not causal.
 
 The arithmetic is `LanguageModel`'s; here are only the names, arguments and the cache that `transformers` expects.
 """
