@@ -27,7 +27,7 @@ from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.questions import Question, read_questions
-from lineartime.run import RESULT_FILE, TOKENIZER_FILE, Run, different, load_model, write_atomically
+from lineartime.run import RESULT_FILE, RUN_FILE, TOKENIZER_FILE, Run, different, load_model, write_atomically
 from lineartime.settings import replace_fields, require
 from lineartime.spans import Rows, Windows, predict, separator_of, span_logits, span_losses, stack_rows, training_rows
 from lineartime.tokenizer import Tokenizer
@@ -242,32 +242,34 @@ def finetune(plan: FineTuning, device: torch.device, stop: StopSignal, display: 
     config = span_config(pretrained, plan.context, changes)
     span_model(pretrained, config, 0)  # what does not fit is refused before the questions are read
     note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
+    seed = plan.settings.get("seed", 0)
+    validation = list(read_questions(plan.validation, plan.evidence))
+    if not any(question.accepted for question in validation):
+        raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
+    with display.counting("reading questions", None) as count:
+
+        def progress(n: int) -> None:
+            count(n)
+            stop.check(f"{note}; the same command goes on")
+
+        rows = training_rows(tokenizer, read_questions(plan.questions, plan.evidence), plan.windows,
+                             negatives=plan.negatives, seed=seed, progress=progress)
+    if not rows.counts.windows_with_answer:
+        raise DataError("no window holds an answer", ", ".join(map(str, plan.questions)),
+                        f"of {rows.counts.questions} questions {rows.counts.unlabelled} have no label, "
+                        f"{rows.counts.without_document} no document, {rows.counts.answer_not_found} an answer "
+                        "that no document holds")
+    description = {"pretrained_sha256": weights_sha256(Path(facts["checkpoint"])), "rows_sha256": rows.sha256(),
+                   "tokenizer_sha256": tokenizer.sha256, "validation_sha256": questions_sha256(validation),
+                   **dataclasses.asdict(plan.windows)}
+    configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate), "fine-tuned", "questions",
+                                        ", ".join(map(str, plan.questions)), str(plan.out / f"lr-{name_of(rate)}"))
+               for rate in plan.learning_rates}
+    whole = {**description, "model": fields_of(config),
+             "train": {name: fields_of(each.train) for name, each in configs.items()}}
+    if (plan.out / RUN_FILE).exists():
+        raise UsageError("another run is here", plan.out, "give another --out")
     with checkpoint.lock(plan.out):
-        seed = plan.settings.get("seed", 0)
-        validation = list(read_questions(plan.validation, plan.evidence))
-        if not any(question.accepted for question in validation):
-            raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
-        with display.counting("reading questions", None) as count:
-
-            def progress(n: int) -> None:
-                count(n)
-                stop.check(f"{note}; the same command goes on")
-
-            rows = training_rows(tokenizer, read_questions(plan.questions, plan.evidence), plan.windows,
-                                 negatives=plan.negatives, seed=seed, progress=progress)
-        if not rows.counts.windows_with_answer:
-            raise DataError("no window holds an answer", ", ".join(map(str, plan.questions)),
-                            f"of {rows.counts.questions} questions {rows.counts.unlabelled} have no label, "
-                            f"{rows.counts.without_document} no document, {rows.counts.answer_not_found} an answer "
-                            "that no document holds")
-        description = {"pretrained_sha256": weights_sha256(Path(facts["checkpoint"])), "rows_sha256": rows.sha256(),
-                       "tokenizer_sha256": tokenizer.sha256, "validation_sha256": questions_sha256(validation),
-                       **dataclasses.asdict(plan.windows)}
-        configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate), "fine-tuned", "questions",
-                                            ", ".join(map(str, plan.questions)), str(plan.out / f"lr-{name_of(rate)}"))
-                   for rate in plan.learning_rates}
-        whole = {**description, "model": fields_of(config),
-                 "train": {name: fields_of(each.train) for name, each in configs.items()}}
         path = plan.out / RESULT_FILE
         if path.exists():
             return {**completed(path, whole), "already": True}
@@ -304,7 +306,7 @@ def train_one(config: RunConfig, task: Questions, pretrained: LanguageModel, fac
         run = Run(out, config, facts)
         path = out / RESULT_FILE
         if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))
+            return read_result(path)
         documents = {TOKENIZER_FILE: task.tokenizer.json,
                      "config.json": model_config_json(config.model, QUESTION_ANSWERING)}
         model = span_model(pretrained, config.model, config.train.seed)
@@ -348,15 +350,23 @@ def predict_all(model: LanguageModel, tokenizer: Tokenizer, questions: Sequence[
 
 def completed(path: Path, whole: dict[str, Any]) -> dict[str, Any]:
     """The result of a fine-tuning that is complete. Raises UsageError where it is of another one."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        changed = different(result["fine_tuning"], json.loads(json.dumps(whole)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
+    result = read_result(path)
+    changed = different(result.get("fine_tuning", {}), json.loads(json.dumps(whole)))
     if changed:
         raise UsageError("another fine-tuning is here", path.parent,
                          f"{'; '.join(changed)}. Give another --out, or the same settings")
     return result
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result file. Raises CheckpointError where it is damaged."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict):
+            raise ValueError("it is no result")
+        return result
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError("damaged", path, str(e)) from None
 
 
 def weights_sha256(folder: Path) -> str:

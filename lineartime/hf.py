@@ -14,6 +14,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoTokenizer,
     GenerationMixin,
     PreTrainedConfig,
@@ -21,14 +22,19 @@ from transformers import (
     TokenizersBackend,
 )
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+)
 from transformers.utils.generic import can_return_tuple
 
 from lineartime.cache import DecodingState
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.errors import UsageError
 from lineartime.layers import at_least_float32
-from lineartime.model import LanguageModel, init_weights
+from lineartime.model import LanguageModel, SpanModel, init_span_head, init_weights
 from lineartime.settings import require
 from lineartime.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR
 
@@ -137,15 +143,18 @@ class LineartimeModel(PreTrainedModel):
     _input_embed_layer = "embed"
     _no_split_modules = ("LanguageModel",)
     _is_stateful = True
+    _trunk: ClassVar[type[LanguageModel]] = LanguageModel
 
     def __init__(self, config: LineartimeConfig):
         super().__init__(config)
-        self.model = LanguageModel(config.model_config())
+        self.model = self._trunk(config.model_config())
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         if isinstance(module, LanguageModel):
             init_weights(module)
+        if isinstance(module, SpanModel):
+            init_span_head(module)
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
@@ -265,6 +274,39 @@ class LineartimeForMaskedLM(LineartimeModel):
         return MaskedLMOutput(loss=loss, logits=logits_BTV)
 
 
+class LineartimeForQuestionAnswering(LineartimeModel):
+    """The `SpanModel` that `lineartime finetune` makes: where in a window an answer begins and where it ends.
+
+    A window is `[CLS] question [SEP] document [SEP]`; see `spans`. Raises UsageError for a causal model."""
+
+    _trunk = SpanModel
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, start_positions: Tensor | None = None,
+                end_positions: Tensor | None = None, **kwargs: Any) -> QuestionAnsweringModelOutput:
+        """start_logits and end_logits, `[B, T]`, at their least where attention_mask is 0.
+
+        start_positions, end_positions: the answer's first and last token, 0 ([CLS]) where there is none; with both the
+        loss is the mean of the two in nats, over all tokens. A place outside the row does not count."""
+        refuse(kwargs, known="input_ids, attention_mask, start_positions, end_positions")
+        require((start_positions is None) == (end_positions is None), "an answer has two ends",
+                "start_positions, end_positions", "give both or none")
+        x_BTD, _ = self.hidden(input_ids, attention_mask, None, False)
+        assert isinstance(self.model, SpanModel)
+        logits_BT2 = self.model.span_head(x_BTD)
+        if attention_mask is not None:
+            logits_BT2 = logits_BT2.masked_fill(attention_mask[..., None] == 0, torch.finfo(logits_BT2.dtype).min)
+        start_BT, end_BT = logits_BT2.unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            length = input_ids.shape[1]
+            parts = [F.cross_entropy(at_least_float32(logits_BT),
+                                     torch.where((place_B >= 0) & (place_B < length), place_B, -100))
+                     for logits_BT, place_B in ((start_BT, start_positions), (end_BT, end_positions))]
+            loss = torch.stack(parts).mean()
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT)
+
+
 def refuse(arguments: dict[str, Any], known: str = "input_ids, attention_mask, past_key_values, use_cache, labels, "
                                                    "logits_to_keep") -> None:
     """Raise UsageError for an argument that would go unheeded; transformers hands around many that are off."""
@@ -278,3 +320,4 @@ AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenize
 AutoModel.register(LineartimeConfig, LineartimeModel, exist_ok=True)
 AutoModelForCausalLM.register(LineartimeConfig, LineartimeForCausalLM, exist_ok=True)
 AutoModelForMaskedLM.register(LineartimeConfig, LineartimeForMaskedLM, exist_ok=True)
+AutoModelForQuestionAnswering.register(LineartimeConfig, LineartimeForQuestionAnswering, exist_ok=True)
