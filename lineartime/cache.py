@@ -95,6 +95,9 @@ class ChunkState:
         kv_BSE = torch.einsum("bcs,bce->bse", self.k_lin_BCS * added_BC[..., None], self.v_BCE)
         self.kv_BSE = self.kv_BSE + kv_BSE.to(self.kv_BSE.dtype)
         self.count_B = self.count_B + added_BC.sum(-1)
+
+    def step_back(self, full_B: Tensor) -> None:
+        """Where local attention overlaps, a full open chunk is now the one before the open one."""
         if self.k_before_BCS is not None and self.v_before_BCE is not None:
             self.k_before_BCS = torch.where(full_B[:, None, None], self.k_quad_BCS, self.k_before_BCS)
             self.v_before_BCE = torch.where(full_B[:, None, None], self.v_BCE, self.v_before_BCE)

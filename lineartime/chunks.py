@@ -136,6 +136,7 @@ def extend_by_one(heads_BHS: Tensor, v_BE: Tensor, feed: Feed, cache: ChunkState
         out_BE = out_BE + read_states(q_lin_BS[:, None, None], cache.kv_BSE[:, None], each_B[:, None, None])[:, 0, 0]
     full_B = offset_B == c - 1
     if full_B.any():
+        cache.step_back(full_B)
         if weigh is None:
             cache.close(full_B, visible_BM[:, -c:])
         else:

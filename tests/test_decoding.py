@@ -6,17 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, random_ids, random_model
+from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, UNPACKED, random_ids, random_model, with_end
 from torch import Tensor
 
 from lineartime import generate
-from lineartime.cache import ChunkState, DecodingState
+from lineartime.cache import ChunkState, DecodingState, KeyValueCache, PrefixState, RowCache, tensors_of
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
 
 END = 0
-EVERY_MODEL = pytest.mark.parametrize("name", CONFIGS)
+DECODERS = CONFIGS | UNPACKED
+EVERY_MODEL = pytest.mark.parametrize("name", DECODERS)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -26,7 +27,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def with_documents(name: str) -> ModelConfig:
-    return replace(CONFIGS[name], end_of_document=END)
+    return with_end(DECODERS[name], END)
 
 
 @EVERY_MODEL
@@ -62,7 +63,7 @@ def test_one_token_at_a_time_after_any_prompt(name: str) -> None:
             assert difference(x_B1D[:, 0], x_BTD[:, t]) <= 1e-12, (n_prompt, t)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "flash rotated bias"])
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "flash rotated bias"])
 @settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), vocab_size=st.sampled_from([2, 4, 13]),
        seed=st.integers(0, 2**32 - 1), data=st.data())
@@ -110,31 +111,46 @@ def test_prompts_are_read_in_pieces(name: str, piece: int, monkeypatch: pytest.M
         logits_BV = generate.decode_step(model, next_B, state)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if CONFIGS[name].chunk_size])
+GROWING = {
+    KeyValueCache: {"k_BL", "v_BL"},
+    RowCache: {"ks_BLCHK", "vs_BLCHK"},
+    ChunkState: set(),
+    PrefixState: set(),
+}
+
+
+@EVERY_MODEL
 @torch.no_grad()
-def test_a_flash_state_never_grows(name: str) -> None:
-    model = random_model(with_documents(name))
-
-    def shapes(state: DecodingState) -> list[tuple[torch.Size, torch.dtype]]:
-        return [(x.shape, x.dtype) for cache in state.caches for x in vars(cache).values()]
-
+def test_what_of_a_state_grows(name: str) -> None:
+    """Nothing in FLASH, MC-TFM++ and Performer; keys and values, and Combiner's summaries; with learned chunk weights
+    what is kept of each closed chunk."""
+    config = with_documents(name)
+    model = random_model(config)
     state = model.decoding_state(2)
-    at_first, n_bytes = shapes(state), state.n_bytes
-    layer = state.caches[0]
-    assert isinstance(layer, ChunkState)
-    assert n_bytes == len(state.caches) * 8 * sum(x.numel() for x in vars(layer).values()) > 0
-    for n_new in (1, 7, 100, 1, 1, 2000):
+    kind = type(state.caches[0])
+    assert kind is {"linear": PrefixState, "rowmajor_axial": RowCache, "mixed_chunk": ChunkState,
+                    "quadratic": KeyValueCache}[config.attn_type]
+    growing = {"kv_BLSE", "summary_BLS"} if name in UNPACKED else GROWING[kind]
+    assert set(state.caches[0].growing) >= growing
+    at_first, n_bytes, n_tokens = [tensors_of(cache) for cache in state.caches], state.n_bytes, 0
+    limit = config.max_len or 10**9
+    for n_new in (1, 7, 10) if limit < 2000 else (1, 7, 100, 1, 1, 1100):
         model.extend(random_ids(2, n_new, vocab_size=12) + 1, torch.tensor([n_new, n_new // 2]), state)
-        assert shapes(state) == at_first
-        assert state.n_bytes == n_bytes
-
-
-@torch.no_grad()
-def test_a_quadratic_state_grows() -> None:
-    state = random_model(FLASH_QUAD).decoding_state(1)
-    before = state.n_bytes
-    random_model(FLASH_QUAD).extend(random_ids(1, 5), torch.tensor([5]), state)
-    assert state.n_bytes > before
+        n_tokens += n_new
+        for cache, before in zip(state.caches, at_first, strict=True):
+            now = tensors_of(cache)
+            assert now.keys() == before.keys() and len(cache.growing) <= 2
+            for part, tensor in now.items():
+                assert tensor.dtype == before[part].dtype
+                if part not in growing:
+                    assert tensor.shape == before[part].shape, part
+                else:
+                    n_kept = n_tokens // config.chunk_size if config.chunk_size else n_tokens
+                    assert n_kept <= tensor.shape[1] <= max(2 * n_kept, 7), part
+        sizes = [tensor.numel() * tensor.element_size() for cache in state.caches
+                 for tensor in tensors_of(cache).values()]
+        assert state.n_bytes == sum(sizes) > 0
+    assert (state.n_bytes > n_bytes) == bool(growing)
 
 
 @torch.no_grad()

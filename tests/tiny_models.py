@@ -42,8 +42,30 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash sum": replace(FLASH, chunk_pooling="sum"),
     "flash local": replace(FLASH, chunk_parts="local"),
     "flash global": replace(FLASH, chunk_parts="global"),
+    "flash local overlap": replace(FLASH, chunk_parts="local", overlap=True),
 }
 """Every preset and every option that changes what attention computes; all causal, no end-of-document token."""
+
+UNPACKED = {
+    "flash learned weights": replace(FLASH, chunk_pooling="attention"),
+    "flash global learned weights": replace(FLASH, chunk_pooling="attention", chunk_parts="global"),
+    "flash overlap learned weights": replace(FLASH, chunk_pooling="attention", overlap=True, gate=False),
+}
+"""Models whose rows are one document, causal too."""
+
+BIDIRECTIONAL = {
+    "flash cls": replace(FLASH, causal=False, cls_softmax=True),
+    "flash-quad cls": replace(FLASH_QUAD, causal=False, cls_softmax=True),
+    "flash first to all": replace(FLASH, causal=False, first_to_all=True),
+    "flash local first to all": replace(FLASH, causal=False, first_to_all=True, chunk_parts="local"),
+    "flash overlap cls first to all": replace(FLASH, causal=False, first_to_all=True, cls_softmax=True, overlap=True),
+}
+"""What only a bidirectional model can be."""
+
+
+def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:
+    """The model with an end-of-document token, where it can have one."""
+    return config if config.chunk_pooling == "attention" else replace(config, end_of_document=end)
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:

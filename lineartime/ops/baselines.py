@@ -67,7 +67,7 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
     missing = -n_tokens % BLOCK
     fq, fk, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, BLOCK)) for x in (fq_BTHM, fk_BTHM, v_BTHK))
     ones_CC = torch.ones(BLOCK, BLOCK, dtype=v.dtype, device=v.device).tril()
-    sum_BGHMK = torch.einsum("bgchm,bgchk->bghmk", fk, v).cumsum(1) + initial[:, None]
+    sum_BGHMK = at_least_float32(torch.einsum("bgchm,bgchk->bghmk", fk, v)).cumsum(1) + initial[:, None]
     before_BGHMK = torch.cat([initial[:, None], sum_BGHMK[:, :-1]], dim=1)
     if prefix_sum == "matmul":
         added = torch.einsum("bgchm,bgchk->bgchmk", fk, v)

@@ -172,7 +172,7 @@ def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_
     `[B, G, C, E]`. For rows that are one document."""
     kv_BGSE = chunk_means(k_BGCS, v_BGCE, segment_ids_BGC)
     pooled_BGSE = torch.einsum("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
-    return torch.einsum("bgcs,bgse->bgce", q_BGCS, pooled_BGSE.to(q_BGCS.dtype))
+    return read_states(q_BGCS, pooled_BGSE, segment_ids_BGC >= 0)
 
 
 def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
