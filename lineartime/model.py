@@ -171,7 +171,7 @@ def init_weights(model: LanguageModel) -> None:
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, MultiHeadAttention | FeedForward):
-            for part in module.children():
+            for part in (part for name, part in module.named_children() if not name.endswith("norm")):
                 for name, parameter in part.named_parameters():
                     nn.init.zeros_(parameter) if name in ("bias", "beta") else nn.init.normal_(parameter, std=0.02)
     for name, parameter in model.named_parameters():
