@@ -30,34 +30,36 @@ from lineartime.settings import read_toml
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}
 
-# Tables 8-10, row by row: FLASH-Quad, FLASH, Transformer, Transformer+, Transformer++.
-COLUMNS = ("flash-quad", "flash", "transformer", "transformer+", "transformer++")
+# Tables 8-10, row by row. PG-19's table has no Transformer and no Performer, and no table has MC-TFM++, which is
+# Transformer++ with the attention of FLASH.
+COLUMNS = ("flash-quad", "flash", "transformer", "transformer+", "transformer++", "combiner", "performer", "mc-tfm++")
 TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
     "wiki40b": {
-        "n_heads": (1, 1, 12, 12, 12),
-        "attn_kernel": ("relu2", "relu2", "softmax", "softmax", "softmax"),
-        "attn_type": ("quadratic", "mixed_chunk", "quadratic", "quadratic", "quadratic"),
-        "ffn": ("gau", "gau", "mlp", "mlp", "glu"),
-        "activation": ("silu", "silu", "gelu", "gelu", "gelu"),
-        "norm": ("layer_norm",) * 5,
-        "abs_pos": ("scaled_sin", "scaled_sin", "learned", "scaled_sin", "scaled_sin"),
-        "rel_pos": ("rope", "rope", None, "rope", "rope"),
-        "n_layers": (24, 24, 12, 12, 12),
-        "d_model": (768,) * 5,
-        "expansion_factor": (2, 2, 4, 4, 4),
-        "chunk_size": (None, 256, None, None, None),
-        "causal": (True,) * 5,
+        "n_heads": (1, 1, 12, 12, 12, 12, 12, 12),
+        "attn_kernel": ("relu2", "relu2", "softmax", "softmax", "softmax", "softmax", "relu", "softmax"),
+        "attn_type": ("quadratic", "mixed_chunk", "quadratic", "quadratic", "quadratic", "rowmajor_axial", "linear",
+                      "mixed_chunk"),
+        "ffn": ("gau", "gau", "mlp", "mlp", "glu", "mlp", "mlp", "glu"),
+        "activation": ("silu", "silu", "gelu", "gelu", "gelu", "gelu", "gelu", "gelu"),
+        "norm": ("layer_norm",) * 8,
+        "abs_pos": ("scaled_sin", "scaled_sin", "learned", *["scaled_sin"] * 5),
+        "rel_pos": ("rope", "rope", None, *["rope"] * 5),
+        "n_layers": (24, 24, *[12] * 6),
+        "d_model": (768,) * 8,
+        "expansion_factor": (2, 2, *[4] * 6),
+        "chunk_size": (None, 256, None, None, None, 256, None, 256),
+        "causal": (True,) * 8,
     },
 }
 TABLES["c4"] = TABLES["wiki40b"] | {
-    "norm": ("scale_norm", "scale_norm", "layer_norm", "scale_norm", "scale_norm"),
-    "causal": (False,) * 5,
+    "norm": ("scale_norm", "scale_norm", "layer_norm", *["scale_norm"] * 5),
+    "causal": (False,) * 8,
 }
 TABLES["pg19"] = TABLES["wiki40b"] | {
-    "n_heads": (1, 1, 16, 16, 16),
-    "n_layers": (72, 72, 36, 36, 36),
-    "d_model": (1024,) * 5,
-    "chunk_size": (None, 512, None, None, None),
+    "n_heads": (1, 1, *[16] * 6),
+    "n_layers": (72, 72, *[36] * 6),
+    "d_model": (1024,) * 8,
+    "chunk_size": (None, 512, None, None, None, 512, None, 512),
 }
 
 
@@ -65,8 +67,10 @@ TABLES["pg19"] = TABLES["wiki40b"] | {
 @pytest.mark.parametrize("model", PRESETS)
 def test_presets_are_the_columns_of_the_tables(model, task):
     config = model_config(model, task)
-    column = COLUMNS.index(model)
+    column = COLUMNS.index(model.removesuffix("-matmul"))
     assert {row: getattr(config, row) for row in TABLES[task]} == {row: v[column] for row, v in TABLES[task].items()}
+    assert config.prefix_sum == {"performer": "scan", "performer-matmul": "matmul"}.get(model)
+    assert config.gate == (config.ffn == "gau")
 
 
 def test_training_defaults_are_the_rows_of_the_hyperparameter_tables():
@@ -84,7 +88,7 @@ def test_the_vanilla_transformer_alone_is_not_clipped():
 
 
 def test_inner_widths():
-    assert [model_config(m).d_inner for m in COLUMNS] == [1536, 1536, 3072, 3072, 2048]
+    assert [model_config(m).d_inner for m in COLUMNS] == [1536, 1536, 3072, 3072, 2048, 3072, 3072, 2048]
     assert model_config("transformer++", "pg19").d_inner == 2728  # 8d/3 is 2730.67
     assert model_config("transformer++", d_model=2, n_heads=1).d_inner == 8
 
@@ -105,7 +109,9 @@ def test_longest_row():
 
 REFUSED = [
     ({"model": "flsh"}, "unknown model: flsh; did you mean flash?"),
-    ({"model": "gpt"}, "unknown model: gpt; one of transformer, transformer+, transformer++, flash-quad, flash"),
+    ({"model": "gpt"}, "unknown model: gpt; one of transformer, transformer+, transformer++, performer, "
+                       "performer-matmul, combiner, mc-tfm++, flash-quad, flash"),
+    ({"model": "performr"}, "unknown model: performr; did you mean performer?"),
     ({"model": 5}, "unknown model: 5; one of "),
     ({"model": ["flash"]}, "unknown model: ['flash']; "),
     ({"task": "wiki-40b"}, "unknown task: wiki-40b; did you mean wiki40b?"),
@@ -133,21 +139,57 @@ REFUSED = [
     ({"data": 5}, "wrong value: data = 5; it takes a folder's path"),
     ({"out": ["run"]}, "wrong value: out = ['run']; it takes a folder's path"),
     ({"a\nb": 1}, "unknown setting: a b; one of "),
-    ({"chunk_size": None}, "mixed chunk attention needs a chunk size: chunk_size = None; try chunk_size = 256"),
-    ({"chunk_size": 0}, "mixed chunk attention needs a chunk size: chunk_size = 0; try chunk_size = 256"),
-    ({"ffn": "glu"}, "mixed chunk attention is for GAU layers: ffn = glu"),
+    ({"chunk_size": None}, "this attention needs a chunk size: attn_type = mixed_chunk, chunk_size = None; "
+                           "try chunk_size = 256"),
+    ({"chunk_size": 0}, "this attention needs a chunk size: attn_type = mixed_chunk, chunk_size = 0; "
+                        "try chunk_size = 256"),
+    ({"model": "combiner", "chunk_size": None}, "this attention needs a chunk size: attn_type = rowmajor_axial, "),
+    ({"model": "performer", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = linear; leave it "),
     ({"document_mask": "paper", "chunk_pooling": "sum"}, "the paper's document mask averages: chunk_pooling = sum"),
-    ({"model": "flash-quad", "chunk_size": 64}, "chunk_size is for mixed chunk attention: attn_type = quadratic"),
+    ({"document_mask": "paper", "overlap": True},
+     'the paper\'s document mask knows no overlap: document_mask = paper; set document_mask = "exact"'),
+    ({"chunk_parts": "global", "overlap": True}, "there is no local part to overlap: chunk_parts = global; leave "),
+    ({"chunk_pooling": "attention", "chunk_parts": "local"},
+     "learned chunk weights are for GAU layers with one head and a linear part: ffn = gau, n_heads = 1, chunk_parts = "),
+    ({"chunk_pooling": "attention", "n_heads": 2}, "learned chunk weights are for GAU layers with one head and a "),
+    ({"model": "mc-tfm++", "chunk_pooling": "attention"}, "learned chunk weights are for GAU layers with one head "),
+    ({"chunk_pooling": "attention", "end_of_document": 0}, "learned chunk weights are for unpacked rows: "
+     "end_of_document = 0; set end_of_document = none: a row is one document"),
+    ({"document_mask": "paper", "chunk_pooling": "attention"}, "the paper's document mask averages: chunk_pooling = "),
+    ({"model": "flash-quad", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = quadratic"),
+    ({"model": "flash-quad", "overlap": True}, "overlap is for mixed chunk attention: overlap = True, attn_type = qu"),
+    ({"model": "combiner", "overlap": True}, "overlap is for mixed chunk attention: overlap = True, attn_type = row"),
+    ({"model": "combiner", "chunk_pooling": "sum"}, "chunk_pooling is for mixed chunk attention: chunk_pooling = sum"),
+    ({"model": "flash-quad", "first_to_all": True, "causal": False}, "first_to_all is for mixed chunk attention: "),
+    ({"first_to_all": True}, "first_to_all and cls_softmax are for bidirectional GAU layers with one head: "
+                             "causal = True, ffn = gau, n_heads = 1; set causal = false"),
+    ({"cls_softmax": True}, "first_to_all and cls_softmax are for bidirectional GAU layers with one head: "),
+    ({"cls_softmax": True, "causal": False, "n_heads": 2}, "first_to_all and cls_softmax are for bidirectional GAU "),
+    ({"model": "transformer", "cls_softmax": True, "causal": False}, "first_to_all and cls_softmax are for "),
+    ({"cls_softmax": True, "causal": False, "attn_kernel": "softmax"}, "cls_softmax takes the place of relu2: attn_"),
     ({"model": "transformer", "chunk_parts": "local"}, "chunk_parts is for mixed chunk attention: chunk_parts = "),
     ({"model": "flash-quad", "document_mask": "paper"}, "document_mask is for mixed chunk attention: document_mask = "),
-    ({"n_heads": 2}, "a GAU has one head: n_heads = 2; set n_heads = 1"),
-    ({"attn_kernel": "softmax"}, "a GAU's attention kernel is relu2: attn_kernel = softmax"),
+    ({"n_heads": 3}, "query_key_dim must be a multiple of n_heads: 128, n_heads = 3"),
+    ({"n_heads": 4, "d_model": 3, "query_key_dim": 8, "abs_pos": "learned"},
+     "the inner width must be a multiple of n_heads: 6, n_heads = 4"),
+    ({"attn_type": "linear", "chunk_size": None, "attn_kernel": "relu", "prefix_sum": "scan"},
+     "a GAU's attention is quadratic or mixed_chunk: attn_type = linear"),
+    ({"attn_type": "rowmajor_axial", "attn_kernel": "softmax"}, "a GAU's attention is quadratic or mixed_chunk: "),
+    ({"attn_kernel": "relu"}, "mixed_chunk attention has another kernel: attn_kernel = relu; "
+                              "set attn_kernel = softmax or relu2"),
+    ({"model": "transformer", "attn_kernel": "relu"}, "quadratic attention has another kernel: attn_kernel = relu; "),
+    ({"model": "performer", "attn_kernel": "softmax"}, "linear attention has another kernel: attn_kernel = softmax; "
+                                                       "set attn_kernel = relu"),
+    ({"model": "combiner", "attn_kernel": "relu2"}, "rowmajor_axial attention has another kernel: attn_kernel = "),
+    ({"model": "performer", "prefix_sum": None}, "prefix_sum is for linear attention: prefix_sum = None, attn_type = "
+                                                 "linear; set it to scan"),
+    ({"prefix_sum": "scan"}, "prefix_sum is for linear attention: prefix_sum = scan, attn_type = mixed_chunk; leave"),
     ({"rel_pos": None}, "a GAU needs rel_pos = rope: rel_pos = None"),
-    ({"query_key_dim": 127}, "RoPE needs an even width: query_key_dim = 127"),
+    ({"query_key_dim": 127}, "RoPE needs an even width: queries and keys are 127 wide"),
+    ({"n_heads": 128}, "RoPE needs an even width: queries and keys are 1 wide"),
     ({"d_model": 767}, "ScaledSin needs an even width: d_model = 767"),
-    ({"model": "transformer", "attn_kernel": "relu2"}, "multi-head attention's kernel is softmax: attn_kernel = relu2"),
     ({"model": "transformer", "n_heads": 7}, "d_model must be a multiple of n_heads: d_model = 768, n_heads = 7"),
-    ({"model": "transformer+", "n_heads": 256}, "RoPE needs an even head width: d_model / n_heads = 3"),
+    ({"model": "transformer+", "n_heads": 256}, "RoPE needs an even width: queries and keys are 3 wide"),
     ({"end_of_document": 32_000}, "end_of_document is outside the vocabulary: 32000 of 32000"),
     ({"end_of_document": -1}, "end_of_document is outside the vocabulary: -1 of 32000"),
     ({"save_every": 0}, "save_every must be at least 1: save_every = 0"),
@@ -174,7 +216,8 @@ def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
 
 
 @pytest.mark.parametrize(("missing", "message"), [
-    ("model", "no model is named: model; one of transformer, transformer+, transformer++, flash-quad, flash"),
+    ("model", "no model is named: model; one of transformer, transformer+, transformer++, performer, performer-matmul, "
+              "combiner, mc-tfm++, flash-quad, flash"),
     ("data", "no data is named: data; give --data a folder made by `lineartime prepare`"),
     ("out", "no folder for the run is named: out; give --out a folder"),
 ])

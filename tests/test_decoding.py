@@ -10,7 +10,7 @@ from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, UNPACKED, ra
 from torch import Tensor
 
 from lineartime import generate
-from lineartime.cache import ChunkState, DecodingState, KeyValueCache, PrefixState, RowCache, tensors_of
+from lineartime.cache import ChunkState, KeyValueCache, PrefixState, RowCache, tensors_of
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel

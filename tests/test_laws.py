@@ -271,7 +271,7 @@ def test_documents_are_told_apart_by_end_of_document(name: str, causal: bool, pa
     """The token that ends a document is the first of the next one; the numbers of the segment ids mean nothing."""
     end = 0
     if name in UNPACKED:
-        with pytest.raises(UsageError, match="rows of one document|unpacked rows"):
+        with pytest.raises(UsageError, match="learned chunk weights are for rows of one document"):
             random_model(replace(EVERY[name], causal=causal)).hidden(random_ids(1, 2), torch.tensor([[0, 1]]))
         return
     starts_T = F.pad(packing[1:] != packing[:-1], (1, 0))

@@ -91,16 +91,21 @@ def test_feed_forward(norm: str, activation: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["c4", "wiki40b"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_initial_values(preset: str, task: str) -> None:
+@pytest.mark.parametrize(("preset", "options"), [
+    *((preset, {}) for preset in PRESETS), ("transformer++", {"attn_kernel": "relu2", "gate": True}),
+    ("mc-tfm++", {"attn_kernel": "relu2"}), ("flash", {"chunk_pooling": "attention", "overlap": True}),
+    ("flash-quad", {"gate": False}), ("flash", {"causal": False, "first_to_all": True}),
+], ids=lambda x: "-".join(x) if isinstance(x, dict) else x)
+def test_initial_values(preset: str, options: dict, task: str) -> None:
     """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, everything else normal(0, 0.02)."""
     torch.manual_seed(0)
-    fields = {"n_heads": 4} if PRESETS[preset].ffn != "gau" else {}
+    fields = options | ({"n_heads": 4} if PRESETS[preset].ffn != "gau" else {})
     model = LanguageModel(model_config(preset, task, n_layers=2, d_model=64, vocab_size=500, context=600, **fields))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
     drawn = []
     for name, parameter in model.named_parameters():
         *_, owner, kind = ("model." + name).split(".")
-        if owner == "norm" and kind in ("weight", "scalar"):
+        if owner in ("norm", "summary_norm") and kind in ("weight", "scalar"):
             assert (parameter == 1).all(), name
         elif name == "abs_pos.scalar":
             assert parameter == 64**-0.5
