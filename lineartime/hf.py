@@ -153,7 +153,7 @@ class LineartimeModel(PreTrainedModel):
     def _init_weights(self, module: torch.nn.Module) -> None:
         if isinstance(module, LanguageModel):
             init_weights(module)
-        if isinstance(module, SpanModel):
+        if isinstance(module, torch.nn.Linear) and module is getattr(self.model, "span_head", None):
             init_span_head(module)
 
     @can_return_tuple

@@ -207,7 +207,7 @@ class SpanModel(LanguageModel):
                 "train it with causal = false (masked language modelling)")
         super().__init__(config)
         self.span_head = nn.Linear(config.d_model, 2)
-        init_span_head(self)
+        init_span_head(self.span_head)
 
     def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None,
                 at_K: Tensor | None = None) -> Tensor:
@@ -216,7 +216,7 @@ class SpanModel(LanguageModel):
         return self.span_head(x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K])
 
 
-def init_span_head(model: SpanModel) -> None:
-    """Initial values of the span head, from torch's global generator: normal(0, 0.02), the bias 0."""
-    nn.init.normal_(model.span_head.weight, std=0.02)
-    nn.init.zeros_(model.span_head.bias)
+def init_span_head(head: nn.Linear) -> None:
+    """Initial values of a span head, from torch's global generator: normal(0, 0.02), the bias 0."""
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
