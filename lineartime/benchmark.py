@@ -30,7 +30,7 @@ from lineartime.cache import DecodingState
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import ResourceError, UsageError
 from lineartime.generate import PIECE_TOKENS, decode_step, prefill
-from lineartime.info import mib, table
+from lineartime.info import describe, mib, table
 from lineartime.model import LanguageModel, token_losses
 
 LENGTHS = tuple(1024 * 2**i for i in range(7))
@@ -140,7 +140,7 @@ def benchmark_decode(models: Mapping[str, LanguageModel], lengths: Sequence[int]
 
     models: label to model, on the device and in the type to measure; any weights will do. The context is read piece by
     piece, which leaves the state that generating it would leave. Then blocks of `block_tokens` greedy tokens are timed,
-    one per cell in turn, `repeats` times, after one that is not timed. quadratic_up_to: models with a key-value cache
+    one per cell in turn, `repeats` times, after one that is not timed. quadratic_up_to: models whose state grows
     are not measured beyond it. Raises UsageError past the end of a position table."""
     if not lengths or min(lengths) < 1 or min(repeats, block_tokens, threads) < 1:
         raise UsageError("nothing to measure", f"lengths = {list(lengths)}, repeats = {repeats}, "
@@ -151,7 +151,7 @@ def benchmark_decode(models: Mapping[str, LanguageModel], lengths: Sequence[int]
         cells = []
         for label, model in models.items():
             model.eval()
-            longest = max(lengths) if model.config.chunk_size is not None else quadratic_up_to
+            longest = quadratic_up_to if describe(model.config).decoding.per_token else max(lengths)
             mine = sorted(n for n in set(lengths) if n <= longest)
             model.check_length(max(mine, default=0) + (repeats + 1) * block_tokens)
             for n, state in states_at(model, mine, seed):

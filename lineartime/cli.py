@@ -736,6 +736,7 @@ def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict
         preset = model_config(name, task)
         skipped = {"chunk_size", "chunk_parts", "chunk_pooling"} if preset.chunk_size is None else set()
         skipped |= {"n_heads"} if preset.ffn == "gau" else {"query_key_dim"}
+        skipped |= {"prefix_sum"} if preset.attn_type != "linear" else set()
         configs[name] = model_config(name, task,
                                      **{field: value for field, value in given.items() if field not in skipped})
     return configs
