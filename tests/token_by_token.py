@@ -1,0 +1,216 @@
+"""Every attention layer of the paper token by token: the definition in plain loops, for one row.
+
+Nothing here is shared with the package but the configuration's fields: no masks, no chunks as tensors, no running sums.
+A layer is given by its configuration and its weights under the package's names; `ids` is the document of each token,
+-1 for padding, whose output means nothing. Gradients flow into the weights and x.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.config import ModelConfig
+
+Weights = dict[str, Tensor]
+
+
+def layer_output(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
+    """The attention layer or GAU of this configuration: x plus what it adds."""
+    return gau(config, w, x_TD, ids) if config.ffn == "gau" else multi_head(config, w, x_TD, ids)
+
+
+def normed(x: Tensor, w: Weights, name: str = "norm") -> Tensor:
+    if f"{name}.scalar" in w:
+        return w[f"{name}.scalar"] * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    x = x - x.mean(-1, keepdim=True)
+    return w[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() + w[f"{name}.bias"]
+
+
+def dense(x: Tensor, w: Weights, name: str) -> Tensor:
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def turned(x_K: Tensor, position: int) -> Tensor:
+    """RoPE: pairs (k, k + K / 2) turned by position x 10000^(-2 k / K)."""
+    a, b = x_K.chunk(2)
+    angle = position * 10000.0 ** (-torch.arange(len(a), dtype=x_K.dtype) / len(a))
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+def activation(config: ModelConfig, x: Tensor) -> Tensor:
+    return x * (torch.sigmoid(x) if config.activation == "silu" else 0.5 * (1 + torch.erf(x / 2**0.5)))
+
+
+def position_bias(w: Weights, name: str, offset: int) -> Tensor:
+    """Code 4, at key position minus query position."""
+    if f"{name}.weight" in w:
+        table = w[f"{name}.weight"]
+        return table[offset + len(table) // 2]
+    return turned(w[f"{name}.a"], 0) @ turned(w[f"{name}.b"], offset)
+
+
+def weights(kernel: str, q_K: Tensor, k_LK: Tensor, bias_L: Tensor | float, n: int) -> Tensor:
+    if kernel == "relu2":
+        return F.relu(k_LK @ q_K / n + bias_L).square()
+    return (k_LK @ q_K / len(q_K) ** 0.5 + bias_L).softmax(0)
+
+
+def mates(ids: list[int], t: int) -> list[int]:
+    """The tokens of t's document."""
+    return [j for j in range(len(ids)) if ids[j] == ids[t] and ids[t] >= 0]
+
+
+def near(config: ModelConfig, ids: list[int], t: int) -> list[int]:
+    """The keys of quadratic attention: the document's tokens in the row, or in the chunk and with `overlap` its
+    neighbours; not later ones when causal."""
+    keys = [j for j in mates(ids, t) if j <= t or not config.causal]
+    if config.chunk_size is None:
+        return keys
+    return [j for j in keys if abs(j // config.chunk_size - t // config.chunk_size) <= config.overlap]
+
+
+def quadratic(config: ModelConfig, w: Weights, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor, ids: list[int],
+              t: int) -> Tensor:
+    keys = near(config, ids, t)
+    if not keys or config.chunk_parts == "global":
+        return torch.zeros_like(v_TE[t])
+    bias_L: Tensor | float = 0.0
+    if config.ffn == "gau" or config.attn_kernel == "relu2":
+        bias_L = torch.stack([position_bias(w, "rel_pos_bias", j - t) for j in keys])
+    kernel = "softmax" if config.cls_softmax and t == 0 else config.attn_kernel
+    return weights(kernel, q_TK[t], k_TK[keys], bias_L, config.scale_len) @ v_TE[keys]
+
+
+def linear(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor, ids: list[int], t: int) -> Tensor:
+    """Over the document's tokens in earlier chunks when causal, over all of them when not."""
+    out_E, c = torch.zeros_like(v_TE[t]), config.chunk_size
+    if config.chunk_parts == "local":
+        return out_E
+    keys = [j for j in mates(ids, t) if j // c < t // c or not config.causal]
+    for j in keys:
+        out_E = out_E + (q_TK[t] @ k_TK[j]) * v_TE[j] / (len(keys) if config.chunk_pooling == "mean" else 1)
+    return out_E
+
+
+def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor,
+                              ids: list[int], t: int) -> Tensor:
+    """Appendix A: chunk h has the weight relu(q_g k_h / G + b)^2, made from the means of z of two chunks, and enters
+    as the mean of k v over its tokens. When causal chunk g asks by the mean of the chunk before it."""
+    c, out_E = config.chunk_size, torch.zeros_like(v_TE[t])
+    if ids[t] < 0:
+        return out_E
+    chunks = [[j for j in range(start, min(start + c, len(ids))) if ids[j] >= 0] for start in range(0, len(ids), c)]
+    means = [z_TS[chunk].mean(0) if chunk else None for chunk in chunks]
+    gamma, beta = w["chunk_scale_offset.gamma"], w["chunk_scale_offset.beta"]
+    g = t // c
+    for h, chunk in enumerate(chunks):
+        if not chunk or (config.causal and h >= g):
+            continue
+        q_S = means[g - 1 if config.causal else g] * gamma[0] + beta[0]
+        k_S = means[h] * gamma[1] + beta[1]
+        score = q_S @ k_S / -(-config.context // c) + position_bias(w, "chunk_bias", h - g)
+        for j in chunk:
+            out_E = out_E + F.relu(score).square() * (q_TK[t] @ k_TK[j]) * v_TE[j] / len(chunk)
+    return out_E
+
+
+def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
+    """Eqs. 3-5, and Section 3.2 with chunks; with heads each takes its slice of z's scaled copies and of v."""
+    n_tokens, e, s, n_heads = len(x_TD), config.d_inner, config.query_key_dim, config.n_heads
+    u_TE, v_TE, z_TS = activation(config, dense(normed(x_TD, w), w, "in_proj")).split([e, e, s], dim=1)
+    made = [[torch.stack([turned(x_S, t) for t, x_S in enumerate(x_TS)])
+             for x_TS in (z_TS * gamma + beta).split(s // n_heads, dim=1)]
+            for gamma, beta in zip(w["scale_offset.gamma"], w["scale_offset.beta"], strict=True)]
+    rows = []
+    for t in range(n_tokens):
+        heads = []
+        for v_TF, *made_TS in zip(v_TE.split(e // n_heads, dim=1), *made, strict=True):
+            out_F = quadratic(config, w, made_TS[0], made_TS[1], v_TF, ids, t)
+            if config.chunk_size is not None and config.chunk_pooling == "attention":
+                out_F = out_F + linear_by_learned_weights(config, w, z_TS, made_TS[2], made_TS[3], v_TF, ids, t)
+            elif config.chunk_size is not None:
+                out_F = out_F + linear(config, made_TS[2], made_TS[3], v_TF, ids, t)
+            if config.first_to_all and t % config.chunk_size == 0 and ids[t] >= 0:
+                keys = mates(ids, t)
+                out_F = out_F + weights("softmax", made_TS[4][t], made_TS[5][keys], 0.0, 1) @ v_TF[keys]
+            heads.append(out_F)
+        attended_E = torch.cat(heads)
+        rows.append(u_TE[t] * attended_E if config.gate else torch.cat([u_TE[t], attended_E]))
+    return x_TD + dense(torch.stack(rows), w, "out_proj")
+
+
+def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
+    """Multi-head attention: softmax, relu^2, MC-TFM++, Performer or Combiner; with `gate` Eq. 3 around it."""
+    n_tokens, n_heads, width = len(x_TD), config.n_heads, config.d_model // config.n_heads
+    xn_TD = normed(x_TD, w)
+    q_TD, k_TD, v_TD, *gate = dense(xn_TD, w, "in_proj").split(config.d_model, dim=1)
+
+    def heads(x_TD: Tensor, rotate: bool = True) -> list[Tensor]:
+        split = x_TD.view(n_tokens, n_heads, width).unbind(1)
+        if config.rel_pos is None or not rotate:
+            return list(split)
+        return [torch.stack([turned(x_K, t) for t, x_K in enumerate(x_TK)]) for x_TK in split]
+
+    qs, ks, vs = heads(q_TD), heads(k_TD), heads(v_TD, rotate=False)
+    if config.attn_type == "rowmajor_axial":
+        attended_TD = combiner(config, w, xn_TD, qs, ks, vs, ids)
+        return x_TD + dense(attended_TD, w, "out_proj")
+    q_lins, k_lins = qs, ks
+    if config.attn_type == "mixed_chunk":
+        gamma, beta = w["scale_offset.gamma"], w["scale_offset.beta"]
+        q_lins, k_lins = heads(q_TD * gamma[0] + beta[0]), heads(k_TD * gamma[1] + beta[1])
+    rows = []
+    for t in range(n_tokens):
+        outs = []
+        for q, k, v, q_lin, k_lin in zip(qs, ks, vs, q_lins, k_lins, strict=True):
+            if config.attn_type == "linear":
+                outs.append(performer(config, q, k, v, ids, t))
+                continue
+            out_K = quadratic(config, w, q, k, v, ids, t)
+            outs.append(out_K + linear(config, q_lin, k_lin, v, ids, t) if config.chunk_size else out_K)
+        rows.append(torch.cat(outs))
+    attended_TD = torch.stack(rows)
+    if gate:
+        attended_TD = activation(config, gate[0]) * attended_TD
+    return x_TD + dense(attended_TD, w, "out_proj")
+
+
+def performer(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TK: Tensor, ids: list[int], t: int) -> Tensor:
+    """sum_s (phi(q_t) phi(k_s)) v_s / sum_s phi(q_t) phi(k_s), phi(x) = relu(x) + 1e-3; the own token included."""
+    numerator, denominator = torch.zeros_like(v_TK[t]), torch.ones_like(v_TK[t, 0]) * (ids[t] < 0)
+    for s in (s for s in mates(ids, t) if s <= t or not config.causal):
+        weight = (F.relu(q_TK[t]) + 1e-3) @ (F.relu(k_TK[s]) + 1e-3)
+        numerator, denominator = numerator + weight * v_TK[s], denominator + weight
+    return numerator / denominator
+
+
+def combiner(config: ModelConfig, w: Weights, xn_TD: Tensor, qs: list[Tensor], ks: list[Tensor], vs: list[Tensor],
+             ids: list[int]) -> Tensor:
+    """The document in rows of C tokens from its start. summary(f, i): what the token at place i of row f sees of its
+    whole row, later tokens too; its key is made from the token's x and all heads' summaries. A token sees the tokens of
+    its row up to itself and the summaries of earlier rows for its own place; not causal: all of both."""
+    n_tokens, n_heads, width = len(xn_TD), config.n_heads, config.d_model // config.n_heads
+    start = [ids.index(ids[t]) if ids[t] >= 0 else t for t in range(n_tokens)]
+    row = [(t - start[t]) // config.chunk_size for t in range(n_tokens)]
+    place = [(t - start[t]) % config.chunk_size for t in range(n_tokens)]
+    value, key = [], []
+    for t in range(n_tokens):
+        mine = [j for j in mates(ids, t) if row[j] == row[t]] or [t]
+        value.append([(ks[h][mine] @ qs[h][t] / width**0.5).softmax(0) @ vs[h][mine] for h in range(n_heads)])
+        made_D = dense(normed(xn_TD[t] + dense(torch.cat(value[t]), w, "summary_proj"), w, "summary_norm"), w,
+                       "summary_key")
+        key.append([turned(part_K, t) for part_K in made_D.split(width)])
+    rows = []
+    for t in range(n_tokens):
+        outs = []
+        direct = [j for j in mates(ids, t) if row[j] == row[t] and (j <= t or not config.causal)]
+        asked = [j for j in mates(ids, t) if place[j] == place[t] and (row[j] < row[t] or not config.causal)]
+        for h in range(n_heads):
+            if not direct:
+                outs.append(torch.zeros_like(vs[h][t]))
+                continue
+            keys_LK = torch.cat([ks[h][direct], *[key[j][h][None] for j in asked]])
+            values_LK = torch.cat([vs[h][direct], *[value[j][h][None] for j in asked]])
+            outs.append((keys_LK @ qs[h][t] / width**0.5).softmax(0) @ values_LK)
+        rows.append(torch.cat(outs))
+    return torch.stack(rows)
