@@ -16,7 +16,7 @@ from test_questions import parquet, squad, triviaqa
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 import lineartime
-from lineartime import cli, finetune
+from lineartime import cli, finetune, terminal
 from lineartime.answers import score
 from lineartime.errors import Stopped, UsageError
 from lineartime.finetune import FineTuning, Questions, name_of
@@ -95,7 +95,7 @@ def assert_same_outcome(out, done):
         assert (out / name).read_bytes() == (done / name).read_bytes()
 
 
-class Shown(cli.Terminal):
+class Shown(terminal.Terminal):
     """`at` is called with every line of the metrics."""
 
     def __init__(self, at=lambda record: None):
