@@ -238,6 +238,10 @@ def test_sums_over_thousands_of_tokens_in_bfloat16(prefix_sum: str, autocast: bo
     wanted = performer_attention(q.double(), k.double(), v.double(), causal=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = performer_attention(q, k, v, causal=True, prefix_sum=prefix_sum)
+        state = baselines.prefix_read(q.float(), k.float(), torch.ones(1, n_tokens, 1, 1), prefix_sum)[1]
+    counted = k.double().sum(1)[0, 0]
+    assert state.dtype == torch.float32
+    assert (state.flatten() / counted - 1).abs().max() < 1e-4  # a bfloat16 is off by up to 4e-3
     assert (found.double() - wanted).abs().max() < 2e-2
 
 
