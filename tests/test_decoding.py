@@ -111,6 +111,21 @@ def test_prompts_are_read_in_pieces(name: str, piece: int, monkeypatch: pytest.M
         logits_BV = generate.decode_step(model, next_B, state)
 
 
+@EVERY_MODEL
+@torch.no_grad()
+def test_rows_of_a_state_are_chosen(name: str) -> None:
+    """As beam search does: some rows twice, some dropped, in another order; every head goes with its row."""
+    model = random_model(with_documents(name))
+    ids_BT = random_ids(3, 3 * CHUNK + 2, vocab_size=6)
+    chosen = torch.tensor([2, 0, 2, 1])
+    state = model.decoding_state(3)
+    model.extend(ids_BT[:, : CHUNK + 2], torch.full((3,), CHUNK + 2), state)
+    state.select(chosen)
+    rest_BN = ids_BT[chosen, CHUNK + 2 :]
+    x_BND = model.extend(rest_BN, torch.full((4,), rest_BN.shape[1]), state)
+    assert difference(x_BND, model.hidden(ids_BT[chosen])[:, CHUNK + 2 :]) <= 1e-12
+
+
 GROWING = {
     KeyValueCache: {"k_BL", "v_BL"},
     RowCache: {"ks_BLCHK", "vs_BLCHK"},
