@@ -150,7 +150,7 @@ REFUSED = [
      'the paper\'s document mask knows no overlap: document_mask = paper; set document_mask = "exact"'),
     ({"chunk_parts": "global", "overlap": True}, "there is no local part to overlap: chunk_parts = global; leave "),
     ({"chunk_pooling": "attention", "chunk_parts": "local"},
-     "learned chunk weights are for GAU layers with one head and a linear part: ffn = gau, n_heads = 1, chunk_parts = "),
+     "learned chunk weights are for GAU layers with one head and a linear part: ffn = gau, n_heads = 1, chunk_part"),
     ({"chunk_pooling": "attention", "n_heads": 2}, "learned chunk weights are for GAU layers with one head and a "),
     ({"model": "mc-tfm++", "chunk_pooling": "attention"}, "learned chunk weights are for GAU layers with one head "),
     ({"chunk_pooling": "attention", "end_of_document": 0}, "learned chunk weights are for unpacked rows: "
