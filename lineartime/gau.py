@@ -8,16 +8,8 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache
-from lineartime.chunks import (
-    Chunking,
-    bias_reach,
-    empty_chunk_state,
-    extend_chunks,
-    extend_row,
-    fold_heads,
-    to_chunks,
-    unfold_heads,
-)
+from lineartime.chunks import Chunking, bias_reach, fold_heads, to_chunks, unfold_heads
+from lineartime.decoding import empty_chunk_state, extend_chunks, extend_row
 from lineartime.layers import ACTIVATIONS, Layout, RelPosBias, ScaleOffset, at_least_float32, make_norm, rope, rotary
 from lineartime.ops.reference import learned_chunk_weights
 

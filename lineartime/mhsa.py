@@ -1,6 +1,7 @@
 """The Transformer's two layers: multi-head self-attention of every kind, and the feed-forward network (MLP or GLU)."""
 
 import itertools
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,18 +9,9 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache, PrefixState, RowCache
-from lineartime.chunks import (
-    Chunking,
-    bias_reach,
-    empty_chunk_state,
-    extend_chunks,
-    extend_row,
-    fold_heads,
-    to_chunks,
-    unfold_heads,
-)
+from lineartime.chunks import Chunking, bias_reach, fold_heads, to_chunks, unfold_heads
+from lineartime.decoding import empty_chunk_state, extend_chunks, extend_linear, extend_row, extend_rowmajor_axial
 from lineartime.layers import ACTIVATIONS, Layout, RelPosBias, ScaleOffset, at_least_float32, make_norm, rope, rotary
-from lineartime.ops.baselines import prefix_read, relu_features, with_ones
 
 
 class MultiHeadAttention(nn.Module):
@@ -165,6 +157,16 @@ class MultiHeadAttention(nn.Module):
         return ops.rowmajor_axial_attention(q_BTHK, k_BTHK, v_BTHK, summarise, chunk_size=c, causal=self.causal,
                                             earlier=earlier)
 
+    def axial_at(self, layout: Layout, parts: tuple[Tensor, ...], first: int,
+                 earlier: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """`axial` of tokens from position `first` on: `decoding.Attend`."""
+        x_BTD, q_BTHK, k_BTHK, v_BTHK = parts
+        angles: list[Tensor] = []
+        if layout.rotary is not None:
+            position_1T = torch.arange(first, first + x_BTD.shape[1], device=x_BTD.device)[None]
+            angles = list(rotary(position_1T, self.head_dim, layout.rotary[0].dtype))
+        return self.axial(x_BTD, q_BTHK, k_BTHK, v_BTHK, angles, earlier)
+
     def empty_cache(self, n_rows: int) -> Cache:
         """What decoding remembers of rows that have had no token yet."""
         h, k, weight = self.n_heads, self.head_dim, self.out_proj.weight
@@ -197,9 +199,9 @@ class MultiHeadAttention(nn.Module):
             return residual + self.output(unfold_heads(out, self.n_heads), gate)
         q_BNHK, k_BNHK = self.rotate(q_BNHK, layout), self.rotate(k_BNHK, layout)
         if isinstance(cache, PrefixState):
-            out_BND = self.extend_linear(q_BNHK, k_BNHK, v_BNHK, feed, cache)
+            out_BND = extend_linear(q_BNHK, k_BNHK, v_BNHK, feed, cache)
         elif isinstance(cache, RowCache):
-            out_BND = self.extend_rowmajor_axial(x_BND, q_BNHK, k_BNHK, v_BNHK, layout, feed, cache)
+            out_BND = extend_rowmajor_axial(x_BND, q_BNHK, k_BNHK, v_BNHK, feed, cache, partial(self.axial_at, layout))
         elif self.rel_pos_bias is not None:
             q, k, v = (fold_heads(x.flatten(2), self.n_heads) for x in (q_BNHK, k_BNHK, v_BNHK))
             out = extend_row(q, k, v, feed.for_heads(self.n_heads), cache, self.rel_pos_bias, self.kernel,
@@ -212,51 +214,6 @@ class MultiHeadAttention(nn.Module):
             out_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHLK, v_BHLK, attn_mask=visible_B1NL)
             out_BND = out_BHNK.transpose(1, 2).flatten(2)
         return residual + self.output(out_BND, gate)
-
-    def extend_linear(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, feed: Feed, cache: PrefixState) -> Tensor:
-        """Performer: a state per head, which begins again with each document."""
-        fq, fk, v1 = relu_features(q_BNHK), relu_features(k_BNHK), with_ones(v_BNHK)
-        if feed.one_each:
-            kept_BHMK = torch.where(feed.begins_BN[:, :1, None, None], 0.0, cache.kv_BHMK)
-            cache.kv_BHMK = kept_BHMK + torch.einsum("bnhm,bnhk->bhmk", fk, v1)
-            y = torch.einsum("bnhm,bhmk->bnhk", fq, cache.kv_BHMK)
-            return (y[..., :-1] / y[..., -1:]).to(v_BNHK.dtype).flatten(2)
-        out = torch.zeros_like(v_BNHK)
-        states = list(cache.kv_BHMK.split(1))
-        for row in range(len(v_BNHK)):
-            for start, stop, begins in feed.documents(row):
-                q, k, v = (x[row : row + 1, start:stop] for x in (fq, fk, v1))
-                y, states[row] = prefix_read(q, k, v, "blocks", None if begins else states[row])
-                out[row, start:stop] = (y[0, ..., :-1] / y[0, ..., -1:]).to(out.dtype)
-        cache.kv_BHMK = torch.cat(states)
-        return out.flatten(2)
-
-    def extend_rowmajor_axial(self, x_BND: Tensor, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, layout: Layout,
-                              feed: Feed, cache: RowCache) -> Tensor:
-        """Combiner: the open row and the new tokens together, behind the summaries of the full rows."""
-        out, c = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1]
-        for row in range(len(v_BNHK)):
-            for start, stop, begins in feed.documents(row):
-                n_open, n_full = (0, 0) if begins else (int(cache.n_open_B[row]), int(cache.n_full_B[row]))
-                new = (x_BND, q_BNHK, k_BNHK, v_BNHK)
-                buffers = (cache.x_BCD, cache.q_BCHK, cache.k_BCHK, cache.v_BCHK)
-                x, q, k, v = (torch.cat([old[row, :n_open], part[row, start:stop]])[None]
-                              for old, part in zip(buffers, new, strict=True))
-                angles = []
-                if layout.rotary is not None:
-                    first = int(feed.position_BN[row, start]) - n_open
-                    position_1T = torch.arange(first, first + x.shape[1], device=x.device)[None]
-                    angles = list(rotary(position_1T, self.head_dim, layout.rotary[0].dtype))
-                earlier = (cache.ks_BLCHK[row : row + 1, :n_full], cache.vs_BLCHK[row : row + 1, :n_full])
-                attended, (ks, vs) = self.axial(x, q, k, v, angles, earlier)
-                out[row, start:stop] = attended[0, n_open:]
-                n_new_full = x.shape[1] // c
-                cache.keep(row, n_full, ks[0, :n_new_full], vs[0, :n_new_full])
-                n_open = x.shape[1] - n_new_full * c
-                for buffer, part in zip(buffers, (x, q, k, v), strict=True):
-                    buffer[row, :n_open] = part[0, n_new_full * c :]
-                cache.n_open_B[row], cache.n_full_B[row] = n_open, n_full + n_new_full
-        return out.flatten(2)
 
 
 def by_document(parts: tuple[Tensor, ...], layout: Layout) -> list[list[Tensor]]:
