@@ -98,6 +98,8 @@ def test_matrices_and_embeddings_decay_and_nothing_else(preset):
     layers = {"layers.0.in_proj.weight", "layers.0.out_proj.weight"}
     if heads:
         layers |= {name.replace("0", "1") for name in layers}
+    if preset == "combiner":
+        layers |= {"layers.0.summary_proj.weight", "layers.0.summary_key.weight"}
     table = {"abs_pos.weight"} if preset == "transformer" else set()
     assert decayed == {"embed.weight"} | layers | table
     assert decayed | others == set(names.values()) and not decayed & others
