@@ -400,13 +400,13 @@ def answer(
     around = [" ".join(part.split()) for part in (text[max(span.start - 120, 0) : span.start],
                                                   text[span.stop : span.stop + 120])]
     if as_json:
-        print(json.dumps({**facts, "answer": span.text, "score": span.score, "document": document[span.document],
+        print(json.dumps({**facts, "answer": span.text, "score": span.score, "document": documents[span.document].name,
                           "start": span.start, "stop": span.stop, "before": around[0], "after": around[1],
                           "windows": found.n_windows}))
         return
     say(f"answer   {' '.join(span.text.split())}")
     say(f"score    {span.score:.2f}  (below 0 the model holds it likelier that the answer is not there)")
-    say(f"where    characters {span.start:,} to {span.stop:,} of {document[span.document]} "
+    say(f"where    characters {span.start:,} to {span.stop:,} of {documents[span.document].name} "
         f"({found.n_windows:,} windows read)")
     say(f"         ... {around[0]} [{' '.join(span.text.split())}] {around[1]} ...")
 

@@ -472,11 +472,11 @@ def rows_of_step(stream: TokenStream, n_tokens: int, *, seed: int, step: int, ro
         raise DataError(f"too few tokens for a row of {context:,}", f"{stream.folder}, {stream.split}",
                         f"the largest context that works is {n_tokens:,}")
     places = (divmod(step * rows_per_step + i, n_rows) for i in range(rows_per_step))
-    return [(epoch, int(_epoch_order(seed, epoch, n_rows)[index])) for epoch, index in places]
+    return [(epoch, int(epoch_order(seed, epoch, n_rows)[index])) for epoch, index in places]
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
     """A permutation, by sorting raw Philox numbers: numpy promises these, and not `permutation`, to stay the same."""
     key = np.array([seed % 2**64, epoch], np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")

@@ -21,7 +21,7 @@ from lineartime import checkpoint
 from lineartime.answers import guess_by_overlap, score
 from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
 from lineartime.config import to_dict as fields_of
-from lineartime.data import _epoch_order
+from lineartime.data import epoch_order
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
@@ -126,7 +126,7 @@ class Questions:
         train, context = self.config.train, self.config.model.context
         rows_per_step, n = train.tokens_per_step // context, len(self.rows)
         places = [divmod(step * rows_per_step + i, n) for i in range(rows_per_step)]
-        chosen = [int(_epoch_order(train.seed, epoch, n)[index]) for epoch, index in places]
+        chosen = [int(epoch_order(train.seed, epoch, n)[index]) for epoch, index in places]
         chosen.sort(key=lambda i: -len(self.rows.ids[i]))
         return stack_rows([self.rows.ids[i] for i in chosen], [self.rows.roles[i] for i in chosen], context)
 

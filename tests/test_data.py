@@ -430,10 +430,10 @@ def test_evaluation_reads_every_target_once_in_order(prepared):
 @settings(max_examples=50)
 def test_rows_are_a_pure_function_of_seed_and_step(pure_stream, seed, steps, rows):
     """Whatever was read before, from however many rows at once: row n of all is the same."""
-    lineartime.data._epoch_order.cache_clear()
+    lineartime.data.epoch_order.cache_clear()
     in_order = [row for n in range(max(steps) * rows + rows) if n >= min(steps) * rows
                 for row in batch_rows(pure_stream, seed=seed, step=n, rows_per_step=1, context=9).tolist()]
-    lineartime.data._epoch_order.cache_clear()
+    lineartime.data.epoch_order.cache_clear()
     for step in steps:
         got = batch_rows(pure_stream, seed=seed, step=step, rows_per_step=rows, context=9).tolist()
         first = (step - min(steps)) * rows
@@ -457,8 +457,8 @@ def test_epochs_and_seeds_have_their_own_order(pure_stream):
 
 def test_the_order_stays_what_it_was():
     """Written down once: a change would give a resumed run other batches."""
-    assert lineartime.data._epoch_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
-    assert lineartime.data._epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+    assert lineartime.data.epoch_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert lineartime.data.epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
 
 
 def test_a_stream_shorter_than_a_row_names_the_context_that_works(pure_stream):
