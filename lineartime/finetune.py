@@ -45,7 +45,7 @@ BEST = "best"
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
     """The configuration that a pretrained model is fine-tuned with: the paper's, then `changes`.
 
-    The paper's (Section 4.3) is a chunk size of 128 (less where pretraining had less), and for GAUs with relu^2 softmax
+    The paper's (Section 4.3) is for GAUs a chunk size of 128 (less where pretraining had less), and with relu^2 softmax
     for [CLS]. Without chunks n of relu(q k / n + b)^2 stays what it was. Raises UsageError for a causal model, a field
     that fine-tuning cannot change, and a context longer than the position tables allow."""
     config = model.config
@@ -56,9 +56,9 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
                 f"fine-tuning may change {', '.join(CHANGEABLE)}")
     model.check_length(context)
     fields: dict[str, Any] = {"context": context}
-    if config.chunk_size is not None:
+    if config.chunk_size is not None and config.ffn == "gau":
         fields["chunk_size"] = min(CHUNK_SIZE, config.chunk_size)
-    elif config.has_bias:
+    elif config.chunk_size is None and config.has_bias:
         fields["attn_scale_len"] = config.scale_len
     if config.ffn == "gau" and config.attn_kernel == "relu2" and config.n_heads == 1 and config.chunk_parts != "global":
         fields["cls_softmax"] = True

@@ -341,6 +341,9 @@ def test_the_papers_settings_are_the_defaults():
     assert span_config(pretrained(), 64, {"first_to_all": True}).chunk_size == 8
     quad = LanguageModel(model_config("flash-quad", n_layers=1, d_model=8, vocab_size=11, causal=False))
     assert span_config(quad, 4096, {}) == replace(quad.config, context=4096, attn_scale_len=512, cls_softmax=True)
+    for preset in ("combiner", "mc-tfm++", "performer"):  # what Section 4.3 changes it changes for FLASH
+        other = LanguageModel(model_config(preset, n_layers=1, d_model=24, vocab_size=11, causal=False))
+        assert span_config(other, 4096, {}) == replace(other.config, context=4096)
     words = LanguageModel(CONFIGS["transformer"])
     assert span_config(words, 32, {}) == replace(words.config, context=32)
 
