@@ -25,7 +25,7 @@ Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE"
                                                    help="Any field; `none` switches one off.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
 QuestionFiles = Annotated[list[Path] | None, typer.Option(
-    help="Questions: SQuAD or TriviaQA JSON, or TriviaQA parquet; may be given again.")]
+    help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]
 Evidence = Annotated[Path | None, typer.Option(
     help="Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the questions' folder.")]
 Stride = Annotated[int | None, typer.Option(

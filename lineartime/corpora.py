@@ -4,10 +4,8 @@ C4 (`allenai/c4`) is gzipped lines of JSON, and its text is text. Wiki-40B (`goo
 has markers. PG-19 is a `.txt` per book or the parquet of `emozilla/pg19`, and has an official number of words."""
 
 import contextlib
-import importlib
 import itertools
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 from lineartime.errors import DataError, UsageError
 from lineartime.files import scratch_folder
+from lineartime.hub import hub_library, hub_records
 from lineartime.read_text import Convert, checked
 from lineartime.splits import SPLITS, Source
 
@@ -113,39 +112,22 @@ def hub_files(task: str, out: Path, *, documents: int | None, field: str, show: 
     `prepare` reads text several times and the network should be read once: this takes as much disk as the text.
     `documents` takes the first so many of each split. Raises UsageError where `datasets` is not installed, DataError
     where the data set cannot be read or is not what it should be."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as e:
-        raise UsageError("a package is missing that reads the hub", str(e), "pip install 'lineartime[hub]'") from None
-    name, convert = HUB[task][0], converter(task)
+    library = hub_library()
+    (name, config), convert = HUB[task], converter(task)
     with scratch_folder(out) as folder:
         paths = []
-        with _quiet(datasets):
-            records = show(f"reading {name}", _records(datasets, task, documents), None, lambda _: 1)
-            for split, group in itertools.groupby(records, key=lambda record: record[0]):
-                paths.append(folder / f"{split}.jsonl")
-                with paths[-1].open("w", encoding="utf-8") as file:
-                    for number, (_, record) in enumerate(group):
-                        where = f"{name}, {split}, document {number}"
-                        text = _text_of_record(record, field, where)
-                        text = convert(text, where) if convert else text
-                        file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        records = show(f"reading {name}", hub_records(library, name, config, SPLITS, documents), None, lambda _: 1)
+        for split, group in itertools.groupby(records, key=lambda record: record[0]):
+            paths.append(folder / f"{split}.jsonl")
+            with paths[-1].open("w", encoding="utf-8") as file:
+                for number, (_, record) in enumerate(group):
+                    where = f"{name}, {split}, document {number}"
+                    text = _text_of_record(record, field, where)
+                    text = convert(text, where) if convert else text
+                    file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         if folder / "train.jsonl" not in paths:
             raise DataError("no train split", name, f"it has {', '.join(path.stem for path in paths) or 'nothing'}")
         yield paths
-
-
-def _records(datasets: Any, task: str, documents: int | None) -> Iterator[tuple[str, Any]]:
-    """Every record with its split; whatever the library raises is a DataError."""
-    name, config = HUB[task]
-    try:
-        splits = datasets.load_dataset(name, config, streaming=True)
-        for split in SPLITS:
-            for record in itertools.islice(splits[split] if split in splits else (), documents):
-                yield split, record
-    except Exception as e:
-        message = f"{type(e).__name__}: {e}"[:300]
-        raise DataError("cannot read from the hub", name, " ".join(message.split())) from None
 
 
 def _text_of_record(record: Any, field: str, where: str) -> str:
@@ -153,20 +135,3 @@ def _text_of_record(record: Any, field: str, where: str) -> str:
         names = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"no field {field!r}", where, f"the record has {names}")
     return checked(record[field], f"field {field!r}", where)
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Without the library's bars and warnings: `prepare` has a bar, and what fails is an error in one line."""
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels, bars = [logger.level for logger in loggers], not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()

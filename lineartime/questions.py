@@ -1,7 +1,7 @@
 """Questions and the documents that answer them: SQuAD v1.1, TriviaQA's JSON and its parquet form, in one shape.
 
 A file is known by its content: JSON with "Data" is TriviaQA's, with "data" SQuAD's; `.parquet` has the columns of
-`mandarjoshi/trivia_qa`."""
+`mandarjoshi/trivia_qa`. `hub:rc.wikipedia/train` in place of a file is that split of that data set on the hub."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from lineartime.errors import DataError
+from lineartime.errors import DataError, UsageError
+from lineartime.hub import hub_library, hub_records
 
 Rules = Literal["triviaqa", "squad"]
 BYTE_ORDER_MARK = "\ufeff"
+ON_HUB, HUB = "hub:", "mandarjoshi/trivia_qa"
 UNKNOWN = "<unk>"
 """The answer's value in the parquet form of the test split, which has no answers."""
 
@@ -93,6 +95,8 @@ def read_json(path: Path) -> Any:
 
 
 def _read_file(path: Path, evidence: Path | None) -> Iterator[Question]:
+    if str(path).startswith(ON_HUB):
+        return _hub(str(path))
     if path.suffix.lower() == ".parquet":
         return _parquet(path)
     content = read_json(path)
@@ -228,6 +232,19 @@ def _parquet(path: Path) -> Iterator[Question]:
         raise DataError("not valid UTF-8", f"{path}, row {row}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise DataError("cannot read as parquet", path, str(e).splitlines()[0] if str(e) else None) from None
+
+
+def _hub(path: str) -> Iterator[Question]:
+    """One split of the data set on the hub, streamed; what it is called here is `hub:CONFIGURATION/SPLIT`."""
+    config, _, split = path.removeprefix(ON_HUB).partition("/")
+    if not config or split not in ("train", "validation", "test"):
+        raise UsageError("no such questions on the hub", path, "say hub:rc.wikipedia/train, or validation or test")
+    for row, (_, record) in enumerate(hub_records(hub_library(), HUB, config, [split])):
+        where = f"{path}, question {row}"
+        pages = [page for page in PAGES if isinstance(record, dict) and page[0] in record]
+        if not pages:
+            raise DataError("no field 'entity_pages' or 'search_results'", where)
+        yield _parquet_question(record, pages, where)
 
 
 def _parquet_question(record: dict[str, Any], pages: Iterable[tuple[str, str, str]], where: str) -> Question:

@@ -4,12 +4,14 @@ import itertools
 import json
 import re
 import string
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fake_hub import Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +25,7 @@ from lineartime.answers import (
     score,
     words_of,
 )
-from lineartime.errors import DataError
+from lineartime.errors import DataError, UsageError
 from lineartime.questions import Document, Question, read_questions
 
 CASES = json.loads((Path(__file__).parent / "qa_cases.json").read_text(encoding="utf-8"))
@@ -233,6 +235,29 @@ def test_parquet(tmp_path):
     (found,) = read_questions([parquet(tmp_path, entity_pages={
         "title": ["x"], "filename": ["Ada.txt"], "wiki_context": [""]})])
     assert found.documents == ()
+
+
+def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
+    (expected,) = read_questions([parquet(tmp_path)])
+    (record,) = pq.read_table(parquet(tmp_path)).to_pylist()
+    hub = Hub({"mandarjoshi/trivia_qa": {"train": [record], "validation": [{**record, "answer": None}],
+                                         "test": [{"question": "?"}]}})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert list(read_questions(["hub:rc.wikipedia/train"])) == [expected]
+    assert hub.asked == [("mandarjoshi/trivia_qa", "rc.wikipedia")] and hub.bars
+    for path, error, message in [
+            ("hub:rc.wikipedia/validation", DataError, "field 'answer' is not an object: hub:.*validation, question 0"),
+            ("hub:rc.wikipedia/test", DataError, "no field 'entity_pages' or .*: hub:.*/test, question 0"),
+            ("hub:rc.wikipedia", UsageError, "say hub:rc.wikipedia/train"), ("hub:/train", UsageError, "no such"),
+            ("hub:rc.web/dev", UsageError, "no such questions on the hub: hub:rc.web/dev")]:
+        with pytest.raises(error, match=message):
+            list(read_questions([path]))
+    hub.data.clear()
+    with pytest.raises(DataError, match="cannot read from the hub: mandarjoshi/trivia_qa; ConnectionError"):
+        list(read_questions(["hub:rc.wikipedia/train"]))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="pip install 'lineartime"):
+        list(read_questions(["hub:rc.wikipedia/train"]))
 
 
 def test_several_files_are_one_set(tmp_path):

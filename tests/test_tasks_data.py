@@ -8,12 +8,12 @@ import math
 import re
 import resource
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
+from fake_hub import Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -336,30 +336,6 @@ def test_faults_are_one_line_and_leave_nothing(tmp_path: Path, monkeypatch: pyte
 
 
 # The hub
-
-
-class Hub(types.ModuleType):
-    """Stands for `datasets`: what is asked of it, and the records it has by name and split."""
-
-    def __init__(self, data: dict[str, dict[str, Any]]):
-        super().__init__("datasets")
-        self.data, self.asked, self.bars = data, [], True  # type: ignore[var-annotated]
-
-    def load_dataset(self, name: str, config: str | None, *, streaming: bool) -> dict[str, Any]:
-        assert streaming and not self.bars
-        self.asked.append((name, config))
-        if name not in self.data:
-            raise ConnectionError(f"Couldn't reach '{name}' on the Hub\n(no network)")
-        return {split: iter(records) for split, records in self.data[name].items()}
-
-    def are_progress_bars_disabled(self) -> bool:
-        return not self.bars
-
-    def disable_progress_bars(self) -> None:
-        self.bars = False
-
-    def enable_progress_bars(self) -> None:
-        self.bars = True
 
 
 @pytest.fixture
