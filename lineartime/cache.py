@@ -37,13 +37,16 @@ class Feed:
         """0 for the document a row was in, then 1, 2, ...; -1 for padding."""
         self.one_each = len(index_N) == 1 and bool((self.n_new_B == 1).all())
         """Whether every row gets exactly one token, the common case of decoding."""
+        self.folded: Feed | None = None
 
     def for_heads(self, n_heads: int) -> "Feed":
-        """The same for every head, where a row and a head are one entry of the batch."""
+        """The same for every head, where a row and a head are one entry of the batch; made once for all layers."""
         if n_heads == 1:
             return self
-        parts = (self.length_B, self.start_B, self.n_new_B, self.begins_BN)
-        return Feed(*(part.repeat_interleave(n_heads, 0) for part in parts))
+        if self.folded is None:
+            parts = (self.length_B, self.start_B, self.n_new_B, self.begins_BN)
+            self.folded = Feed(*(part.repeat_interleave(n_heads, 0) for part in parts))
+        return self.folded
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
         """The row's new tokens cut at the documents: start, stop, and whether a document begins at the start."""

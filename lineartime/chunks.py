@@ -2,8 +2,12 @@
 
 import dataclasses
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lineartime import ops
+from lineartime.layers import RelPosBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +48,22 @@ def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
 def bias_reach(chunk_size: int, overlap: bool) -> int:
     """The n of the position bias: farther than any key that local attention sees."""
     return 2 * chunk_size if overlap else chunk_size
+
+
+def chunk_ids(segment_ids_BT: Tensor | None, v_BTE: Tensor, chunk_size: int) -> Tensor:
+    """The documents of a row's tokens in chunks, -1 where the last one is filled up; None is one document."""
+    if segment_ids_BT is None:
+        segment_ids_BT = torch.zeros(v_BTE.shape[:2], dtype=torch.long, device=v_BTE.device)
+    return to_chunks(segment_ids_BT, chunk_size, fill=-1)
+
+
+def attend_chunks(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor,
+                  segment_ids_BGC: Tensor, chunking: Chunking, rel_pos_bias: RelPosBias | None, *,
+                  cls_softmax: bool = False, a_BGG: Tensor | None = None) -> Tensor:
+    """`ops.mixed_chunk_attention` as a layer's `chunking` says: `[B, G, C, E]`."""
+    return ops.mixed_chunk_attention(
+        q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, v_BGCE,
+        None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n), scale_len=chunking.chunk_size,
+        causal=chunking.causal, segment_ids_BGC=segment_ids_BGC, document_mask=chunking.document_mask,
+        pooling=chunking.pooling, parts=chunking.parts, kernel=chunking.kernel, overlap=chunking.overlap,
+        cls_softmax=cls_softmax, a_BGG=a_BGG)

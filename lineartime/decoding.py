@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lineartime import ops
 from lineartime.cache import ChunkState, Feed, KeyValueCache, PrefixState, RowCache, with_room
-from lineartime.chunks import Chunking, bias_reach, to_chunks
+from lineartime.chunks import Chunking, to_chunks
 from lineartime.layers import RelPosBias, at_least_float32
 from lineartime.ops.baselines import prefix_read, relu_features, with_ones
 from lineartime.ops.reference import attention_weights, carried_states, chunk_means, read_states, score_scale
@@ -114,8 +114,9 @@ def close_weighted(cache: ChunkState, full_B: Tensor, number_B: Tensor, weigh: W
     assert cache.z_sum_BS is not None and cache.kv_BLSE is not None and cache.summary_BLS is not None
     c = cache.k_lin_BCS.shape[1]
     rows = full_B.nonzero().flatten()
-    kv_BSE = at_least_float32(torch.einsum("bcs,bce->bse", cache.k_lin_BCS[rows], cache.v_BCE[rows])) / c
-    write_closed(cache, rows[:, None], number_B[rows, None], kv_BSE[:, None], (cache.z_sum_BS[rows] / c)[:, None])
+    one_document_B1C = torch.zeros(len(rows), 1, c, dtype=torch.long, device=rows.device)
+    kv_B1SE = chunk_means(cache.k_lin_BCS[rows, None], cache.v_BCE[rows, None], one_document_B1C)
+    write_closed(cache, rows[:, None], number_B[rows, None], kv_B1SE, (cache.z_sum_BS[rows] / c)[:, None])
     cache.z_sum_BS = torch.where(full_B[:, None], 0.0, cache.z_sum_BS)
     next_B1 = (number_B + 1)[:, None]
     pooled_BSE = pool_closed(cache, next_B1, weigh)[:, 0]
@@ -181,7 +182,7 @@ def extend_by_many(heads_BNHS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkSt
             k_quad = torch.cat([cache.k_before_BCS[:, None], k_quad], dim=1)
             v = torch.cat([cache.v_before_BCE[:, None], v], dim=1)
             ids = torch.cat([torch.where(behind_BC, 0, -1)[:, None], ids], dim=1)
-        w = None if rel_pos_bias is None else rel_pos_bias(bias_reach(c, chunking.overlap))
+        w = None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n)
         quad_BGCE = ops.quadratic_attention(q_quad, k_quad, v, w, scale_len=c, causal=True, segment_ids_BGC=ids,
                                             kernel=chunking.kernel, overlap=chunking.overlap)
         out_BGCE = out_BGCE + quad_BGCE[:, -segment_ids_BGC.shape[1]:]
@@ -229,7 +230,7 @@ def extend_weighted(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, z_BGCS: Tens
         return torch.zeros_like(v_BGCE)
     pooled_BPSE = pool_closed(cache, torch.cat([number_BG, number_BG[:, -1:] + 1], dim=1), weigh)
     cache.kv_BSE = pooled_BPSE[rows, n_closed_B]
-    return torch.einsum("bgcs,bgse->bgce", q_BGCS, pooled_BPSE[:, :-1].to(q_BGCS.dtype))
+    return read_states(q_BGCS, pooled_BPSE[:, :-1], segment_ids_BGC >= 0)
 
 
 def extend_linear(q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, feed: Feed, cache: PrefixState) -> Tensor:

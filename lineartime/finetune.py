@@ -215,7 +215,7 @@ def name_of(rate: float) -> str:
 
 
 class Display(Protocol):
-    """What a person sees of it; see `cli`."""
+    """What a person sees of it; see `terminal.Terminal`."""
 
     def say(self, line: str) -> None: ...
 

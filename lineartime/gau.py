@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache
-from lineartime.chunks import Chunking, bias_reach, fold_heads, to_chunks, unfold_heads
+from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, to_chunks, unfold_heads
 from lineartime.decoding import empty_chunk_state, extend_chunks, extend_row
 from lineartime.layers import ACTIVATIONS, Layout, RelPosBias, ScaleOffset, at_least_float32, make_norm, rope, rotary
 from lineartime.ops.reference import learned_chunk_weights
@@ -93,17 +93,12 @@ class GatedAttentionUnit(nn.Module):
                       chunking: Chunking) -> Tensor:
         """FLASH: the row is cut into chunks; the last one is filled up with padding, which changes nothing."""
         n_tokens, c = v_BTE.shape[1], chunking.chunk_size
-        if segment_ids_BT is None:
-            segment_ids_BT = torch.zeros(v_BTE.shape[:2], dtype=torch.long, device=v_BTE.device)
-        segment_ids_BGC = to_chunks(segment_ids_BT, c, fill=-1)
+        segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c)
         q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads_BTNS.unbind(2))
         v_BGCE = to_chunks(v_BTE, c)
         a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC) if self.learned_weights else None
-        out_BGCE = ops.mixed_chunk_attention(
-            q_quad, k_quad, q_lin, k_lin, v_BGCE, self.rel_pos_bias(bias_reach(c, chunking.overlap)),
-            scale_len=self.scale_len, causal=self.causal, segment_ids_BGC=segment_ids_BGC, kernel=self.kernel,
-            document_mask=chunking.document_mask, pooling=chunking.pooling, parts=chunking.parts,
-            overlap=chunking.overlap, cls_softmax=self.cls_softmax, a_BGG=a_BGG)
+        out_BGCE = attend_chunks(q_quad, k_quad, q_lin, k_lin, v_BGCE, segment_ids_BGC, chunking, self.rel_pos_bias,
+                                 cls_softmax=self.cls_softmax, a_BGG=a_BGG)
         if first:
             q_all, k_all = first
             first_BGE = ops.first_to_all_attention(q_all[:, :, 0], k_all, v_BGCE, segment_ids_BGC)

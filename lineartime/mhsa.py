@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache, PrefixState, RowCache
-from lineartime.chunks import Chunking, bias_reach, fold_heads, to_chunks, unfold_heads
+from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, to_chunks, unfold_heads
 from lineartime.decoding import empty_chunk_state, extend_chunks, extend_linear, extend_row, extend_rowmajor_axial
 from lineartime.layers import ACTIVATIONS, Layout, RelPosBias, ScaleOffset, at_least_float32, make_norm, rope, rotary
 
@@ -81,13 +81,16 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(out_BTD)
 
     def attend_softmax(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
-        """The Transformers': fused, and with documents a call for each."""
-        if layout.boundaries is None:
-            q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
+        """The Transformers': fused, a document at a time, no mask of T x T anywhere. On CUDA in a half type the
+        documents are one call of variable-length attention."""
+        if layout.boundaries is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
+            return attend_varlen(q_BTHK, k_BTHK, v_BTHK, layout.boundaries, self.causal).flatten(2)
+        parts = []
+        for qkv in by_document((q_BTHK, k_BTHK, v_BTHK), layout):
+            q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in qkv)
             out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=self.causal)
-            return out_BHTK.transpose(1, 2).flatten(2)
-        q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
-        return attend_documents(q, k, v, layout.boundaries, self.causal).view_as(q_BTHK).flatten(2)
+            parts.append(out_BHTK.transpose(1, 2))
+        return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def attend_relu2(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
         """A GAU's kernel in place of softmax, one position bias for all heads."""
@@ -112,16 +115,10 @@ class MultiHeadAttention(nn.Module):
         """MC-TFM++: mixed chunk attention with every head a softmax head."""
         n_tokens, c = v_BTHK.shape[1], chunking.chunk_size
         q_quad, k_quad, q_lin, k_lin = (to_chunks(x, c) for x in self.chunk_heads(q_BTHK, k_BTHK, layout).unbind(2))
-        v_BGCK = to_chunks(fold_heads(v_BTHK.flatten(2), self.n_heads), c)
-        ids_BT = layout.segment_ids_BT
-        if ids_BT is None:
-            ids_BT = torch.zeros(v_BTHK.shape[:2], dtype=torch.long, device=v_BTHK.device)
-        w = None if self.rel_pos_bias is None else self.rel_pos_bias(bias_reach(c, chunking.overlap))
-        out_BGCK = ops.mixed_chunk_attention(
-            q_quad, k_quad, q_lin, k_lin, v_BGCK, w, scale_len=c, causal=self.causal,
-            segment_ids_BGC=to_chunks(ids_BT.repeat_interleave(self.n_heads, 0), c, fill=-1), kernel=self.kernel,
-            document_mask=chunking.document_mask, pooling=chunking.pooling, parts=chunking.parts,
-            overlap=chunking.overlap)
+        v_BTK, ids_BT = fold_heads(v_BTHK.flatten(2), self.n_heads), layout.segment_ids_BT
+        ids_BGC = chunk_ids(None if ids_BT is None else ids_BT.repeat_interleave(self.n_heads, 0), v_BTK, c)
+        out_BGCK = attend_chunks(q_quad, k_quad, q_lin, k_lin, to_chunks(v_BTK, c), ids_BGC, chunking,
+                                 self.rel_pos_bias)
         return unfold_heads(out_BGCK.flatten(1, 2)[:, :n_tokens], self.n_heads)
 
     def attend_linear(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
@@ -225,24 +222,17 @@ def by_document(parts: tuple[Tensor, ...], layout: Layout) -> list[list[Tensor]]
     return [[part[:, start:stop] for part in flat] for start, stop in itertools.pairwise(layout.boundaries)]
 
 
-def attend_documents(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, boundaries: list[int], causal: bool) -> Tensor:
-    """Attention of each document to itself; all rows laid end to end as `[B T, H, K]`, no mask of T x T anywhere.
+def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, boundaries: list[int], causal: bool) -> Tensor:
+    """Attention of each document to itself, all rows laid end to end, by one call of CUDA's variable-length kernel."""
+    from torch.nn.attention.varlen import varlen_attn
 
-    On CUDA in a half type one call of variable-length attention, elsewhere a slice per document."""
-    if q_THK.is_cuda and q_THK.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn
-
-        cumulative = torch.tensor(boundaries, dtype=torch.int32, device=q_THK.device)
-        longest = max(stop - start for start, stop in itertools.pairwise(boundaries))
-        window = (-1, 0) if causal else (-1, -1)
-        out_THK = varlen_attn(q_THK, k_THK, v_THK, cumulative, cumulative, longest, longest, window_size=window)
-        assert isinstance(out_THK, Tensor)
-        return out_THK
-    out = []
-    for start, stop in itertools.pairwise(boundaries):
-        q_HTK, k_HTK, v_HTK = (x[start:stop].transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))
-        out.append(F.scaled_dot_product_attention(q_HTK, k_HTK, v_HTK, is_causal=causal)[0].transpose(0, 1))
-    return torch.cat(out)
+    cumulative = torch.tensor(boundaries, dtype=torch.int32, device=q_BTHK.device)
+    longest = max(stop - start for start, stop in itertools.pairwise(boundaries))
+    q_THK, k_THK, v_THK = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
+    window = (-1, 0) if causal else (-1, -1)
+    out_THK = varlen_attn(q_THK, k_THK, v_THK, cumulative, cumulative, longest, longest, window_size=window)
+    assert isinstance(out_THK, Tensor)
+    return out_THK.view_as(q_BTHK)
 
 
 class FeedForward(nn.Module):

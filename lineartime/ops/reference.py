@@ -156,7 +156,7 @@ def learned_chunk_weights(summary_q_BPS: Tensor, summary_k_BLS: Tensor, bias_BPL
 
     scale_len: n, the number of chunks in a training row. What is visible is the caller's."""
     score_BPL = at_least_float32(torch.einsum("bps,bls->bpl", summary_q_BPS / scale_len, summary_k_BLS))
-    return torch.relu(score_BPL + bias_BPL).square()
+    return attention_weights(score_BPL + bias_BPL, None, "relu2")
 
 
 def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
