@@ -96,7 +96,7 @@ def train(
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
     run_config(given)
-    from lineartime.data import read_manifest
+    from lineartime.data import read_manifest, require_mask
 
     manifest = read_manifest(Path(given["data"]))
     given.setdefault("vocab_size", manifest.vocab_size)
@@ -105,8 +105,8 @@ def train(
     if config.model.vocab_size < manifest.vocab_size:
         raise UsageError("vocab_size is smaller than the tokenizer's",
                          f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
-    if not config.model.causal and manifest.tokenizer.get("mask") is None:
-        raise UsageError("the tokenizer has no [MASK]", given["data"], "prepare with --mlm")
+    if not config.model.causal:
+        require_mask(manifest.mask, given["data"])
     train_and_report(config, device)
 
 
@@ -158,7 +158,7 @@ def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
     config = run.config
     held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / "tokenizer.json")
     evaluation = evaluate_with_bar(model, held_out, config.model.context, config.train.precision,
-                                   max(config.train.micro_batch_tokens // config.model.context, 1), stop)
+                                   config.micro_batch_rows, stop)
     say(summary("held-out", evaluation, held_out.task))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
     if not config.model.causal:

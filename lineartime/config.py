@@ -306,6 +306,15 @@ class RunConfig:
         require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
 
+    @property
+    def rows_per_step(self) -> int:
+        return self.train.tokens_per_step // self.model.context
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """At least 1: a micro-batch holds whole rows."""
+        return self.train.micro_batch_tokens // self.model.context
+
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))

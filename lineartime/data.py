@@ -82,6 +82,10 @@ class Manifest:
         return self.tokenizer["end_of_document"]
 
     @property
+    def mask(self) -> int | None:
+        return self.tokenizer.get("mask")
+
+    @property
     def tokenizer_sha256(self) -> str:
         return self.tokenizer["sha256"]
 
@@ -399,7 +403,7 @@ class TokenStream:
         self.n_words, self.n_bytes = published or counts.words, counts.bytes
         self.word_count = "published" if published else "counted"
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
-        self.mask: int | None = manifest.tokenizer.get("mask")
+        self.mask = manifest.mask
         self.separator: int | None = manifest.tokenizer.get("separator")
         self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
         self.ordinary = np.setdiff1d(np.arange(self.vocab_size), self.special)
@@ -430,6 +434,11 @@ class TokenStream:
             ids[at - start:at - start + len(part)] = part
             at += len(part)
         return ids
+
+
+def require_mask(mask: int | None, data_dir: Path | str) -> None:
+    """Raise UsageError where the data was prepared without [MASK]."""
+    require(mask is not None, "the tokenizer has no [MASK]", str(data_dir), "prepare with --mlm")
 
 
 def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStream:
@@ -471,6 +480,11 @@ def rows_of_step(stream: TokenStream, n_tokens: int, *, seed: int, step: int, ro
     if n_rows == 0:
         raise DataError(f"too few tokens for a row of {context:,}", f"{stream.folder}, {stream.split}",
                         f"the largest context that works is {n_tokens:,}")
+    return places_of_step(n_rows, seed=seed, step=step, rows_per_step=rows_per_step)
+
+
+def places_of_step(n_rows: int, *, seed: int, step: int, rows_per_step: int) -> list[tuple[int, int]]:
+    """Epoch and row of each row of a training step; every epoch takes each row once, in an order of its own."""
     places = (divmod(step * rows_per_step + i, n_rows) for i in range(rows_per_step))
     return [(epoch, int(epoch_order(seed, epoch, n_rows)[index])) for epoch, index in places]
 

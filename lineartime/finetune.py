@@ -21,7 +21,7 @@ from lineartime import checkpoint
 from lineartime.answers import guess_by_overlap, score
 from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
 from lineartime.config import to_dict as fields_of
-from lineartime.data import epoch_order
+from lineartime.data import places_of_step
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
@@ -123,12 +123,11 @@ class Questions:
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """ids and roles `[R, T]`; every epoch takes each window once, in an order drawn from (seed, epoch). The longest
         come first, so that micro-batches have little padding."""
-        train, context = self.config.train, self.config.model.context
-        rows_per_step, n = train.tokens_per_step // context, len(self.rows)
-        places = [divmod(step * rows_per_step + i, n) for i in range(rows_per_step)]
-        chosen = [int(epoch_order(train.seed, epoch, n)[index]) for epoch, index in places]
-        chosen.sort(key=lambda i: -len(self.rows.ids[i]))
-        return stack_rows([self.rows.ids[i] for i in chosen], [self.rows.roles[i] for i in chosen], context)
+        config = self.config
+        places = places_of_step(len(self.rows), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
+        chosen = sorted((row for _, row in places), key=lambda row: -len(self.rows.ids[row]))
+        return stack_rows([self.rows.ids[i] for i in chosen], [self.rows.roles[i] for i in chosen],
+                          config.model.context)
 
     def n_targets(self, *batch: Tensor) -> int:
         return 2 * len(batch[0])
@@ -145,8 +144,7 @@ class Questions:
         answers: dict[str, str] = {}
         loss, n_windows = 0.0, 0
         for prediction in predict(model, self.tokenizer, asked, self.windows, precision=train.precision,
-                                  batch_rows=max(train.micro_batch_tokens // self.windows.context, 1),
-                                  progress=progress):
+                                  batch_rows=self.config.micro_batch_rows, progress=progress):
             answers[prediction.question.id] = prediction.answer
             loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
             if n_windows * self.windows.context >= train.eval_tokens:
@@ -315,7 +313,7 @@ def train_one(config: RunConfig, task: Questions, pretrained: LanguageModel, fac
                           warn=bar.warn)
         answers, loss, n_windows = predict_all(
             trained, task.tokenizer, task.validation, task.windows,
-            max(config.train.micro_batch_tokens // task.windows.context, 1), config.train.precision, stop, display)
+            config.micro_batch_rows, config.train.precision, stop, display)
         scores = score(task.validation, answers)
         result = {"steps": config.train.steps, **dataclasses.asdict(scores), "loss": loss, "n_windows": n_windows}
         write_atomically(out / PREDICTIONS_FILE, json.dumps(answers, indent=1, ensure_ascii=False) + "\n")

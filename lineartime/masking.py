@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from lineartime.data import TokenStream, rows_of_step
+from lineartime.data import TokenStream, require_mask, rows_of_step
 from lineartime.model import LanguageModel
-from lineartime.settings import require
 from lineartime.tokenizer import Tokenizer
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
@@ -50,7 +49,7 @@ def masked_batch(stream: TokenStream, *, seed: int, step: int, rows_per_step: in
     arguments. An epoch takes every full row once, in another order and under other masks than the epoch before.
 
     Raises UsageError where the data has no [MASK], DataError where it does not fill one row."""
-    require_mask(stream)
+    require_mask(stream.mask, stream.folder)
     rows = rows_of_step(stream, len(stream), seed=seed, step=step, rows_per_step=rows_per_step, context=context)
     masked = [mask_tokens(stream.read(row * context, (row + 1) * context), stream, seed=seed, epoch=epoch, row=row)
               for epoch, row in rows]
@@ -62,15 +61,10 @@ def masked_rows(stream: TokenStream, context: int) -> Iterator[tuple[np.ndarray,
     """All rows in order, the last one shorter, under the masks that evaluation always has: seed 0, epoch 0.
 
     Raises UsageError where the data has no [MASK]."""
-    require_mask(stream)
+    require_mask(stream.mask, stream.folder)
     for row, start in enumerate(range(0, len(stream), context)):
         ids_T = stream.read(start, min(start + context, len(stream)))
         yield mask_tokens(ids_T, stream, seed=0, epoch=0, row=row)
-
-
-def require_mask(stream: TokenStream) -> None:
-    """Raise UsageError where the data was prepared without [MASK]."""
-    require(stream.mask is not None, "the tokenizer has no [MASK]", str(stream.folder), "prepare with --mlm")
 
 
 @torch.inference_mode()

@@ -44,9 +44,9 @@ class NextToken:
         self.config, self.train_stream, self.held_out = config, train_stream, held_out
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        train, context = self.config.train, self.config.model.context
-        return (batch_rows(self.train_stream, seed=train.seed, step=step, context=context,
-                           rows_per_step=train.tokens_per_step // context),)
+        config = self.config
+        return (batch_rows(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
+                           rows_per_step=config.rows_per_step),)
 
     def n_targets(self, *batch: Tensor) -> int:
         (rows_BT,) = batch
@@ -69,9 +69,9 @@ class MaskedTokens:
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and targets `[R, T]`; a target is -1 where nothing is asked."""
-        train, context = self.config.train, self.config.model.context
-        return masked_batch(self.train_stream, seed=train.seed, step=step, context=context,
-                            rows_per_step=train.tokens_per_step // context)
+        config = self.config
+        return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
+                            rows_per_step=config.rows_per_step)
 
     def n_targets(self, *batch: Tensor) -> int:
         _, targets_BT = batch
@@ -87,6 +87,5 @@ class MaskedTokens:
 
 def _held_out(config: RunConfig, model: LanguageModel, stream: TokenStream,
               progress: Callable[[int], None] | None) -> Evaluation:
-    train, context = config.train, config.model.context
-    return evaluate(model, stream, context=context, max_tokens=train.eval_tokens, precision=train.precision,
-                    batch_rows=max(train.micro_batch_tokens // context, 1), progress=progress)
+    return evaluate(model, stream, context=config.model.context, max_tokens=config.train.eval_tokens,
+                    precision=config.train.precision, batch_rows=config.micro_batch_rows, progress=progress)

@@ -18,8 +18,6 @@ from lineartime.settings import require
 END_OF_DOCUMENT = "<|endoftext|>"
 MASK, SEPARATOR = "[MASK]", "[SEP]"
 """What data for masked language modelling has besides; the end-of-document token does the work of [CLS]."""
-SMALLEST_VOCABULARY = 257
-"""256 bytes and the end-of-document token."""
 
 
 class Tokenizer:
@@ -36,7 +34,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(json)
         except Exception as e:  # the library raises nothing more specific
             raise DataError("not a tokenizer.json", name, " ".join(str(e).split())) from None
-        needed = [END_OF_DOCUMENT, MASK, SEPARATOR] if mlm else [END_OF_DOCUMENT]
+        needed = needed_tokens(mlm)
         there = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
         missing = [token for token in needed if token not in there]
         if missing:
@@ -90,6 +88,11 @@ class Tokenizer:
         path.write_bytes(self.json.encode())
 
 
+def needed_tokens(mlm: bool) -> list[str]:
+    """The special tokens of data, in the order of their ids."""
+    return [END_OF_DOCUMENT, MASK, SEPARATOR] if mlm else [END_OF_DOCUMENT]
+
+
 def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
     """Ids 0 to 255 are the bytes of the text's UTF-8, 256 is the end-of-document token; with `mlm` 257 is "[MASK]" and
     258 is "[SEP]"."""
@@ -116,7 +119,7 @@ def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
 
 def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
     """Raise UsageError for a vocabulary that does not hold the 256 bytes and the special tokens."""
-    smallest = SMALLEST_VOCABULARY + 2 * mlm
+    smallest = 256 + len(needed_tokens(mlm))
     require(smallest <= vocab_size < 2**31, "wrong value", f"vocab_size = {vocab_size}", f"it takes {smallest} or more")
 
 
@@ -128,8 +131,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False)
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    special = [END_OF_DOCUMENT, MASK, SEPARATOR] if mlm else [END_OF_DOCUMENT]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, special_tokens=special,
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, special_tokens=needed_tokens(mlm),
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     inner.train_from_iterator(texts, trainer)
     if mlm:

@@ -169,7 +169,7 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
             group["lr"] = learning_rate
         fits = True
         try:
-            loss, norm = compute_gradient(model, task, batch, config.micro_batch_tokens // context, config)
+            loss, norm = compute_gradient(model, task, batch, run.config.micro_batch_rows, config)
             optimizer.step()
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
@@ -181,7 +181,7 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
             fits = False
         if not fits:  # not above, where the exception still holds the memory of what failed
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
-            raise ResourceError("out of memory", where, suggest_size(model, optimizer, task, batch, context, config))
+            raise ResourceError("out of memory", where, suggest_size(model, optimizer, task, batch, run.config))
         record = {"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
                   "tokens": (step + 1) * config.tokens_per_step}
         tokens_per_s = config.tokens_per_step / (time.perf_counter() - started)
@@ -205,19 +205,20 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, task: Task, batch: Sequence[Tensor], context: int,
-                 config: TrainConfig) -> str:
+def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, task: Task, batch: Sequence[Tensor],
+                 config: RunConfig) -> str:
     """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit."""
-    n_rows = config.micro_batch_tokens // context
+    n_rows = config.micro_batch_rows
     while n_rows > 1:
-        n_rows = max(n for n in range(1, n_rows) if (config.tokens_per_step // context) % n == 0)
+        n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)
         model.zero_grad(set_to_none=True)
         moments: list[Tensor] = []
         try:
             moments += [torch.zeros_like(p) for p in model.parameters() if not optimizer.state[p] for _ in range(2)]
             with suppress(NumericsError):
-                compute_gradient(model, task, [part[: 2 * n_rows] for part in batch], n_rows, config)
-            return f"micro_batch_tokens = {n_rows * context} fits; as the unit of local clipping it is yours to change"
+                compute_gradient(model, task, [part[: 2 * n_rows] for part in batch], n_rows, config.train)
+            size = n_rows * config.model.context
+            return f"micro_batch_tokens = {size} fits; as the unit of local clipping it is yours to change"
         except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):
                 raise
