@@ -7,12 +7,12 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from fork_server import ForkServer
 
 from lineartime import checkpoint
 from lineartime.errors import LineartimeError
@@ -160,18 +160,11 @@ def wait_for(path):
         time.sleep(0.005)
 
 
-class Processes:
-    """The other end: asks for a process, and gives its pid, or how it ended (a negative number is a signal)."""
+class Processes(ForkServer):
+    """Asks for a process, and gives its pid, or how it ended (a negative number is a signal) and what it said."""
 
     def __init__(self):
-        environment = {**os.environ, "PYTHONPATH": str(Path(checkpoint.__file__).parents[1])}
-        self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                       text=True, env=environment)
-
-    def ask(self, **request):
-        self.server.stdin.write(json.dumps(request, default=str) + "\n")
-        self.server.stdin.flush()
-        return json.loads(self.server.stdout.readline())
+        super().__init__(__file__)
 
     def run(self, do, **arguments):
         """(status, error) of a process that does `do`."""
@@ -179,14 +172,6 @@ class Processes:
 
     def start(self, do, **arguments):
         return self.ask(do=do, arguments=arguments)
-
-    def wait(self, pid):
-        return self.ask(wait=pid)
-
-    def close(self):
-        self.server.stdin.close()
-        self.server.stdout.close()
-        self.server.wait(30)
 
 
 def serve():

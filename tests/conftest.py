@@ -40,3 +40,13 @@ def poisoned(make):
                                       True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)
         return tensor
     return made
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that run the command line; see `train_process`."""
+    from train_process import Processes
+
+    processes = Processes()
+    yield processes
+    processes.close()

@@ -10,11 +10,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import random_model, write_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from lineartime.config import model_config, model_config_from_json, model_config_json, to_dict
+from lineartime.config import model_config, model_config_from_json, to_dict
 from lineartime.errors import UsageError
 from lineartime.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
@@ -31,34 +32,23 @@ CONFIGS = {
 PROMPTS = [[EOD, *b"once upon a time"], [EOD, 7], [*b"a", EOD, *b"the second document"]]
 
 
-def random_model(config):
-    """No weight is zero, and greedy text depends on position and context instead of repeating one token."""
-    model = LanguageModel(config).eval()
-    generator = torch.Generator().manual_seed(1)
+def talkative_model(config):
+    """Greedy text depends on position and context instead of repeating one token."""
+    model = random_model(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.8 if name.startswith("layers") else 0.2, generator=generator)
         model.norm.weight += 1
         model.abs_pos.scalar.fill_(1)
     return model
 
 
-def write_checkpoint(folder, model):
-    """What `transformers` sees of a checkpoint that training writes."""
-    (folder / "config.json").write_text(model_config_json(model.config))
-    byte_tokenizer().save(folder / "tokenizer.json")
-    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
-    return folder
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def ours(request):
-    return random_model(CONFIGS[request.param])
+    return talkative_model(CONFIGS[request.param])
 
 
 @pytest.fixture(scope="module")
 def folder(ours, tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ours)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ours, byte_tokenizer())
 
 
 @pytest.fixture
@@ -154,7 +144,7 @@ def test_names_with_and_without_the_prefix_load_and_save(ours, hf, tmp_path):
 
 
 def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(ours, folder, tmp_path):
-    write_checkpoint(tmp_path, ours)
+    write_checkpoint(tmp_path, ours, byte_tokenizer())
     lacking = {"head_bias", "layers.1.out_proj.weight", "norm.weight"}
     kept = {name: p.detach() for name, p in ours.named_parameters() if name not in lacking}
     save_file(kept, tmp_path / "model.safetensors")
@@ -337,8 +327,8 @@ def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(fol
 
 
 def test_only_a_causal_model_is_a_causal_model(tmp_path):
-    model = random_model(model_config("flash", **SIZES, query_key_dim=8, chunk_size=4, causal=False))
-    write_checkpoint(tmp_path, model)
+    model = talkative_model(model_config("flash", **SIZES, query_key_dim=8, chunk_size=4, causal=False))
+    write_checkpoint(tmp_path, model, byte_tokenizer())
     with pytest.raises(UsageError, match="causal = false"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     ids_BT = packed_ids()

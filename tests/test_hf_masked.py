@@ -7,14 +7,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing h
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny_checkpoints import random_model, write_checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from lineartime.config import model_config, model_config_from_json, model_config_json
+from lineartime.config import model_config, model_config_from_json
 from lineartime.data import SAMPLE
 from lineartime.errors import UsageError
 from lineartime.hf import LineartimeForMaskedLM, LineartimeTokenizer
-from lineartime.model import LanguageModel, masked_token_losses
+from lineartime.model import masked_token_losses
 from lineartime.tokenizer import END_OF_DOCUMENT, byte_tokenizer, train_tokenizer
 
 TOKENIZER = train_tokenizer([SAMPLE.read_text(encoding="utf-8")[:30_000]], 500, mlm=True)
@@ -27,23 +28,6 @@ CONFIGS = {
 }
 
 
-def random_model(config):
-    model = LanguageModel(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.8 if name.startswith("layers") else 0.2, generator=generator)
-    return model
-
-
-def write_checkpoint(folder, model, tokenizer=TOKENIZER):
-    """What `transformers` sees of a checkpoint that training writes."""
-    (folder / "config.json").write_text(model_config_json(model.config))
-    tokenizer.save(folder / "tokenizer.json")
-    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
-    return folder
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def ours(request):
     return random_model(CONFIGS[request.param])
@@ -51,7 +35,7 @@ def ours(request):
 
 @pytest.fixture(scope="module")
 def folder(ours, tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ours)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ours, TOKENIZER)
 
 
 def some_ids(n_rows=2, length=30):
@@ -169,7 +153,7 @@ def test_wrong_class_and_what_would_be_ignored_are_refused(ours, folder, tmp_pat
         AutoModelForCausalLM.from_pretrained(folder)
     causal = random_model(model_config("flash", **SIZES, query_key_dim=8, chunk_size=4))
     with pytest.raises(UsageError, match=r"causal = true; AutoModelForCausalLM opens it"):
-        AutoModelForMaskedLM.from_pretrained(write_checkpoint(tmp_path, causal))
+        AutoModelForMaskedLM.from_pretrained(write_checkpoint(tmp_path, causal, TOKENIZER))
     hf = AutoModelForMaskedLM.from_pretrained(folder)
     for name, value in (("position_ids", some_ids()), ("output_hidden_states", True), ("use_cache", True)):
         with pytest.raises(UsageError, match=name):

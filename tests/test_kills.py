@@ -10,18 +10,11 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import EVAL_EVERY, STEPS, assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
-from train_process import Launches, Processes, wait_for
+from train_process import Launches, wait_for
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 WATCHED = {"lock", "resume", "compute_gradient", "evaluate", "save", "finish", "final evaluate", "xz_bits_per_byte",
            "generate", "plot_run"}
-
-
-@pytest.fixture(scope="module")
-def processes():
-    processes = Processes()
-    yield processes
-    processes.close()
 
 
 @pytest.fixture(scope="module")

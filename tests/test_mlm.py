@@ -23,7 +23,7 @@ from tiny_runs import (
     steps_saved,
     what_is_left,
 )
-from train_process import Launches, Processes
+from train_process import Launches
 
 from lineartime import cli
 from lineartime.config import TrainConfig, model_config, run_config
@@ -50,13 +50,6 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stream(data):
     return open_split(data, "validation")
-
-
-@pytest.fixture(scope="module")
-def processes():
-    processes = Processes()
-    yield processes
-    processes.close()
 
 
 @pytest.fixture(scope="module")

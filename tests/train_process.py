@@ -6,14 +6,13 @@ begins and one as it ends, and can be asked to wait at one of these lines until 
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from fork_server import ForkServer
 
-import lineartime
 from lineartime import checkpoint, cli, evaluate, generate, plot, run, tasks, train
 
 WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (train, "compute_gradient"), (tasks, "evaluate"),
@@ -82,29 +81,14 @@ def do_train(arguments, folder, wait_at=None, memory=None):
         events.say("over")
 
 
-class Processes:
-    """The other end: asks for a process, and gives its pid, or how it ended (a negative number is a signal)."""
+class Processes(ForkServer):
+    """Asks for a process, and gives its pid, or how it ended (a negative number is a signal)."""
 
     def __init__(self):
-        environment = {**os.environ, "PYTHONPATH": str(Path(lineartime.__file__).parents[1])}
-        self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                       text=True, env=environment)
-
-    def ask(self, **request):
-        self.server.stdin.write(json.dumps(request, default=str) + "\n")
-        self.server.stdin.flush()
-        return json.loads(self.server.stdout.readline())
+        super().__init__(__file__)
 
     def start(self, **arguments):
         return self.ask(arguments=arguments)
-
-    def wait(self, pid):
-        return self.ask(wait=pid)
-
-    def close(self):
-        self.server.stdin.close()
-        self.server.stdout.close()
-        self.server.wait(30)
 
 
 class Launches:
