@@ -523,15 +523,15 @@ def benchmark_decode(
     Any --set applies to every model that has the field."""
     configs = benchmark_configs(models or ["flash"], task, settings or [])
     contexts = whole_numbers(lengths)
-    from lineartime import benchmark
+    from lineartime.benchmark import decode, measure
     from lineartime.model import LanguageModel
 
     built = {name: LanguageModel(config).to(pick_device(device)) for name, config in configs.items()}
-    measured = benchmark.benchmark_decode(built, contexts, quadratic_up_to=quadratic_up_to, repeats=repeats,
+    measured = decode.benchmark_decode(built, contexts, quadratic_up_to=quadratic_up_to, repeats=repeats,
                                           threads=threads, progress=note)
-    benchmark.print_decode(measured)
+    decode.print_decode(measured)
     if rows is not None:
-        benchmark.append_rows(rows, measured)
+        measure.append_rows(rows, measured)
 
 
 @benchmark.command("train")
@@ -552,13 +552,13 @@ def benchmark_train(
         raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
     configs, lengths = (benchmark_configs(models or ["flash", "transformer++"], task, settings or []),
                         whole_numbers(contexts))
-    from lineartime import benchmark
+    from lineartime.benchmark import measure, step
 
-    measured = benchmark.benchmark_train(configs, lengths, tokens=tokens, repeats=repeats, precision=precision,
+    measured = step.benchmark_train(configs, lengths, tokens=tokens, repeats=repeats, precision=precision,
                                          threads=threads, device=pick_device(device).type, progress=note)
-    benchmark.print_train(measured)
+    step.print_train(measured)
     if rows is not None:
-        benchmark.append_rows(rows, measured)
+        measure.append_rows(rows, measured)
 
 
 @benchmark.command("read")
@@ -573,12 +573,12 @@ def benchmark_read(
 ) -> None:
     """Memory while a long prompt is read: the most a process has had after each tenth of it."""
     config = benchmark_configs([model], task, settings or [])[model]
-    from lineartime import benchmark
+    from lineartime.benchmark import measure, memory
 
-    measured = benchmark.benchmark_read(config, tokens, threads=threads, device=pick_device(device).type)
-    benchmark.print_read(measured)
+    measured = memory.benchmark_read(config, tokens, threads=threads, device=pick_device(device).type)
+    memory.print_read(measured)
     if rows is not None:
-        benchmark.append_rows(rows, [measured])
+        measure.append_rows(rows, [measured])
 
 
 def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict[str, ModelConfig]:

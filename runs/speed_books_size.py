@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
-from lineartime import benchmark
+from lineartime.benchmark.decode import benchmark_decode, print_decode
+from lineartime.benchmark.measure import append_rows
+from lineartime.benchmark.step import benchmark_train, print_train
 from lineartime.config import model_config
 from lineartime.model import LanguageModel
 
@@ -15,9 +17,9 @@ CONFIGS = {
 }
 
 if __name__ == "__main__":
-    rows = benchmark.benchmark_decode({name: LanguageModel(config) for name, config in CONFIGS.items()},
+    rows = benchmark_decode({name: LanguageModel(config) for name, config in CONFIGS.items()},
                                       (1024, 2048, 4096, 8192), repeats=10)
-    benchmark.print_decode(rows)
-    steps = benchmark.benchmark_train(CONFIGS, (2048,), repeats=3, precision="bfloat16")
-    benchmark.print_train(steps)
-    benchmark.append_rows(Path(sys.argv[1]), rows + steps)
+    print_decode(rows)
+    steps = benchmark_train(CONFIGS, (2048,), repeats=3, precision="bfloat16")
+    print_train(steps)
+    append_rows(Path(sys.argv[1]), rows + steps)

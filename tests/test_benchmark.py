@@ -6,20 +6,12 @@ import subprocess
 import pytest
 import torch
 
-from lineartime import benchmark
-from lineartime.benchmark import (
-    append_rows,
-    benchmark_decode,
-    benchmark_read,
-    benchmark_train,
-    flatness,
-    peak_rss_bytes,
-    print_decode,
-    print_read,
-    print_train,
-    provenance,
-    states_at,
-)
+from lineartime.benchmark import decode as decode_module
+from lineartime.benchmark import measure
+from lineartime.benchmark.decode import benchmark_decode, flatness, print_decode, states_at
+from lineartime.benchmark.measure import append_rows, peak_rss_bytes, provenance
+from lineartime.benchmark.memory import benchmark_read, print_read
+from lineartime.benchmark.step import benchmark_train, print_train
 from lineartime.config import model_config
 from lineartime.errors import ResourceError, UsageError
 from lineartime.generate import prefill
@@ -56,13 +48,13 @@ def test_decode_has_a_row_per_model_and_length():
 
 def test_every_cell_decodes_in_turn_and_the_order_turns_round(monkeypatch):
     order = []
-    step = benchmark.decode_step
+    step = decode_module.decode_step
 
     def spy(model, ids_B, state):
         order.append((model.config.chunk_size is not None, int(state.length_B)))
         return step(model, ids_B, state)
 
-    monkeypatch.setattr(benchmark, "decode_step", spy)
+    monkeypatch.setattr(decode_module, "decode_step", spy)
     decode(lengths=[32, 64], repeats=2, block_tokens=1)
     cells = [(True, 32), (True, 64), (False, 32), (False, 64)]
     blocks = [order[4 * i : 4 * i + 4] for i in range(3)]
@@ -70,7 +62,7 @@ def test_every_cell_decodes_in_turn_and_the_order_turns_round(monkeypatch):
 
 
 def test_states_are_those_of_reading_the_whole_context(monkeypatch):
-    monkeypatch.setattr(benchmark, "PIECE_TOKENS", 24)
+    monkeypatch.setattr(decode_module, "PIECE_TOKENS", 24)
     model = LanguageModel(FLASH).double()
     states = dict(states_at(model, [20, 50, 120], seed=3))
     generator, prompt = torch.Generator().manual_seed(3), []
@@ -136,7 +128,7 @@ def test_a_measurement_that_dies_is_a_row(capsys, monkeypatch):
     print_train(rows)
     assert "failed" in capsys.readouterr().out
     monkeypatch.setattr(subprocess, "run", kill)
-    assert "memory" in benchmark.in_own_process("read", {})["failed"]
+    assert "memory" in measure.in_own_process("read", {})["failed"]
     with pytest.raises(ResourceError, match="memory"):
         benchmark_read(FLASH, 100)
 
@@ -171,18 +163,18 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
         who = ["-c", "user.name=n", "-c", "user.email=e@x"]
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
 
-    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
     git("init", "-q")
-    (tmp_path / "lineartime").mkdir()
-    file = tmp_path / "lineartime" / "benchmark.py"
+    (tmp_path / "lineartime" / "benchmark").mkdir(parents=True)
+    file = tmp_path / "lineartime" / "benchmark" / "measure.py"
     file.write_text("a\n")
-    assert benchmark.commit() is None  # a repository around an installed package is not the package's
+    assert measure.commit() is None  # a repository around an installed package is not the package's
     git("add", ".")
     git("commit", "-q", "-m", "one")
-    head = benchmark.commit()
+    head = measure.commit()
     assert head is not None and len(head) == 40
     file.write_text("b\n")
-    assert benchmark.commit() == head + "+changes"
+    assert measure.commit() == head + "+changes"
 
 
 def test_peak_memory_rises_with_what_is_touched():

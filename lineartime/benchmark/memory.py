@@ -1,0 +1,68 @@
+"""Memory while a long prompt is read."""
+
+import time
+from array import array
+
+import torch
+from rich.console import Console
+
+from lineartime.benchmark.measure import Row, in_own_process, peak_rss_bytes, provenance
+from lineartime.config import ModelConfig, to_dict
+from lineartime.errors import ResourceError, UsageError
+from lineartime.generate import PIECE_TOKENS, prefill
+from lineartime.info import mib, table
+from lineartime.model import LanguageModel
+
+
+def benchmark_read(config: ModelConfig, n_tokens: int = 1_000_000, *, threads: int = 1, device: str = "cpu",
+                   seed: int = 0) -> Row:
+    """Memory and time while a prompt of `n_tokens` is read by a model with random weights, in a process of its own.
+
+    The row has the most memory the process has had, whenever a tenth of the prompt has been read: what a model with a
+    state of constant size needs does not grow after the first. Raises ResourceError where the process dies."""
+    if min(n_tokens, threads) < 1:
+        raise UsageError("nothing to measure", f"n_tokens = {n_tokens}, threads = {threads}",
+                         "they take whole numbers from 1")
+    answer = in_own_process("read", {"config": to_dict(config), "n_tokens": n_tokens, "threads": threads,
+                                     "device": device, "seed": seed})
+    if "failed" in answer:
+        raise ResourceError("reading the prompt failed", f"{n_tokens:,} tokens", answer["failed"])
+    return {"benchmark": "read", "prompt_tokens": n_tokens, **answer, "threads": threads, "device": device,
+            "dtype": "float32", "config": to_dict(config), **provenance()}
+
+
+def read_prompt(config: ModelConfig, n_tokens: int, threads: int, device: str, seed: int) -> Row:
+    """One process's part of `benchmark_read`."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    model = LanguageModel(config).to(device).eval()
+    # Eight bytes a token, made piece by piece: a list of them would take room that hides what the reading takes.
+    prompt = array("q")
+    while len(prompt) < n_tokens:
+        prompt.extend(torch.randint(config.vocab_size, (min(PIECE_TOKENS, n_tokens - len(prompt)),)).tolist())
+    tenths: list[Row] = []
+    started = time.perf_counter()
+
+    def sample(n_read: int) -> None:
+        if n_read * 10 >= n_tokens * (len(tenths) + 1):
+            peak = peak_rss_bytes() if device == "cpu" else torch.cuda.max_memory_allocated()
+            tenths.append({"tokens": n_read, "peak_mib": peak / 2**20, "seconds": time.perf_counter() - started})
+
+    cpu = time.process_time()
+    _, state = prefill(model, [prompt], sample)
+    return {"wall_seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu, "tenths": tenths,
+            "growth_mib": tenths[-1]["peak_mib"] - tenths[0]["peak_mib"], "state_bytes": state.n_bytes}
+
+
+def print_read(row: Row) -> None:
+    """Print `benchmark_read`'s row."""
+    console, tenths = Console(highlight=False), row["tenths"]
+    made = table("tokens read", "peak memory", "tokens/s", width=12)
+    before: Row = {"tokens": 0, "seconds": 0.0}
+    for now in tenths:
+        speed = (now["tokens"] - before["tokens"]) / (now["seconds"] - before["seconds"])
+        made.add_row(f"{now['tokens']:,}", f"{now['peak_mib']:,.1f} MiB", f"{speed:,.0f}")
+        before = now
+    console.print(made)
+    console.print(f"{row['prompt_tokens']:,} tokens read in {row['wall_seconds']:,.0f} s; peak memory grew by "
+                  f"{row['growth_mib']:,.1f} MiB after the first tenth; the state is {mib(row['state_bytes'])}")
