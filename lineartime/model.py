@@ -80,6 +80,12 @@ class LanguageModel(nn.Module):
             x_BTD = x_BTD.gather(1, order_BT.argsort(1)[..., None].expand_as(x_BTD))
         return self.norm(x_BTD)
 
+    def compile_layers(self) -> None:
+        """`torch.compile` each layer in place. Layers of one kind share what is compiled, so it takes as long for
+        twenty-four of them as for one; parameters and their names stay as they are."""
+        for layer in self.layers:
+            layer.compile()
+
     def logits(self, x_BTD: Tensor) -> Tensor:
         """The head: the embedding's transpose and a bias."""
         return F.linear(x_BTD, self.embed.weight, self.head_bias)

@@ -137,7 +137,7 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
     if done:
         run.save(done, model, optimizer, documents)  # is there, but perhaps not what a save does after that
     if config.compile:
-        model.compile()
+        model.compile_layers()
     model.train()
     saved = done
 

@@ -1,0 +1,33 @@
+"""Settings of the process that speed depends on: chosen by the program, printed, and stored with every measurement."""
+
+import ctypes
+import sys
+
+import torch
+
+M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2
+"""Names of `mallopt(3)`."""
+
+
+def choose_settings(device: torch.device) -> dict[str, str]:
+    """Choose float32 precision and the allocator's habits for `device`; returns what was chosen, for people and rows.
+
+    float32 products stay float32 products: "high" would make them TF32 or sums of bfloat16 where the hardware has
+    those. On a CPU with glibc, memory that a step frees is kept for the next one: otherwise large tensors go back to
+    the system and each of their pages is cleared and mapped again, step after step."""
+    torch.set_float32_matmul_precision("highest")
+    chosen = {"float32_matmul": "highest"}
+    if device.type == "cpu":
+        chosen["allocator"] = "keeps freed memory" if keep_freed_memory() else "as it is"
+    return chosen
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's malloc to serve large tensors from its heap and never to shrink it; False where there is none."""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    wanted = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 * 2**20))
+    return all([libc.mallopt(name, value) == 1 for name, value in wanted])
