@@ -206,9 +206,10 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def drawing(path: Path, *, width: float, height: float) -> Iterator["Figure"]:
+def drawing(path: Path, *, width: float, height: float, metadata: dict[str, str] | None = None) -> Iterator["Figure"]:
     """An empty figure, in inches, that is written to `path` when all is drawn: whole or not at all.
 
+    metadata: texts for the file's header.
     Raises ResourceError."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -223,7 +224,7 @@ def drawing(path: Path, *, width: float, height: float) -> Iterator["Figure"]:
         yield figure
         aside = path.with_name(f".tmp-{path.name}")
         try:
-            figure.savefig(aside, format="png", facecolor="white")
+            figure.savefig(aside, format="png", facecolor="white", metadata=metadata)
             os.replace(aside, path)
         except OSError as e:
             aside.unlink(missing_ok=True)
