@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lineartime.config import PRESETS, ModelConfig, RunConfig, model_config, parse_setting, run_config
-from lineartime.errors import LineartimeError, UsageError
+from lineartime.errors import LineartimeError, ResourceError, UsageError
 from lineartime.settings import read_toml
 from lineartime.terminal import Stream, Terminal, TrainingBar, evaluate_with_bar, note, prompt_progress, say, summary
 
 if TYPE_CHECKING:
     import torch
 
+    from lineartime.data import TokenStream
+    from lineartime.model import LanguageModel
     from lineartime.questions import Question
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -189,7 +191,11 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
     context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
-    batch_rows: Annotated[int, typer.Option(help="Rows scored at once; changes nothing but speed and memory.")] = 8,
+    contexts: Annotated[str | None, typer.Option(
+        help="Score the same tokens at each of these contexts, with commas: does the model use its context?")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --contexts: JSON file for `lineartime plot`.")] = None,
+    batch_rows: Annotated[int | None, typer.Option(
+        help="Rows scored at once; changes nothing but speed and memory. By default 8, fewer from 16K on.")] = None,
     precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     questions: QuestionFiles = None,
@@ -202,16 +208,24 @@ def evaluate(
 ) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
     With --questions: exact match and F1 of a fine-tuned model's answers."""
-    if batch_rows < 1 or (context is not None and context < 1):
+    if (batch_rows is not None and batch_rows < 1) or (context is not None and context < 1):
         raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}",
                          "they take whole numbers from 1")
+    if contexts is None and out is not None:
+        raise UsageError("nothing is written without --contexts", out, "--json prints the scores")
+    if contexts is not None and (questions or context is not None or batch_rows is not None):
+        raise UsageError("too much is named", "evaluate --contexts",
+                         "leave out --questions, --context and --batch-rows")
+    if out is not None and not out.parent.is_dir():
+        raise ResourceError("cannot write", out, "there is no such folder")
+    lengths = whole_numbers(contexts) if contexts is not None else []
     if precision not in ("float32", "bfloat16"):
         raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
     if questions:
         if data is not None or (run is None) == (score is None) or (score is not None and predictions is not None):
             raise UsageError("too much or too little is named", "evaluate --questions",
                              "name a run, or a file of answers with --score")
-        evaluate_questions(run, questions, evidence, context, stride, max_answer_tokens, batch_rows, precision,
+        evaluate_questions(run, questions, evidence, context, stride, max_answer_tokens, batch_rows or 8, precision,
                            predictions, score, as_json, device)
         return
     if run is None or data is None or score is not None or predictions is not None:
@@ -229,9 +243,15 @@ def evaluate(
         raise UsageError("the run and the data have different tokenizers",
                          f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
                          f"prepare the data with --tokenizer {facts['checkpoint']}/tokenizer.json")
+    model = model.to(pick_device(device))
+    if lengths:
+        facts |= {"split": split, "trained_context": model.config.context}
+        evaluate_contexts(model, stream, lengths, precision, facts, out, as_json)
+        return
     context = context or model.config.context
     model.check_length(context)
-    result = evaluate_with_bar(model.to(pick_device(device)), stream, context, precision, batch_rows)
+    result = evaluate_with_bar(model, stream, context, precision,
+                               batch_rows or min(8, max(1, 65_536 // context)))
     if as_json:
         print(json.dumps({**facts, "split": split, "context": context, **result.to_dict()}))
         return
@@ -239,6 +259,26 @@ def evaluate(
     unit = "nats per token" if result.n_read is None else "nats per masked token"
     for first, last, loss in result.loss_by_position:
         say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
+
+
+def evaluate_contexts(model: "LanguageModel", stream: "TokenStream", contexts: list[int], precision: str,
+                      facts: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    """The same tokens scored at several contexts."""
+    from lineartime.context_use import describe, measure_context_use
+    from lineartime.run import write_atomically
+
+    with Terminal().counting("tokens read", None) as count:
+        use = measure_context_use(model, stream, contexts, precision=precision, progress=count)
+    text = json.dumps({**facts, **use.to_dict()})
+    if out is not None:
+        write_atomically(out, text + "\n")
+    if as_json:
+        print(text)
+        return
+    for line in describe(use):
+        say(line)
+    if out is not None:
+        say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
 
 
 def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, context: int | None,
@@ -482,20 +522,24 @@ def info(
 
 @app.command()
 def plot(
-    runs: Annotated[list[str], typer.Argument(help="A run, or several as LABEL=RUN, which are drawn side by side.")],
-    out: Annotated[Path | None, typer.Option(help="PNG to write; needed for several runs.")] = None,
+    runs: Annotated[list[str], typer.Argument(
+        help="A run, or several as LABEL=RUN, which are drawn side by side; or LABEL=FILE of `evaluate --contexts`.")],
+    out: Annotated[Path | None, typer.Option(help="PNG to write; needed for several runs, and for files.")] = None,
 ) -> None:
-    """Draw a run's curves, or the curves of several runs in one picture."""
-    if len(runs) > 1 and out is None:
+    """Draw a run's curves, or the curves of several runs in one picture, or what models gain from context."""
+    split = [text.partition("=") for text in runs]
+    named = {label if equals else Path(label).name: Path(run or label) for label, equals, run in split}
+    files = [path for path in named.values() if path.suffix == ".json"]
+    if out is None and (len(runs) > 1 or files):
         raise UsageError("no file is named for the picture", "--out", "give a .png")
-    from lineartime.plot import plot_comparison, plot_run
+    if files and len(files) < len(named):
+        raise UsageError("runs and files of `evaluate --contexts` side by side", str(files[0]), "draw them apart")
+    from lineartime.plot import plot_comparison, plot_context_use, plot_run
 
     if out is None:
         say(str(plot_run(Path(runs[0]))))
         return
-    named = [text.partition("=") for text in runs]
-    say(str(plot_comparison({label if equals else Path(label).name: Path(run or label) for label, equals, run in named},
-                            out)))
+    say(str((plot_context_use if files else plot_comparison)(named, out)))
 
 
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
@@ -534,31 +578,77 @@ def benchmark_decode(
         measure.append_rows(rows, measured)
 
 
-@benchmark.command("train")
-def benchmark_train(
-    models: Models = None,
-    contexts: Lengths = "512,1024,2048,4096,8192",
+Labels = Annotated[list[str] | None, typer.Argument(
+    help=f"Models ({', '.join(PRESETS)}, flash-pytorch, fla:retention, fla:gla), each with :compile, :checkpoint or "
+         "for Transformers :unfused behind it.")]
+Shape = Annotated[str | None, typer.Option(help="Sizes by a name in the file of cells, such as small.")]
+Cells = Annotated[Path | None, typer.Option(help="File of cells; by default benchmarks/cells.toml of the checkout.")]
+Precision = Annotated[str, typer.Option(help="float32, bfloat16 or both with a comma.")]
+Repeats = Annotated[int, typer.Option(help="Timed steps per cell.")]
+
+
+@benchmark.command("step")
+def benchmark_step(
+    labels: Labels = None,
+    contexts: Lengths = "512,2048,8192",
+    precision: Precision = "float32",
+    tokens: Annotated[int, typer.Option(help="Tokens in a step; one row where the context is longer.")] = 8192,
     task: Task = "wiki40b",
+    shape: Shape = None,
     settings: Setting = None,
-    tokens: Annotated[int, typer.Option(help="Tokens in a micro-batch.")] = 8192,
-    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    repeats: Annotated[int, typer.Option(help="Processes per model and context.")] = 3,
+    together: Annotated[bool, typer.Option(
+        "--together", help="Measure all contexts and types side by side, not one after another.")] = False,
+    repeats: Repeats = 5,
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
+    cells: Cells = None,
 ) -> None:
-    """Time and memory of forward and backward at several contexts, the models in turn."""
-    if precision not in ("float32", "bfloat16"):
-        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
-    configs, lengths = (benchmark_configs(models or ["flash", "transformer++"], task, settings or []),
-                        whole_numbers(contexts))
+    """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
+    Any --set applies to every model that has the field."""
+    measure_steps(labels or ["flash", "transformer++"], contexts, precision, tokens, task, shape, settings or [],
+                  together, repeats, threads, device, rows, cells, "step")
+
+
+@benchmark.command("memory")
+def benchmark_memory(
+    labels: Labels = None,
+    contexts: Lengths = "2048,4096,8192,16384",
+    precision: Precision = "float32",
+    task: Task = "wiki40b",
+    shape: Shape = None,
+    settings: Setting = None,
+    repeats: Repeats = 3,
+    threads: Threads = 1,
+    device: Device = None,
+    rows: Rows = None,
+    cells: Cells = None,
+) -> None:
+    """Peak memory, and time per token beside it, of a training step of one row at growing contexts."""
+    measure_steps(labels or ["flash", "transformer++"], contexts, precision, 1, task, shape, settings or [],
+                  True, repeats, threads, device, rows, cells, "memory")
+
+
+def measure_steps(labels: list[str], contexts: str, precision: str, tokens: int, task: str, shape: str | None,
+                  settings: list[str], together: bool, repeats: int, threads: int, device: str | None,
+                  rows: Path | None, cells: Path | None, benchmark: str) -> None:
+    """`benchmark step` and `benchmark memory`: rows are written as soon as they are there."""
+    lengths = whole_numbers(contexts)
+    from lineartime.benchmark.cells import read_cells, shaped_config
+
+    fields = read_cells(cells).shape(shape) if shape else {}
     from lineartime.benchmark import measure, step
 
-    measured = step.benchmark_train(configs, lengths, tokens=tokens, repeats=repeats, precision=precision,
-                                         threads=threads, device=pick_device(device).type, progress=note)
-    step.print_train(measured)
-    if rows is not None:
-        measure.append_rows(rows, measured)
+    chosen = step.step_cells(labels, lengths, precision.split(","), tokens=tokens,
+                             config_of=lambda preset: shaped_config(preset, task, fields, settings))
+
+    def on_rows(made: list[measure.Row]) -> None:
+        step.print_step(made)
+        if rows is not None:
+            measure.append_rows(rows, made)
+
+    step.benchmark_step(chosen, repeats=repeats, threads=threads, device=pick_device(device).type, together=together,
+                        benchmark=benchmark, progress=note, on_rows=on_rows)
 
 
 @benchmark.command("read")
@@ -582,18 +672,10 @@ def benchmark_read(
 
 
 def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict[str, ModelConfig]:
-    """The models of a benchmark by name.
-    A setting that only some of them have (a chunk size, heads) is given to those."""
-    given = dict(parse_setting(text) for text in settings)
-    configs = {}
-    for name in models:
-        preset = model_config(name, task)
-        skipped = {"chunk_size", "chunk_parts", "chunk_pooling"} if preset.chunk_size is None else set()
-        skipped |= {"n_heads"} if preset.ffn == "gau" else {"query_key_dim"}
-        skipped |= {"prefix_sum"} if preset.attn_type != "linear" else set()
-        configs[name] = model_config(name, task,
-                                     **{field: value for field, value in given.items() if field not in skipped})
-    return configs
+    """The models of a benchmark by name; a setting that only some of them have is given to those."""
+    from lineartime.benchmark.cells import shaped_config
+
+    return {name: shaped_config(name, task, settings=settings) for name in models}
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lineartime.config import ModelConfig
-from lineartime.errors import CheckpointError, ResourceError, UsageError
+from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
 from lineartime.info import describe, millions
 from lineartime.run import METRICS_FILE, RESULT_FILE, read_metrics, read_run
 from lineartime.settings import replace_fields
@@ -155,6 +155,54 @@ def plot_comparison(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
         for axes in panels:
             axes.legend(loc="upper right")
     return out_png
+
+
+def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
+    """Draw what models gain from context: the same tokens at several contexts, with standard errors over documents; and
+    loss by position in the document, at the shortest context and at the longest.
+
+    files: label to what `lineartime evaluate --contexts` wrote. Raises DataError for anything else."""
+    uses = {label: read_context_use(path) for label, path in files.items()}
+    colour = dict(zip(uses, itertools.cycle(COLOURS), strict=False))
+    with drawing(out_png, width=12, height=4.8) as figure:
+        left, right = figure.subplots(1, 2)
+        for label, use in uses.items():
+            errors = [error or 0.0 for error in use["gain_errors"]]
+            left.errorbar(use["contexts"], use["gains"], errors, fmt="o-", color=colour[label], linewidth=1.6,
+                          markersize=4, capsize=3, label=f"{label}, {use['n_tokens']:,} tokens of "
+                          f"{len(use['documents'])} documents")
+            blocks = use["loss_by_position"]
+            middle = [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
+            for at, style, context in (("shortest", ":", use["contexts"][0]), ("longest", "-", use["contexts"][-1])):
+                right.plot(middle, [block[at] for block in blocks], "o" + style, color=colour[label], linewidth=1.6,
+                           markersize=4, label=f"{label}, context {context:,}")
+            for axes in (left, right):
+                axes.axvline(use["trained_context"], color=colour[label], linewidth=1, linestyle=(0, (5, 4)), alpha=0.6)
+        left.axhline(0, color="#888888", linewidth=1)
+        left.set_title("gain from context, the same tokens (dashed: trained context)")
+        left.set_ylabel("nats per token below the shortest context")
+        right.set_title("loss by position in the document")
+        right.set_ylabel("nats per token")
+        for axes, name in ((left, "context, tokens"), (right, "tokens of the document so far")):
+            label_positions(axes)
+            axes.set_xlabel(name)
+            axes.legend(loc="best")
+    return out_png
+
+
+def read_context_use(path: Path) -> dict[str, Any]:
+    """What `lineartime evaluate --contexts` wrote. Raises DataError."""
+    try:
+        use = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("contexts", "gains", "gain_errors", "documents", "loss_by_position"):
+            len(use[name])
+        for name in ("n_tokens", "trained_context"):
+            int(use[name])
+        return use
+    except OSError as e:
+        raise DataError("cannot read", path, e.strerror) from None
+    except (ValueError, KeyError, TypeError):
+        raise DataError("not a file of `lineartime evaluate --contexts`", path) from None
 
 
 def label_positions(axes: "Axes") -> None:

@@ -152,6 +152,18 @@ def test_generate_ends_before_a_stop_text(run: Path, call: Call) -> None:
     assert call("generate", run, "The", "Once", *how, "--stop", stop)[1].startswith(f"== 1\n{cut}\n== 2")
 
 
+def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
+    scores = tmp_path / "contexts.json"
+    code, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--out", scores)
+    assert code == 0 and "gain over the shortest" in out and f"LABEL={scores}" in out
+    written = json.loads(scores.read_text())
+    assert written["contexts"] == [16, 32, 64] and written["split"] == "validation" and written["trained_context"] == 32
+    _, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--json")
+    assert json.loads(out) == written
+    code, out, _ = call("plot", f"FLASH={scores}", "--out", tmp_path / "contexts.png")
+    assert code == 0 and (tmp_path / "contexts.png").exists()
+
+
 def test_info_and_plot(run: Path, tmp_path: Path, call: Call) -> None:
     for model, task, millions in (("flash", "wiki40b", 112), ("transformer++", "pg19", 486), ("flash-quad", "c4", 112)):
         code, out, _ = call("info", model, "--task", task)
@@ -209,7 +221,17 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
         (2, ["did you mean flash"], ["info", "flsh"]),
         (2, ["1024,many"], ["benchmark", "decode", "flash", "--lengths", "1024,many"]),
+        (2, ["wrong contexts"], ["evaluate", run, "--data", data, "--contexts", "64,32"]),
+        (2, ["whole numbers"], ["evaluate", run, "--data", data, "--contexts", "a"]),
+        (2, ["--batch-rows"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--batch-rows", "2"]),
+        (2, ["without --contexts"], ["evaluate", run, "--data", data, "--out", tmp_path / "x.json"]),
+        (3, ["no document has", "work"], ["evaluate", run, "--data", data, "--contexts", "32,1000000"]),
+        (6, ["cannot write"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
         (2, ["--out"], ["plot", run, run]),
+        (2, ["--out"], ["plot", tmp_path / "x.json"]),
+        (2, ["apart"], ["plot", run, tmp_path / "x.json", "--out", tmp_path / "x.png"]),
+        (3, ["cannot read"], ["plot", tmp_path / "x.json", "--out", tmp_path / "x.png"]),
+        (3, ["not a file of"], ["plot", data / "manifest.json", "--out", tmp_path / "x.png"]),
     ]:
         got, _, err = call(*arguments)
         assert_refused(got, err, code, *words)

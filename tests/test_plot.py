@@ -8,8 +8,8 @@ import pytest
 from matplotlib.image import imread
 
 from lineartime.config import TrainConfig, model_config, to_dict
-from lineartime.errors import CheckpointError, ResourceError, UsageError
-from lineartime.plot import plot_comparison, plot_run, read_curves, smoothed
+from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
+from lineartime.plot import plot_comparison, plot_context_use, plot_run, read_curves, smoothed
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 
@@ -86,6 +86,37 @@ def test_plot_comparison_draws_every_run_in_both_panels(tmp_path):
     assert coloured(picture, "#009E73") > 100 and (np.abs(right - third).max(-1) < 0.02).sum() == 0
     narrow = plot_comparison({"model 2": tmp_path / "2"}, tmp_path / "narrow.png")
     assert imread(narrow).shape[1] < width
+
+
+def make_context_use(path, *, n_documents=3, gain=0.1):
+    error = None if n_documents == 1 else 0.02
+    use = {"contexts": [512, 1024, 2048], "gains": [0.0, gain, 2 * gain], "gain_errors": [error] * 3, "n_tokens": 9000,
+           "documents": [{}] * n_documents, "trained_context": 1024,
+           "loss_by_position": [{"first": 1, "last": 1024, "shortest": 5.0, "longest": 5.0},
+                                {"first": 1025, "last": 2048, "shortest": 5.1, "longest": 4.9}]}
+    path.write_text(json.dumps(use))
+    return path
+
+
+def test_plot_context_use_draws_gains_and_positions(tmp_path):
+    files = {"one": make_context_use(tmp_path / "1.json"), "two": make_context_use(tmp_path / "2.json", n_documents=1)}
+    picture = plot_context_use(files, tmp_path / "out.png")
+    half = imread(picture).shape[1] // 2
+    for colour in ("#0072B2", "#D55E00"):
+        near = np.abs(imread(picture)[..., :3] - np.array(matplotlib.colors.to_rgb(colour))).max(-1) < 0.02
+        assert near[:, :half].sum() > 200 and near[:, half:].sum() > 200
+    assert coloured(plot_context_use({"one": files["one"]}, tmp_path / "1.png"), "#D55E00") == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"contexts": 1}', "3"])
+def test_a_file_of_something_else_is_an_error_of_one_line(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(DataError, match="evaluate --contexts") as raised:
+        plot_context_use({"x": tmp_path / "x.json"}, tmp_path / "out.png")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(DataError, match="cannot read"):
+        plot_context_use({"x": tmp_path / "none.json"}, tmp_path / "out.png")
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_smoothed_keeps_a_line_and_takes_out_noise():

@@ -1,0 +1,172 @@
+"""Whether a model uses its context: the same held-out tokens scored with more and with less of their document."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lineartime.data import TokenStream
+from lineartime.errors import DataError, NumericsError
+from lineartime.evaluate import by_position
+from lineartime.model import LanguageModel, token_losses
+from lineartime.settings import require
+
+TOKENS_AT_ONCE = 1 << 15
+"""Rows shorter than this are scored together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextUse:
+    """Losses in nats per token of the same tokens at several contexts."""
+
+    contexts: list[int]
+    """At context L a token has from L / 2 + 1 to L tokens of its document before it: rows of L overlap by half, and
+    their second half is scored."""
+    after: int
+    """Only tokens with more than so many tokens before them are compared: at every context they have all it can give.
+    The end-of-document token that a document begins with counts as one."""
+    document_D: list[int]
+    """The documents that have such tokens, by their number in the split."""
+    n_tokens_D: list[int]
+    """Such tokens of each."""
+    nll_DL: list[list[float]]
+    """Their sums of -ln p, by document and context."""
+    loss_by_position: list[tuple[int, int, float, float]]
+    """Mean loss of the tokens with first..last tokens of their document before them, at the shortest context and at the
+    longest, in blocks that double; of the same documents, from their beginning. A token with fewer tokens before it
+    than the context has them all."""
+
+    @property
+    def losses(self) -> list[float]:
+        """At each context; every token counts the same."""
+        return [sum(column) / sum(self.n_tokens_D) for column in zip(*self.nll_DL, strict=True)]
+
+    @property
+    def gains(self) -> list[float]:
+        """How much lower the loss is than at the shortest context."""
+        return [self.losses[0] - loss for loss in self.losses]
+
+    @property
+    def gain_errors(self) -> list[float | None]:
+        """Standard errors of `gains` over documents, which are taken to be independent, the tokens of one not; None
+        for a single document.
+
+        With D_i the gain summed over the n_i tokens of document i, of m: sqrt(m / (m - 1) sum (D_i - gain n_i)^2) over
+        the number of tokens."""
+        m, n_D, nll_DL = len(self.document_D), np.array(self.n_tokens_D), np.array(self.nll_DL)
+        if m == 1:
+            return [None] * len(self.contexts)
+        rest_DL = (nll_DL[:, :1] - nll_DL) - n_D[:, None] * np.array(self.gains)
+        return (np.sqrt(m / (m - 1) * (rest_DL**2).sum(0)) / n_D.sum()).tolist()
+
+    def to_dict(self) -> dict[str, Any]:
+        documents = [{"document": i, "n_tokens": n, "losses": [nll / n for nll in nll_L]}
+                     for i, n, nll_L in zip(self.document_D, self.n_tokens_D, self.nll_DL, strict=True)]
+        positions = [{"first": first, "last": last, "shortest": a, "longest": b}
+                     for first, last, a, b in self.loss_by_position]
+        return {"contexts": self.contexts, "after": self.after, "n_tokens": sum(self.n_tokens_D),
+                "losses": self.losses, "gains": self.gains, "gain_errors": self.gain_errors,
+                "documents": documents, "loss_by_position": positions}
+
+
+@torch.inference_mode()
+def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Sequence[int], *,
+                        precision: str = "float32", progress: Callable[[int], None] | None = None) -> ContextUse:
+    """Score the tokens of a split that have half of the longest context before them in their document, at each context.
+
+    contexts: rising. Each costs two tokens read per token scored, whatever its length. For a model with chunks they are
+    comparable where half of each is whole chunks: then all a token has inside its chunk is the same. progress is called
+    with the number of tokens read. Raises UsageError for contexts that make no sense or a model that is not causal,
+    DataError where no document is long enough, NumericsError where a loss is not finite."""
+    contexts, longest = list(contexts), max(contexts, default=0)
+    require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
+    require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
+            "wrong contexts", ",".join(map(str, contexts)), "give two or more, rising, from 2")
+    model.check_length(longest)
+    after = longest - longest // 2
+    starts = stream.document_positions.astype(int)
+    lengths = np.diff(starts)
+    chosen = np.flatnonzero(lengths > after).tolist()
+    if not chosen:
+        raise DataError(f"no document has more than {after:,} tokens, half of the longest context",
+                        f"{stream.folder}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
+    was_training, n_read = model.training, 0
+    model.eval()
+    nll_DL, nll_2T, count_T = [], np.zeros((2, longest)), np.zeros(longest, dtype=np.int64)
+    for i in chosen:
+        ids = torch.from_numpy(stream.read(starts[i], starts[i + 1] + 1))
+        nll_L = []
+        for context in contexts:
+            first = 0 if context in (contexts[0], longest) else after
+            loss_T = np.zeros(len(ids) - 1)
+            for batch in batches(list(rows_of_document(len(loss_T), context, first))):
+                losses_BT = score(model, torch.stack([ids[start : stop + 1] for start, _, stop in batch]), precision)
+                for (start, begin, stop), row_T in zip(batch, losses_BT, strict=True):
+                    loss_T[begin:stop] = row_T[begin - start :]
+                n_read += losses_BT.size
+                if progress is not None:
+                    progress(n_read)
+            if not np.isfinite(loss_T).all():
+                raise NumericsError("a held-out loss is not finite", f"document {i}, context {context}",
+                                    "the weights are damaged or have diverged")
+            nll_L.append(float(loss_T[after:].sum()))
+            if first == 0:
+                shown = loss_T[:longest]
+                nll_2T[int(context == longest), : len(shown)] += shown
+        nll_DL.append(nll_L)
+        count_T[: len(loss_T)] += 1
+    model.train(was_training)
+    positions = [(a, b, short, long) for (a, b, short), (_, _, long)
+                 in zip(*(by_position(nll_T, count_T) for nll_T in nll_2T), strict=True)]
+    return ContextUse(contexts, after, chosen, [int(lengths[i]) - after for i in chosen], nll_DL, positions)
+
+
+def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
+    """Rows (start, begin, stop) that score the targets from `first` on, each once: a row reads the tokens from `start`,
+    and its targets [begin, stop) are scored, at most the second half of `context`. From the beginning of a document the
+    first row is scored whole."""
+    if first == 0:
+        yield 0, 0, min(context, n_tokens)
+        first = context
+    half = context // 2
+    for begin in range(first, n_tokens, half):
+        yield begin + half - context, begin, min(begin + half, n_tokens)
+
+
+def batches(rows: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Rows in order, those of one length together, up to TOKENS_AT_ONCE."""
+    batch: list[tuple[int, int, int]] = []
+    for row in rows:
+        length = row[2] - row[0]
+        if batch and (length != batch[0][2] - batch[0][0] or (len(batch) + 1) * length > TOKENS_AT_ONCE):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def score(model: LanguageModel, rows_BT: Tensor, precision: str) -> np.ndarray:
+    """`token_losses` in float64 on the CPU."""
+    rows_BT = rows_BT.to(model.embed.weight.device)
+    with torch.autocast(rows_BT.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        losses_BT = token_losses(model, rows_BT)
+    return losses_BT.double().cpu().numpy()
+
+
+def describe(use: ContextUse) -> list[str]:
+    """Lines for a person."""
+    longest = use.contexts[-1]
+    lines = [f"{sum(use.n_tokens_D):,} tokens of {len(use.document_D)} documents, each token with more than "
+             f"{use.after:,} of its document before it",
+             "   context   nats per token   gain over the shortest"]
+    for context, loss, gain, error in zip(use.contexts, use.losses, use.gains, use.gain_errors, strict=True):
+        spread = "" if error is None else f" +- {error:.4f}"
+        lines.append(f"{context:>10,}   {loss:>14.4f}   {gain:>+8.4f}{spread}")
+    lines.append(f"tokens before it          at context {use.contexts[0]:,}   at {longest:,}")
+    for first, last, short, long in use.loss_by_position:
+        lines.append(f"{first:>10,} to {last:>9,}   {short:>12.4f}   {long:>9.4f}")
+    return lines
