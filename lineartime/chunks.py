@@ -50,15 +50,18 @@ def bias_reach(chunk_size: int, overlap: bool) -> int:
     return 2 * chunk_size if overlap else chunk_size
 
 
-def chunk_ids(segment_ids_BT: Tensor | None, v_BTE: Tensor, chunk_size: int) -> Tensor:
-    """The documents of a row's tokens in chunks, -1 where the last one is filled up; None is one document."""
+def chunk_ids(segment_ids_BT: Tensor | None, v_BTE: Tensor, chunk_size: int, causal: bool) -> Tensor | None:
+    """The documents of a row's tokens in chunks, -1 where the last one is filled up. None: one document whose
+    tokens cannot see what fills up its last chunk."""
     if segment_ids_BT is None:
+        if causal:
+            return None
         segment_ids_BT = torch.zeros(v_BTE.shape[:2], dtype=torch.long, device=v_BTE.device)
     return to_chunks(segment_ids_BT, chunk_size, fill=-1)
 
 
 def attend_chunks(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor,
-                  segment_ids_BGC: Tensor, chunking: Chunking, rel_pos_bias: RelPosBias | None, *,
+                  segment_ids_BGC: Tensor | None, chunking: Chunking, rel_pos_bias: RelPosBias | None, *,
                   cls_softmax: bool = False, a_BGG: Tensor | None = None) -> Tensor:
     """`ops.mixed_chunk_attention` as a layer's `chunking` says: `[B, G, C, E]`."""
     return ops.mixed_chunk_attention(

@@ -10,7 +10,17 @@ from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache
 from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, to_chunks, unfold_heads
 from lineartime.decoding import empty_chunk_state, extend_chunks, extend_row
-from lineartime.layers import ACTIVATIONS, Layout, RelPosBias, ScaleOffset, at_least_float32, make_norm, rope, rotary
+from lineartime.layers import (
+    ACTIVATIONS,
+    Layout,
+    RelPosBias,
+    ScaleOffset,
+    SplitLinear,
+    at_least_float32,
+    make_norm,
+    rope,
+    rotary,
+)
 from lineartime.ops.reference import learned_chunk_weights
 
 CHUNK_BIAS_LEN = 512
@@ -38,7 +48,7 @@ class GatedAttentionUnit(nn.Module):
         self.chunking = None if chunk_size is None else Chunking(chunk_size, kernel, causal, document_mask,
                                                                  chunk_pooling, chunk_parts, overlap)
         self.norm = make_norm(norm, d_model)
-        self.in_proj = nn.Linear(d_model, 2 * self.d_inner + query_key_dim)
+        self.in_proj = SplitLinear(d_model, [self.d_inner, self.d_inner, query_key_dim])
         n_made = 2 if chunk_size is None else 6 if first_to_all else 4
         self.scale_offset = ScaleOffset(n_made, query_key_dim)
         self.rel_pos_bias = RelPosBias(bias_reach(self.scale_len, overlap))
@@ -54,52 +64,57 @@ class GatedAttentionUnit(nn.Module):
         if layout is None:
             position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
             layout = Layout(rotary(position_1T, self.query_key_dim // self.n_heads, at_least_float32(x_BTD).dtype))
-        u_BTE, v_BTE, z_BTS, heads_BTNS = self.project(x_BTD, layout)
+        u_BTE, v_BTE, z_BTS, heads_NBTS = self.project(x_BTD, layout)
         segment_ids_BT = layout.segment_ids_BT
         if segment_ids_BT is not None and self.n_heads > 1:
             segment_ids_BT = segment_ids_BT.repeat_interleave(self.n_heads, 0)
         v_BTE = fold_heads(v_BTE, self.n_heads)
         if self.chunking is None:
-            out_BTE = self.attend_row(heads_BTNS, v_BTE, segment_ids_BT)
+            out_BTE = self.attend_row(heads_NBTS, v_BTE, segment_ids_BT)
         else:
-            out_BTE = self.attend_chunks(heads_BTNS, v_BTE, z_BTS, segment_ids_BT, self.chunking)
+            out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, self.chunking)
         return x_BTD + self.output(u_BTE, unfold_heads(out_BTE, self.n_heads))
 
     def project(self, x_BTD: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u, v, z and what is made from z, rotated: q and k of the quadratic part, then with chunks those of the linear
         part, then those of the first tokens. The heads of the ablation are entries of the batch."""
-        uvz_BTF = self.activation(self.in_proj(self.norm(x_BTD)))
-        u_BTE, v_BTE, z_BTS = uvz_BTF.split([self.d_inner, self.d_inner, self.query_key_dim], dim=-1)
+        u_BTE, v_BTE, z_BTS = (self.activation(part) for part in self.in_proj(self.norm(x_BTD)))
         assert layout.rotary is not None
-        sin, cos = (angle[..., None, None, :] for angle in layout.rotary)
-        made_BTNHS = self.scale_offset(z_BTS).unflatten(-1, (self.n_heads, -1))
-        heads_BTNHS = rope(made_BTNHS, sin, cos).to(z_BTS.dtype)
-        return u_BTE, v_BTE, z_BTS, fold_heads(heads_BTNHS.flatten(-2), self.n_heads)
+        sin, cos = (angle[..., None, :] for angle in layout.rotary)
+        made_NBTHS = self.scale_offset(z_BTS).unflatten(-1, (self.n_heads, -1))
+        heads_NBTS = rope(made_NBTHS, sin, cos).to(z_BTS.dtype).flatten(-2)
+        if self.n_heads > 1:
+            heads_NBTS = torch.stack([fold_heads(head_BTS, self.n_heads) for head_BTS in heads_NBTS])
+        return u_BTE, v_BTE, z_BTS, heads_NBTS
 
     def output(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
         """W_o (u * A v) (Eq. 3), or without the gate W_o [u, A v]."""
         return self.out_proj(u_BTE * out_BTE if self.gate else torch.cat([u_BTE, out_BTE], dim=-1))
 
-    def attend_row(self, heads_BTNS: Tensor, v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
+    def attend_row(self, heads_NBTS: Tensor, v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
         """FLASH-Quad: the whole row is one chunk."""
-        q_BTS, k_BTS = heads_BTNS.unbind(2)
+        q_BTS, k_BTS = heads_NBTS
         segment_ids_BGC = None if segment_ids_BT is None else segment_ids_BT[:, None]
         return ops.quadratic_attention(
             q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], self.rel_pos_bias(v_BTE.shape[1]), kernel=self.kernel,
             scale_len=self.scale_len, causal=self.causal, segment_ids_BGC=segment_ids_BGC,
             cls_softmax=self.cls_softmax)[:, 0]
 
-    def attend_chunks(self, heads_BTNS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None,
+    def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None,
                       chunking: Chunking) -> Tensor:
         """FLASH: the row is cut into chunks; the last one is filled up with padding, which changes nothing."""
         n_tokens, c = v_BTE.shape[1], chunking.chunk_size
-        segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c)
-        q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads_BTNS.unbind(2))
+        segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, chunking.causal and not self.learned_weights)
+        q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads_NBTS)
         v_BGCE = to_chunks(v_BTE, c)
-        a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC) if self.learned_weights else None
+        a_BGG = None
+        if self.learned_weights:
+            assert segment_ids_BGC is not None
+            a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
         out_BGCE = attend_chunks(q_quad, k_quad, q_lin, k_lin, v_BGCE, segment_ids_BGC, chunking, self.rel_pos_bias,
                                  cls_softmax=self.cls_softmax, a_BGG=a_BGG)
         if first:
+            assert segment_ids_BGC is not None
             q_all, k_all = first
             first_BGE = ops.first_to_all_attention(q_all[:, :, 0], k_all, v_BGCE, segment_ids_BGC)
             out_BGCE = torch.cat([out_BGCE[:, :, :1] + first_BGE[:, :, None], out_BGCE[:, :, 1:]], dim=2)
@@ -118,7 +133,7 @@ class GatedAttentionUnit(nn.Module):
 
     def weigh_chunks(self, asking_BPS: Tensor, asked_BLS: Tensor, distance_BPL: Tensor) -> Tensor:
         """Weights `[B, P, L]` between summaries of chunks so many chunks apart (Appendix A)."""
-        q_BPS, k_BLS = self.chunk_scale_offset(asking_BPS)[:, :, 0], self.chunk_scale_offset(asked_BLS)[:, :, 1]
+        q_BPS, k_BLS = self.chunk_scale_offset(asking_BPS)[0], self.chunk_scale_offset(asked_BLS)[1]
         return learned_chunk_weights(q_BPS, k_BLS, self.chunk_bias.at(distance_BPL), scale_len=self.n_chunks)
 
     def empty_cache(self, n_rows: int) -> Cache:
@@ -131,7 +146,8 @@ class GatedAttentionUnit(nn.Module):
 
     def extend(self, x_BND: Tensor, layout: Layout, feed: Feed, cache: Cache) -> Tensor:
         """`forward` for the next tokens of rows whose past is in `cache`; causal only. Equal to the parallel form."""
-        u_BNE, v_BNE, z_BNS, heads_BNHS = self.project(x_BND, layout)
+        u_BNE, v_BNE, z_BNS, heads_HBNS = self.project(x_BND, layout)
+        heads_BNHS = heads_HBNS.movedim(0, 2)
         v_BNE, feed = fold_heads(v_BNE, self.n_heads), feed.for_heads(self.n_heads)
         if isinstance(cache, KeyValueCache):
             q_BNS, k_BNS = heads_BNHS.unbind(2)

@@ -6,7 +6,7 @@ H heads, K head width, V vocabulary. In decoding N counts new tokens and L keys 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,10 @@ def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
 
     x: `[..., width]`; sin, cos: `[..., width / 2]`, broadcast. Several axes count as one: the position of an entry is
     its index in their row-major order."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+    halves = x.unflatten(-1, (2, -1))
+    # [x1 cos - x2 sin, x2 cos + x1 sin] without taking the halves apart: torch.compile makes slow code of a cat.
+    turned = halves * cos[..., None, :] + halves.flip(-2) * torch.stack([-sin, sin], dim=-2)
+    return turned.flatten(-2)
 
 
 class ScaledSin(nn.Module):
@@ -109,6 +111,19 @@ def make_norm(norm: str, d_model: int) -> nn.Module:
     return nn.LayerNorm(d_model, eps=1e-5) if norm == "layer_norm" else ScaleNorm()
 
 
+class SplitLinear(nn.Linear):
+    """One linear layer whose output comes in parts, each a product of its own: `nn.Linear` and a split, in numbers and
+    in parameters. The parts are contiguous and so are their gradients, where a split leaves copying to be done."""
+
+    def __init__(self, d_in: int, widths: Sequence[int]):
+        super().__init__(d_in, sum(widths))
+        self.widths = list(widths)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        weights, biases = self.weight.split(self.widths), self.bias.split(self.widths)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
 class ScaleOffset(nn.Module):
     """The cheap transforms Q and K of Eq. 5: several heads from one base, each a scale and an offset per dimension."""
 
@@ -118,8 +133,8 @@ class ScaleOffset(nn.Module):
         self.beta = nn.Parameter(torch.empty(n_heads, width))
 
     def forward(self, z_BTS: Tensor) -> Tensor:
-        """Returns heads_BTNS."""
-        return z_BTS[..., None, :] * self.gamma + self.beta
+        """Returns heads_NBTS."""
+        return z_BTS * self.gamma[:, None, None] + self.beta[:, None, None]
 
 
 @dataclasses.dataclass

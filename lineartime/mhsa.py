@@ -11,7 +11,17 @@ from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache, PrefixState, RowCache
 from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, to_chunks, unfold_heads
 from lineartime.decoding import empty_chunk_state, extend_chunks, extend_linear, extend_row, extend_rowmajor_axial
-from lineartime.layers import ACTIVATIONS, Layout, RelPosBias, ScaleOffset, at_least_float32, make_norm, rope, rotary
+from lineartime.layers import (
+    ACTIVATIONS,
+    Layout,
+    RelPosBias,
+    ScaleOffset,
+    SplitLinear,
+    at_least_float32,
+    make_norm,
+    rope,
+    rotary,
+)
 
 
 class MultiHeadAttention(nn.Module):
@@ -116,7 +126,8 @@ class MultiHeadAttention(nn.Module):
         n_tokens, c = v_BTHK.shape[1], chunking.chunk_size
         q_quad, k_quad, q_lin, k_lin = (to_chunks(x, c) for x in self.chunk_heads(q_BTHK, k_BTHK, layout).unbind(2))
         v_BTK, ids_BT = fold_heads(v_BTHK.flatten(2), self.n_heads), layout.segment_ids_BT
-        ids_BGC = chunk_ids(None if ids_BT is None else ids_BT.repeat_interleave(self.n_heads, 0), v_BTK, c)
+        ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(self.n_heads, 0)
+        ids_BGC = chunk_ids(ids_BT, v_BTK, c, chunking.causal)
         out_BGCK = attend_chunks(q_quad, k_quad, q_lin, k_lin, to_chunks(v_BTK, c), ids_BGC, chunking,
                                  self.rel_pos_bias)
         return unfold_heads(out_BGCK.flatten(1, 2)[:, :n_tokens], self.n_heads)
@@ -243,12 +254,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.glu, self.activation = glu, ACTIVATIONS[activation]
         self.norm = make_norm(norm, d_model)
-        self.in_proj = nn.Linear(d_model, 2 * d_inner if glu else d_inner)
+        self.in_proj = SplitLinear(d_model, [d_inner, d_inner] if glu else [d_inner])
         self.out_proj = nn.Linear(d_inner, d_model)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x = self.in_proj(self.norm(x_BTD))
-        if self.glu:
-            u_BTE, v_BTE = x.chunk(2, dim=-1)
-            return x_BTD + self.out_proj(self.activation(u_BTE) * v_BTE)
-        return x_BTD + self.out_proj(self.activation(x))
+        u_BTE, *v = self.in_proj(self.norm(x_BTD))
+        inner_BTE = self.activation(u_BTE) * v[0] if self.glu else self.activation(u_BTE)
+        return x_BTD + self.out_proj(inner_BTE)

@@ -115,8 +115,7 @@ def test_chunk_sizes_of_the_paper(chunk_size: int, parts: str, causal: bool) -> 
     x_BTD, length = random_x(600), 600
     position = torch.arange(length)
     layout = layout_of(config, torch.zeros(2, length, dtype=torch.long))
-    u_BTE, v_BTE, _, heads_BTNS = layer.project(x_BTD, layout)
-    q_quad, k_quad, q_lin, k_lin = heads_BTNS.unbind(2)
+    u_BTE, v_BTE, _, (q_quad, k_quad, q_lin, k_lin) = layer.project(x_BTD, layout)
     offset, chunk = position - position[:, None], position // chunk_size
     bias = layer.rel_pos_bias.at(offset.clamp(1 - chunk_size, chunk_size - 1))
     local = F.relu(q_quad @ k_quad.mT / chunk_size + bias).square()

@@ -9,6 +9,7 @@ import math
 import time
 from dataclasses import replace
 from decimal import Decimal, localcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tiny_models import (
     random_model,
     with_end,
 )
+from token_by_token import add_up_states
 from torch import Tensor
 
 from lineartime import ops
@@ -34,6 +36,7 @@ from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
 from lineartime.layers import Layout, RelPosBias, ScaledSin, rotary
 from lineartime.model import LanguageModel
+from lineartime.ops import reference
 from lineartime.ops.reference import toeplitz
 
 EXACT = 1e-12
@@ -151,7 +154,7 @@ def test_identity_for_attention_is_a_glu(chunk_size: int | None, norm: str, caus
         layer.scale_offset.gamma.zero_()
         layer.scale_offset.beta.zero_()
         layer.rel_pos_bias.weight.zero_()[layer.scale_len - 1] = 1.0
-    u_BTE, v_BTE, _ = F.silu(layer.in_proj(layer.norm(x_BTD))).split([16, 16, 4], dim=-1)
+    u_BTE, v_BTE, _ = (F.silu(part) for part in layer.in_proj(layer.norm(x_BTD)))
     assert same(layer(x_BTD), x_BTD + F.linear(u_BTE * v_BTE, layer.out_proj.weight, layer.out_proj.bias))
 
 
@@ -232,6 +235,37 @@ def test_exact_mask_is_its_definition(parts: str, pooling: str, causal: bool, ro
     found = ops.mixed_chunk_attention(*map(chunks, (q_quad, k_quad, q_lin, k_lin, v)), w, scale_len=5, causal=causal,
                                       segment_ids_BGC=chunks(segment_ids_BT), pooling=pooling, parts=parts)
     assert same(found.flatten(1, 2), expected)
+
+
+@pytest.mark.parametrize("block", [2, 3, 8])
+@settings(max_examples=30)
+@given(last=st.lists(st.lists(st.integers(0, 4), min_size=20, max_size=20).map(sorted), min_size=1, max_size=3),
+       n_chunks=st.integers(1, 20), leaving=st.booleans(), seed=st.integers(0, 9))
+def test_states_of_chunks_are_sums(last: list[list[int]], n_chunks: int, leaving: bool, seed: int, block: int) -> None:
+    """Blocks of any size, blocks of blocks too: what enters each chunk, and what leaves the last one, and gradients."""
+    last_BG = torch.tensor(last)[:, :n_chunks]
+    entering_BP = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
+    generator = torch.Generator().manual_seed(seed)
+    kv_BGSE = torch.randn(*last_BG.shape, 2, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(*entering_BP.shape, 2, 3, dtype=torch.float64, generator=generator)
+    with mock.patch.object(reference, "SCAN_BLOCK", block):
+        states = reference.sum_states(kv_BGSE, last_BG, entering_BP)
+    wanted = add_up_states(kv_BGSE, last_BG, entering_BP) + 0 * kv_BGSE.sum()  # for a gradient where nothing enters
+    assert same(states, wanted)
+    assert same(*(torch.autograd.grad((x * weight).sum(), kv_BGSE)[0] for x in (states, wanted)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+def test_one_document_needs_no_ids(pooling: str) -> None:
+    """More chunks than a block of the scan has."""
+    q, k = torch.randn(2, 2, reference.SCAN_BLOCK + 3, 4, 3, dtype=torch.float64)
+    v = torch.randn(2, reference.SCAN_BLOCK + 3, 4, 5, dtype=torch.float64)
+    ids = torch.zeros(q.shape[:3], dtype=torch.long)
+    wanted = reference.linear_attention(q, k, v, causal=True, segment_ids_BGC=ids, pooling=pooling)
+    assert same(reference.linear_attention(q, k, v, causal=True, pooling=pooling), wanted)
+    kv = torch.einsum("bgcs,bgce->bgse", k, v).cumsum(1)[:, -2]
+    last = torch.einsum("bcs,bse->bce", q[:, -1], kv) / (4 * (q.shape[1] - 1) if pooling == "mean" else 1)
+    assert same(wanted[:, -1], last)
 
 
 @CAUSAL

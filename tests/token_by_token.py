@@ -214,3 +214,18 @@ def combiner(config: ModelConfig, w: Weights, xn_TD: Tensor, qs: list[Tensor], k
             outs.append((keys_LK @ qs[h][t] / width**0.5).softmax(0) @ values_LK)
         rows.append(torch.cat(outs))
     return torch.stack(rows)
+
+
+def add_up_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
+    """`sum_states` without a product: one chunk after the other is added where it belongs."""
+    rows = []
+    for kv_GSE, last_G, entering_P in zip(kv_BGSE, last_BG.tolist(), entering_BP.tolist(), strict=True):
+        places = []
+        for place, document in enumerate(entering_P):
+            total_SE = torch.zeros_like(kv_GSE[0])
+            for chunk in range(min(place, len(last_G))):
+                if last_G[chunk] == document:
+                    total_SE = total_SE + kv_GSE[chunk]
+            places.append(total_SE)
+        rows.append(torch.stack(places))
+    return torch.stack(rows)

@@ -5,15 +5,24 @@ and their reading by queries. A document is a run of equal `segment_ids`; -1 mar
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.layers import at_least_float32
+
+SCAN_BLOCK = 32
+"""Chunks whose sums are one matrix product."""
 
 
 def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
     """b[i, j] = w[j - i + n_queries - 1] as a matrix `[n_queries, n_keys]`, square by default."""
     n_keys = n_keys or n_queries
     return w[: n_queries - 1 + n_keys].unfold(0, n_keys, 1).flip(0)
+
+
+def one_document(x_BGC: Tensor) -> Tensor:
+    """Segment ids of rows that are one document and nothing else: segment_ids_BGC."""
+    return torch.zeros(x_BGC.shape[:3], dtype=torch.long, device=x_BGC.device)
 
 
 def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = None) -> Tensor:
@@ -47,8 +56,7 @@ def quadratic_attention(q_BGCS: Tensor, k_BGMS: Tensor, v_BGME: Tensor, w: Tenso
     softmax for its kernel. Scores are in float32 at least. Returns `[B, G, C, E]`."""
     n_queries, key_segment_ids_BGM, n_before = q_BGCS.shape[-2], segment_ids_BGC, 0
     if overlap:
-        if segment_ids_BGC is None:
-            segment_ids_BGC = torch.zeros(q_BGCS.shape[:-1], dtype=torch.long, device=q_BGCS.device)
+        segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
         k_BGMS, v_BGME = with_neighbours(k_BGMS, causal), with_neighbours(v_BGME, causal)
         key_segment_ids_BGM, n_before = with_neighbours(segment_ids_BGC, causal, fill=-1), n_queries
     n_keys = k_BGMS.shape[-2]
@@ -93,31 +101,71 @@ def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segmen
     return torch.einsum("bgt,bte->bge", attention_weights(score_BGT, visible_BGT, "softmax").to(v_BTE.dtype), v_BTE)
 
 
-def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                   initial: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """What each chunk hands on: the sum of k v over the tokens so far of the document it ends with.
+def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
+    """Entry p: the sum of kv over the chunks g < p that end in the document entering_BP[p]. `[B, P, S, E]`.
 
-    Entry g of the results is what enters chunk g, entry G what leaves the last one: kv_BPSE and the
-    number of tokens in it count_BP, in float32 at least, and its document document_BP. initial: kv_BSE and count_B
-    that document 0 brings along. A document reaches a later chunk only if the chunks between hold nothing else, so one
-    pass over the chunks is enough: the sum is kept while the chunk ends in the same document, else it starts again."""
+    last_BG: the document each chunk ends with; numbers never fall along a row. Up to SCAN_BLOCK places are one product
+    with a matrix of zeros and ones. More are cut into blocks, and what enters a block is the same sum over blocks, so
+    that the work is linear in G."""
+    def add_up(kept_BPG: Tensor, kv_BGSE: Tensor) -> Tensor:
+        with torch.autocast(kv_BGSE.device.type, enabled=False):
+            return torch.bmm(kept_BPG.to(kv_BGSE.dtype), kv_BGSE.flatten(2)).unflatten(2, kv_BGSE.shape[2:])
+
+    def add_up_earlier(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
+        size = (entering_BP.shape[1], last_BG.shape[1])
+        earlier_PG = torch.ones(size, dtype=torch.bool, device=kv_BGSE.device).tril(-1)
+        return add_up((entering_BP[..., None] == last_BG[:, None]) & earlier_PG, kv_BGSE)
+
+    n_places, n_chunks = entering_BP.shape[1], last_BG.shape[1]
+    if n_places <= SCAN_BLOCK:
+        return add_up_earlier(kv_BGSE, last_BG, entering_BP)
+    n_blocks = -(-n_places // SCAN_BLOCK)
+    in_blocks = (n_blocks, SCAN_BLOCK)
+    missing = n_blocks * SCAN_BLOCK - n_chunks
+    if missing:
+        kv_BGSE, last_BG = F.pad(kv_BGSE, [0, 0, 0, 0, 0, missing]), F.pad(last_BG, [0, missing], value=-2)
+    entering_BP = F.pad(entering_BP, [0, n_blocks * SCAN_BLOCK - n_places], value=-3)
+    kv, last, entering = (x.unflatten(1, in_blocks).flatten(0, 1) for x in (kv_BGSE, last_BG, entering_BP))
+    within = add_up_earlier(kv, last, entering).unflatten(0, (-1, n_blocks))
+    of_block = add_up((last == last[:, -1:])[:, None], kv).unflatten(0, (-1, n_blocks))[:, :, 0]
+    first_BN = entering_BP[:, ::SCAN_BLOCK]
+    entered = sum_states(of_block, last[:, -1].unflatten(0, (-1, n_blocks)), first_BN)
+    still = entering_BP.unflatten(1, in_blocks) == first_BN[..., None]
+    total = within + torch.where(still[..., None, None], entered[:, :, None], 0.0)
+    return total.flatten(1, 2)[:, :n_places]
+
+
+def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of k v over the tokens of the document that each chunk ends with, their number, and that document:
+    kv_BGSE and count_BG, in float32 at least, and last_BG."""
     last_BG = segment_ids_BGC.amax(-1)
     tail_BGC = (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
     kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
-    count_BG = tail_BGC.sum(-1).to(kv_BGSE.dtype)
-    kv_BSE, count_B = initial or (torch.zeros_like(kv_BGSE[:, 0]), torch.zeros_like(count_BG[:, 0]))
-    document_B = torch.zeros_like(last_BG[:, 0])
-    kvs, counts, documents = [kv_BSE], [count_B], [document_B]
-    # unbind, because the gradient of an index is as large as what it indexes: G of them would cost G^2.
-    for last_B, added_BSE, n_added_B in zip(last_BG.unbind(1), kv_BGSE.unbind(1), count_BG.unbind(1), strict=True):
-        continues_B = last_B == document_B
-        kv_BSE = torch.where(continues_B[:, None, None], kv_BSE, 0.0) + added_BSE
-        count_B = torch.where(continues_B, count_B, 0.0) + n_added_B
-        document_B = last_B
-        kvs.append(kv_BSE)
-        counts.append(count_B)
-        documents.append(document_B)
-    return torch.stack(kvs, 1), torch.stack(counts, 1), torch.stack(documents, 1)
+    return kv_BGSE, tail_BGC.sum(-1).to(kv_BGSE.dtype), last_BG
+
+
+def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What earlier chunks hand to each chunk: the sum of k v over the tokens so far of the document that is open when
+    the chunk begins, their number, and that document: kv_BGSE and count_BG, in float32 at least, and entering_BG."""
+    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC)
+    entering_BG = F.pad(last_BG[:, :-1], [1, 0])
+    kv_in_BGSE = sum_states(kv_BGSE, last_BG, entering_BG)
+    count_in_BG = sum_states(count_BG[..., None, None], last_BG, entering_BG)[..., 0, 0]
+    return kv_in_BGSE, count_in_BG, entering_BG
+
+
+def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
+                   initial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """`entering_states` of rows that have a past, and what leaves the last chunk: kv_BPSE, count_BP, document_BP.
+
+    initial: kv_BSE and count_B that document 0 brings along."""
+    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC)
+    document_BP = F.pad(last_BG, [1, 0])
+    kv_BSE, count_B = initial
+    still_BP = document_BP == 0
+    kv_BPSE = sum_states(kv_BGSE, last_BG, document_BP) + torch.where(still_BP[..., None, None], kv_BSE[:, None], 0.0)
+    count_BP = sum_states(count_BG[..., None, None], last_BG, document_BP)[..., 0, 0]
+    return kv_BPSE, count_BP + torch.where(still_BP, count_B[:, None], 0.0), document_BP
 
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
@@ -126,28 +174,37 @@ def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
     return torch.einsum("bgcs,bgse->bgce", q_BGCS, kv_BGSE.to(q_BGCS.dtype))
 
 
-def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool, segment_ids_BGC: Tensor,
-                     pooling: str = "mean") -> Tensor:
+def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
+                     segment_ids_BGC: Tensor | None = None, pooling: str = "mean") -> Tensor:
     """q sum(k^T v) over the visible tokens of the query's document (Eqs. 7-8): those of earlier chunks when causal, all
     of them when not. pooling: "mean" divides by their number (Codes 7-8), "sum" does not. Returns `[B, G, C, E]`."""
-    kv_BPSE, count_BP, document_BP = carried_states(k_BGCS, v_BGCE, segment_ids_BGC)
-    seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
-    count_BGC = seen_BGC * count_BP[:, :-1, None]
+    if segment_ids_BGC is None and causal:  # one document: nothing to keep apart
+        n_chunks, c = q_BGCS.shape[1:3]
+        kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS, v_BGCE))
+        none_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
+        count_G = c * torch.arange(n_chunks, device=q_BGCS.device).to(kv_BGSE.dtype)
+        weight_G = 1 / count_G.clamp(min=1) if pooling == "mean" else torch.ones_like(count_G)
+        return read_states(q_BGCS, sum_states(kv_BGSE, none_BG, none_BG), weight_G[None, :, None])
+
+    segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
+    kv_BGSE, count_BG, entering_BG = entering_states(k_BGCS, v_BGCE, segment_ids_BGC)
+    seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
+    count_BGC = seen_BGC * count_BG[..., None]
     if causal:
         weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
-        return read_states(q_BGCS, kv_BPSE[:, :-1], weight_BGC)
+        return read_states(q_BGCS, kv_BGSE, weight_BGC)
 
     # What later chunks hold is the same sum over the rows turned round; ids are turned too, so that they still rise.
     turned_BGC = torch.where(segment_ids_BGC >= 0, segment_ids_BGC.amax() - segment_ids_BGC, -1).flip(1, 2)
-    kv_after_BPSE, count_after_BP, document_after_BP = carried_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
-    kv_after_BGSE, count_after_BG = kv_after_BPSE[:, :-1].flip(1), count_after_BP[:, :-1].flip(1)
-    seen_after_BGC = ((turned_BGC == document_after_BP[:, :-1, None]) & (turned_BGC >= 0)).flip(1, 2)
+    after = entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
+    kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in after)
+    seen_after_BGC = (turned_BGC.flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
     same_BGCM = same_document(segment_ids_BGC)
     count_BGC = count_BGC + seen_after_BGC * count_after_BG[..., None] + same_BGCM.sum(-1)
     each_BGC = 1 / count_BGC.clamp(min=1) if pooling == "mean" else torch.ones_like(count_BGC)
     own_BGCM = torch.einsum("bgcs,bgms->bgcm", (q_BGCS * each_BGC[..., None]).to(q_BGCS.dtype), k_BGCS) * same_BGCM
     own_BGCE = torch.einsum("bgcm,bgme->bgce", own_BGCM.to(v_BGCE.dtype), v_BGCE)
-    before_BGCE = read_states(q_BGCS, kv_BPSE[:, :-1], each_BGC * seen_BGC)
+    before_BGCE = read_states(q_BGCS, kv_BGSE, each_BGC * seen_BGC)
     return before_BGCE + own_BGCE + read_states(q_BGCS, kv_after_BGSE, each_BGC * seen_after_BGC)
 
 
@@ -201,29 +258,35 @@ def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, ca
 
 
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
-                          v_BGCE: Tensor, w: Tensor | None, *, scale_len: int, causal: bool, segment_ids_BGC: Tensor,
-                          document_mask: str = "exact", pooling: str = "mean", parts: str = "both",
-                          kernel: str = "relu2", overlap: bool = False, cls_softmax: bool = False,
-                          a_BGG: Tensor | None = None) -> Tensor:
+                          v_BGCE: Tensor, w: Tensor | None, *, scale_len: int, causal: bool,
+                          segment_ids_BGC: Tensor | None = None, document_mask: str = "exact",
+                          pooling: str = "mean", parts: str = "both", kernel: str = "relu2", overlap: bool = False,
+                          cls_softmax: bool = False, a_BGG: Tensor | None = None) -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
 
     w, kernel, overlap, cls_softmax: see `quadratic_attention`. document_mask: "exact" keeps documents apart in both
     halves, "paper" is the listing. parts: "local" or "global" keeps one half alone (the paper's LocalOnly and
     GlobalOnly). a_BGG: the weights of chunks, for pooling "attention"."""
-    out_BGCE = torch.zeros_like(v_BGCE)
+    if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
+        segment_ids_BGC = one_document(v_BGCE)
+    out_BGCE = None
     if parts != "global":
-        within = segment_ids_BGC if document_mask == "exact" else (segment_ids_BGC >= 0).long() - 1
-        out_BGCE = out_BGCE + quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len,
-                                                  causal=causal, segment_ids_BGC=within, kernel=kernel,
-                                                  overlap=overlap, cls_softmax=cls_softmax)
-    if parts != "local":
-        if a_BGG is not None:
-            lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
-        elif document_mask == "exact":
-            lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                        pooling=pooling)
-        else:
-            lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
-                                              segment_ids_BGC=segment_ids_BGC)
-        out_BGCE = out_BGCE + lin_BGCE
-    return out_BGCE
+        within = segment_ids_BGC
+        if segment_ids_BGC is not None and document_mask == "paper":
+            within = (segment_ids_BGC >= 0).long() - 1
+        out_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
+                                       segment_ids_BGC=within, kernel=kernel, overlap=overlap, cls_softmax=cls_softmax)
+    if parts == "local":
+        assert out_BGCE is not None
+        return out_BGCE
+    if a_BGG is not None:
+        assert segment_ids_BGC is not None
+        lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
+    elif document_mask == "exact":
+        lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
+                                    pooling=pooling)
+    else:
+        assert segment_ids_BGC is not None
+        lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
+                                          segment_ids_BGC=segment_ids_BGC)
+    return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
