@@ -5,10 +5,15 @@ Rows of a batch may differ in length, and a row's documents are kept apart as in
 
 import dataclasses
 import itertools
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from lineartime.chunks import Chunking
+from lineartime.config import TOEPLITZ_BELOW
+from lineartime.layers import RelPosBias, at_least_float32
 
 
 @dataclasses.dataclass
@@ -35,9 +40,17 @@ class Feed:
         self.last_document_B = begins_BN.sum(1)
         self.segment_ids_BN = torch.where(self.valid_BN, begins_BN.cumsum(1), -1)
         """0 for the document a row was in, then 1, 2, ...; -1 for padding."""
-        self.one_each = len(index_N) == 1 and bool((self.n_new_B == 1).all())
+        lengths, n_new = self.length_B.tolist(), self.n_new_B.tolist()
+        self.longest = max(map(sum, zip(lengths, n_new, strict=True)))
+        """Tokens that the longest row has with the new ones."""
+        self.any_begins, self.one_document = bool(begins_BN.any()), not bool(self.start_BN.any())
+        """Whether a new token starts a document; whether no row has had a second one."""
+        self.one_each = len(index_N) == 1 and min(n_new) == 1
         """Whether every row gets exactly one token, the common case of decoding."""
+        self.together: int | None = lengths[0] if len({*lengths}) == 1 and min(n_new) == len(index_N) else None
+        """Where the new tokens begin, if that is one place for all rows and none has padding."""
         self.folded: Feed | None = None
+        self.new_token: dict[tuple[Chunking, torch.dtype], NewToken] = {}
 
     def for_heads(self, n_heads: int) -> "Feed":
         """The same for every head, where a row and a head are one entry of the batch; made once for all layers."""
@@ -55,10 +68,74 @@ class Feed:
         bounds = [0, *starts, n_new]
         return [(a, b, bool(self.begins_BN[row, a])) for a, b in itertools.pairwise(bounds) if b > a]
 
-    def visible(self, n_keys: int) -> Tensor:
-        """True where a query may see key position l: not after it, and of its document. `[B, N, L]`."""
-        key_L = torch.arange(n_keys, device=self.position_BN.device)
-        return (key_L <= self.position_BN[..., None]) & (key_L >= self.start_BN[..., None])
+    @cached_property
+    def visible(self) -> Tensor | None:
+        """True where a query may see key position l: not after it, and of its document. `[B or 1, N, L]` with the
+        longest row's L; None where every key is seen."""
+        if self.one_document and self.together is not None and self.one_each:
+            return None
+        if self.one_document and self.together is not None:
+            return self.offset_BNL <= 0
+        key_L = torch.arange(self.longest, device=self.position_BN.device)
+        return (self.offset_BNL <= 0) & (key_L >= self.start_BN[..., None])
+
+    @cached_property
+    def offset_BNL(self) -> Tensor:
+        """Key position minus query position, `[B, N, L]`, or 1 for all rows where they stand at one place."""
+        position_BN = self.position_BN if self.together is None else self.position_BN[:1]
+        return torch.arange(self.longest, device=position_BN.device) - position_BN[..., None]
+
+    @cached_property
+    def bias_index(self) -> Tensor | None:
+        """Where these offsets stand in `KeyValueCache.bias`; None where it is that of the only query."""
+        if self.together is not None and self.one_each:
+            return None
+        return self.offset_BNL.clamp(1 - self.longest, 0) + self.longest - 1
+
+    def n_carried_B(self, chunk_size: int) -> Tensor:
+        """Tokens in closed chunks of the document that each row was in."""
+        return (self.length_B - self.length_B % chunk_size - self.start_B).clamp(min=0)
+
+    def at_new_token(self, chunking: Chunking, dtype: torch.dtype) -> "NewToken":
+        """Where each row's only new token stands; made once for all layers. dtype: that of the sums."""
+        if (chunking, dtype) not in self.new_token:
+            self.new_token[chunking, dtype] = NewToken(self, chunking, dtype)
+        return self.new_token[chunking, dtype]
+
+
+class NewToken:
+    """One token per row, and the open chunk that it joins. Where all rows stand at one place in their chunks, these
+    are cut behind it; else they are read whole, and masked."""
+
+    def __init__(self, feed: Feed, chunking: Chunking, dtype: torch.dtype):
+        position_B, start_B, c = feed.position_BN[:, 0], feed.start_BN[:, 0], chunking.chunk_size
+        rows, n_before = torch.arange(len(position_B), device=position_B.device), c if chunking.overlap else 0
+        offset_B, self.number_B = position_B % c, position_B // c
+        """Number of the open chunk in its row."""
+        n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
+        each_B = 1 / n_carried_B.clamp(min=1) if chunking.pooling == "mean" else torch.ones_like(n_carried_B)
+        self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
+        """What the linear part is multiplied by: 0 where the document has no closed chunk, whatever the sum holds."""
+        distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
+        of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
+        self.document_BC = None if feed.one_document else of_document_BM[:, n_before:]
+        """Which slots of a full chunk hold the current document; None for all."""
+        self.place: tuple[Tensor | slice, Tensor | int]
+        self.bias_index: Tensor | slice
+        self.visible_B1M: Tensor | None
+        self.full: Tensor | slice | None
+        if feed.together is None:
+            self.place, self.n_open = (rows, offset_B), c
+            self.bias_index = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
+            self.visible_B1M = (of_document_BM & (distance_BM <= 0))[:, None]
+            full_B = offset_B == c - 1
+            self.full = full_B.nonzero().flatten() if full_B.any() else None
+        else:
+            offset = feed.together % c
+            self.place, self.n_open, self.bias_index = (slice(None), offset), offset + 1, slice(c - 1 - offset, None)
+            all_seen = feed.one_document and feed.together - offset >= n_before
+            self.visible_B1M = None if all_seen else of_document_BM[:, None, : n_before + offset + 1]
+            self.full = slice(None) if offset == c - 1 else None
 
 
 @dataclasses.dataclass
@@ -68,15 +145,14 @@ class ChunkState:
     """
 
     growing: ClassVar[tuple[str, ...]] = ("kv_BLSE", "summary_BLS")
+    constant: ClassVar[tuple[str, ...]] = ("bias_M",)
     n_heads: int
     k_quad_BCS: Tensor
     k_lin_BCS: Tensor
     v_BCE: Tensor
     kv_BSE: Tensor
     """Sum of k v over the current document's tokens in closed chunks, or their weighted sum with learned weights;
-    float32 at least."""
-    count_B: Tensor
-    """Number of tokens in that sum."""
+    float32 at least. Means nothing where there are none."""
     k_before_BCS: Tensor | None = None
     v_before_BCE: Tensor | None = None
     """The closed chunk before the open one, where local attention overlaps."""
@@ -86,46 +162,65 @@ class ChunkState:
     kv_BLSE: Tensor | None = None
     summary_BLS: Tensor | None = None
 
-    def forget(self, begins_B: Tensor) -> None:
-        """Rows where a document begins lose what earlier documents left."""
-        if begins_B.any():  # rare, and rewriting the whole state is not cheap
-            self.kv_BSE = torch.where(begins_B[:, None, None], 0.0, self.kv_BSE)
-            self.count_B = torch.where(begins_B, 0.0, self.count_B)
+    bias_M: Tensor | None = None
+    """The position bias at key position minus query position: M - 1 before, ..., the same. Of a layer, not of a row."""
 
-    def close(self, full_B: Tensor, document_BC: Tensor) -> None:
+    def bias(self, rel_pos_bias: RelPosBias) -> Tensor:
+        if self.bias_M is None:
+            self.bias_M = bias_table(rel_pos_bias, rel_pos_bias.n)
+        return self.bias_M
+
+    def close(self, at: NewToken) -> None:
         """Add the current document's tokens of the open chunk to the sum, in rows whose chunk is full."""
-        added_BC = document_BC & full_B[:, None]
-        kv_BSE = torch.einsum("bcs,bce->bse", self.k_lin_BCS * added_BC[..., None], self.v_BCE)
-        self.kv_BSE = self.kv_BSE + kv_BSE.to(self.kv_BSE.dtype)
-        self.count_B = self.count_B + added_BC.sum(-1)
+        k_BCS, v_BCE = self.k_lin_BCS[at.full], self.v_BCE[at.full]
+        if at.document_BC is not None:
+            k_BCS = k_BCS * at.document_BC[at.full][..., None]
+        kept_BSE = torch.where(at.weight_B11[at.full] > 0, self.kv_BSE[at.full], 0.0)
+        self.kv_BSE[at.full] = kept_BSE + torch.einsum("bcs,bce->bse", k_BCS, v_BCE)
 
-    def step_back(self, full_B: Tensor) -> None:
-        """Where local attention overlaps, a full open chunk is now the one before the open one."""
+    def step_back(self, rows: Tensor | slice) -> None:
+        """Where local attention overlaps, the open chunk of these rows is now the one before the open one."""
         if self.k_before_BCS is not None and self.v_before_BCE is not None:
-            self.k_before_BCS = torch.where(full_B[:, None, None], self.k_quad_BCS, self.k_before_BCS)
-            self.v_before_BCE = torch.where(full_B[:, None, None], self.v_BCE, self.v_before_BCE)
+            self.k_before_BCS[rows], self.v_before_BCE[rows] = self.k_quad_BCS[rows], self.v_BCE[rows]
 
 
 @dataclasses.dataclass
 class KeyValueCache:
-    """One quadratic layer's memory: every key and value so far, `[B, L, ...]`; it grows with T."""
+    """One quadratic layer's memory: every key and value so far, `[B, L, ...]`; it grows with T. A row's heads are
+    entries of the batch side by side."""
 
     growing: ClassVar[tuple[str, ...]] = ("k_BL", "v_BL")
+    constant: ClassVar[tuple[str, ...]] = ("bias_L",)
     k_BL: Tensor
     v_BL: Tensor
     n_heads: int = 1
-    """Entries of the batch that belong to one row."""
+    bias_L: Tensor | None = None
+    """As `ChunkState.bias_M`."""
 
     def append(self, k_BN: Tensor, v_BN: Tensor, feed: Feed) -> tuple[Tensor, Tensor]:
         """Write each row's new keys and values behind its old ones; returns all, as long as the longest row."""
-        length = int((feed.length_B + feed.n_new_B).max())
-        if length > self.k_BL.shape[1]:
-            self.k_BL, self.v_BL = with_room(self.k_BL, length), with_room(self.v_BL, length)
-        for row in range(len(k_BN)):
-            start, n_new = int(feed.length_B[row]), int(feed.n_new_B[row])
-            self.k_BL[row, start : start + n_new] = k_BN[row, :n_new]
-            self.v_BL[row, start : start + n_new] = v_BN[row, :n_new]
-        return self.k_BL[:, :length], self.v_BL[:, :length]
+        if feed.longest > self.k_BL.shape[1]:
+            self.k_BL, self.v_BL = with_room(self.k_BL, feed.longest), with_room(self.v_BL, feed.longest)
+        if feed.together is not None:
+            self.k_BL[:, feed.together : feed.longest], self.v_BL[:, feed.together : feed.longest] = k_BN, v_BN
+        else:
+            rows, n = feed.valid_BN.nonzero(as_tuple=True)
+            position = feed.position_BN[rows, n]
+            self.k_BL[rows, position], self.v_BL[rows, position] = k_BN[rows, n], v_BN[rows, n]
+        return self.k_BL[:, : feed.longest], self.v_BL[:, : feed.longest]
+
+    def bias(self, rel_pos_bias: RelPosBias, length: int) -> Tensor:
+        """At key position minus query position: length - 1 before, ..., the same."""
+        if self.bias_L is None or len(self.bias_L) < length:
+            self.bias_L = bias_table(rel_pos_bias, self.k_BL.shape[1])
+        return self.bias_L[len(self.bias_L) - length :]
+
+
+def bias_table(rel_pos_bias: RelPosBias, length: int) -> Tensor:
+    """The position bias at `length - 1` before, ..., the same, as far as it reaches; float32 at least."""
+    if rel_pos_bias.n < TOEPLITZ_BELOW:
+        length = min(length, rel_pos_bias.n)
+    return at_least_float32(rel_pos_bias.at(torch.arange(1 - length, 1, device=next(rel_pos_bias.parameters()).device)))
 
 
 def with_room(x_BL: Tensor, length: int) -> Tensor:
@@ -140,6 +235,7 @@ class PrefixState:
     """One Performer layer's memory: the sum of phi(k) [v, 1] over the current document; it does not grow."""
 
     growing: ClassVar[tuple[str, ...]] = ()
+    constant: ClassVar[tuple[str, ...]] = ()
     n_heads: ClassVar[int] = 1
     kv_BHMK: Tensor
 
@@ -150,6 +246,7 @@ class RowCache:
     as large as keys and values: it grows with T."""
 
     growing: ClassVar[tuple[str, ...]] = ("ks_BLCHK", "vs_BLCHK")
+    constant: ClassVar[tuple[str, ...]] = ()
     n_heads: ClassVar[int] = 1
     n_open_B: Tensor
     """Tokens in the open row."""
@@ -174,7 +271,9 @@ Cache = ChunkState | KeyValueCache | PrefixState | RowCache
 
 
 def tensors_of(cache: Cache) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(cache).items() if isinstance(value, Tensor)}
+    """What a cache holds of its rows."""
+    return {name: value for name, value in vars(cache).items()
+            if isinstance(value, Tensor) and name not in cache.constant}
 
 
 @dataclasses.dataclass

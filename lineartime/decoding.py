@@ -1,4 +1,4 @@
-"""Attention in decoding: the next tokens of rows whose past is in a cache, for every kind of attention but softmax.
+"""Attention in decoding: the next tokens of rows whose past is in a cache, for every kind of attention.
 
 A row's heads are entries of the batch side by side (B counts them), but in Performer and Combiner. Each function gives
 what the parallel form gives, at any split of the rows.
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime import ops
-from lineartime.cache import ChunkState, Feed, KeyValueCache, PrefixState, RowCache, with_room
+from lineartime.cache import ChunkState, Feed, KeyValueCache, NewToken, PrefixState, RowCache, with_room
 from lineartime.chunks import Chunking, to_chunks
 from lineartime.layers import RelPosBias, at_least_float32
 from lineartime.ops.baselines import prefix_read, relu_features, with_ones
@@ -30,14 +30,25 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, feed: Feed, cache: K
                rel_pos_bias: RelPosBias, kernel: str, scale_len: int) -> Tensor:
     """`quadratic_attention` over the whole row, for the next tokens of rows whose keys are in `cache`: out_BNE."""
     k_BLS, v_BLE = cache.append(k_BNS, v_BNE, feed)
-    length = k_BLS.shape[1]
-    offset_BNL = torch.arange(length, device=q_BNS.device) - feed.position_BN[..., None]
-    bias_L = rel_pos_bias.at(torch.arange(1 - length, 1, device=q_BNS.device))
-    bias_BNL = bias_L[offset_BNL.clamp(1 - length, 0) + length - 1]
-    q_BNS = q_BNS / score_scale(kernel, q_BNS.shape[-1], scale_len)
-    score_BNL = at_least_float32(torch.einsum("bns,bls->bnl", q_BNS, k_BLS)) + bias_BNL
-    a_BNL = attention_weights(score_BNL, feed.visible(length), kernel)
-    return torch.einsum("bnl,ble->bne", a_BNL.to(v_BLE.dtype), v_BLE)
+    bias = cache.bias(rel_pos_bias, feed.longest)
+    if feed.bias_index is not None:
+        bias = bias[feed.bias_index]
+    score_BNL = scores(q_BNS, k_BLS, bias, kernel, scale_len)
+    return torch.bmm(attention_weights(score_BNL, feed.visible, kernel).to(v_BLE.dtype), v_BLE)
+
+
+def extend_softmax(q_BNK: Tensor, k_BNK: Tensor, v_BNK: Tensor, feed: Feed, cache: KeyValueCache) -> Tensor:
+    """Softmax attention, fused, of the next tokens to all before them: out_BNK. Rows in `feed`, in the rest heads."""
+    k_BLK, v_BLK = cache.append(k_BNK, v_BNK, feed.for_heads(cache.n_heads))
+    q, k, v = (x_BLK.unflatten(0, (-1, cache.n_heads)) for x_BLK in (q_BNK, k_BLK, v_BLK))
+    mask_B1NL = None if feed.visible is None else feed.visible[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1NL).flatten(0, 1)
+
+
+def scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, kernel: str, scale_len: int) -> Tensor:
+    """q k^T scaled as the kernel asks, and the bias: score_BNL, float32 at least."""
+    score_BNL, scale = torch.bmm(q_BNS, k_BLS.mT), 1 / score_scale(kernel, q_BNS.shape[-1], scale_len)
+    return at_least_float32(score_BNL) * scale if bias is None else torch.add(bias, score_BNL, alpha=scale)
 
 
 def empty_chunk_state(n: int, s: int, e: int, n_heads: int, chunking: Chunking, weight: Tensor) -> ChunkState:
@@ -47,8 +58,7 @@ def empty_chunk_state(n: int, s: int, e: int, n_heads: int, chunking: Chunking, 
     def zeros(*shape: int) -> Tensor:
         return weight.new_zeros(n, *shape)
 
-    state = ChunkState(n_heads, zeros(c, s), zeros(c, s), zeros(c, e), at_least_float32(zeros(s, e)),
-                       at_least_float32(zeros()))
+    state = ChunkState(n_heads, zeros(c, s), zeros(c, s), zeros(c, e), at_least_float32(zeros(s, e)))
     if chunking.overlap:
         state.k_before_BCS, state.v_before_BCE = zeros(c, s), zeros(c, e)
     if chunking.pooling == "attention":
@@ -57,70 +67,59 @@ def empty_chunk_state(n: int, s: int, e: int, n_heads: int, chunking: Chunking, 
     return state
 
 
-def extend_chunks(heads_BNHS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkState, chunking: Chunking,
+def extend_chunks(heads_HBNS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkState, chunking: Chunking,
                   rel_pos_bias: RelPosBias | None, z_BNS: Tensor | None = None,
                   weigh: WeighChunks | None = None) -> Tensor:
     """Mixed chunk attention of the next tokens of rows whose past is in `cache`: out_BNE. Causal only.
 
-    heads_BNHS: q and k of the quadratic part, then of the linear part. z_BNS, weigh: for learned chunk weights."""
-    if feed.one_each:
-        z_BS = None if z_BNS is None else z_BNS[:, 0]
-        return extend_by_one(heads_BNHS[:, 0], v_BNE[:, 0], feed, cache, chunking, rel_pos_bias, z_BS, weigh)[:, None]
-    return extend_by_many(heads_BNHS, v_BNE, feed, cache, chunking, rel_pos_bias, z_BNS, weigh)
+    heads_HBNS: q and k of the quadratic part, then of the linear part. z_BNS, weigh: for learned chunk weights."""
+    extend = extend_by_one if feed.one_each else extend_by_many
+    return extend(heads_HBNS, v_BNE, feed, cache, chunking, rel_pos_bias, z_BNS, weigh)
 
 
-def extend_by_one(heads_BHS: Tensor, v_BE: Tensor, feed: Feed, cache: ChunkState, chunking: Chunking,
-                  rel_pos_bias: RelPosBias | None, z_BS: Tensor | None, weigh: WeighChunks | None) -> Tensor:
+def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkState, chunking: Chunking,
+                  rel_pos_bias: RelPosBias | None, z_BNS: Tensor | None, weigh: WeighChunks | None) -> Tensor:
     """One token per row: it attends to the open chunk, reads the state, and closes the chunk if it fills it."""
-    c, position_B = chunking.chunk_size, feed.position_BN[:, 0]
-    q_quad_BS, k_quad_BS, q_lin_BS, k_lin_BS = heads_BHS.unbind(1)
-    rows, offset_B = torch.arange(len(v_BE), device=v_BE.device), position_B % c
-    cache.forget(feed.begins_BN[:, 0])
-    for buffer, new in ((cache.k_quad_BCS, k_quad_BS), (cache.k_lin_BCS, k_lin_BS), (cache.v_BCE, v_BE)):
-        buffer[rows, offset_B] = new
+    at = feed.at_new_token(chunking, cache.kv_BSE.dtype)
+    q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads_HBNS
+    for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
+        buffer[at.place] = new_BN[:, 0]
     if cache.z_sum_BS is not None:
-        assert z_BS is not None
-        cache.z_sum_BS = cache.z_sum_BS + z_BS
+        assert z_BNS is not None
+        cache.z_sum_BS += z_BNS[:, 0]
 
-    k_BMS, v_BME, slot_M = cache.k_quad_BCS, cache.v_BCE, torch.arange(c, device=v_BE.device)
-    if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
-        k_BMS, v_BME = torch.cat([cache.k_before_BCS, k_BMS], dim=1), torch.cat([cache.v_before_BCE, v_BME], dim=1)
-        slot_M = torch.arange(-c, c, device=v_BE.device)
-    distance_BM = slot_M - offset_B[:, None]
-    visible_BM = (distance_BM <= 0) & (position_B[:, None] + distance_BM >= feed.start_BN)
-    out_BE = torch.zeros_like(v_BE)
+    out_BNE = None
     if chunking.parts != "global":
-        q_quad_BS = q_quad_BS / score_scale(chunking.kernel, q_quad_BS.shape[-1], c)
-        score_BM = at_least_float32(torch.einsum("bs,bms->bm", q_quad_BS, k_BMS))
-        if rel_pos_bias is not None:
-            score_BM = score_BM + rel_pos_bias.at(distance_BM)
-        a_BM = attention_weights(score_BM, visible_BM, chunking.kernel)
-        out_BE = out_BE + torch.einsum("bm,bme->be", a_BM.to(v_BME.dtype), v_BME)
+        k_BMS, v_BME = cache.k_quad_BCS[:, : at.n_open], cache.v_BCE[:, : at.n_open]
+        if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
+            k_BMS = torch.cat([cache.k_before_BCS, k_BMS], dim=1)
+            v_BME = torch.cat([cache.v_before_BCE, v_BME], dim=1)
+        bias = None if rel_pos_bias is None else cache.bias(rel_pos_bias)[at.bias_index]
+        score_BNM = scores(q_quad_BNS, k_BMS, bias, chunking.kernel, chunking.chunk_size)
+        out_BNE = torch.bmm(attention_weights(score_BNM, at.visible_B1M, chunking.kernel).to(v_BME.dtype), v_BME)
     if chunking.parts != "local":
-        each_B = 1 / cache.count_B.clamp(min=1) if chunking.pooling == "mean" else torch.ones_like(cache.count_B)
-        out_BE = out_BE + read_states(q_lin_BS[:, None, None], cache.kv_BSE[:, None], each_B[:, None, None])[:, 0, 0]
-    full_B = offset_B == c - 1
-    if full_B.any():
-        cache.step_back(full_B)
+        linear_BNE = torch.bmm(q_lin_BNS * at.weight_B11, cache.kv_BSE)
+        out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
+    assert out_BNE is not None
+    if at.full is not None:
+        cache.step_back(at.full)
         if weigh is None:
-            cache.close(full_B, visible_BM[:, -c:])
+            cache.close(at)
         else:
-            close_weighted(cache, full_B, position_B // c, weigh)
-    return out_BE
+            close_weighted(cache, at, weigh)
+    return out_BNE.to(v_BNE.dtype)
 
 
-def close_weighted(cache: ChunkState, full_B: Tensor, number_B: Tensor, weigh: WeighChunks) -> None:
-    """Close the open chunk, number `number_B` of its row, where it is full, and weigh all closed ones for the next."""
+def close_weighted(cache: ChunkState, at: NewToken, weigh: WeighChunks) -> None:
+    """Close the open chunk where it is full, and weigh all closed ones for the next."""
     assert cache.z_sum_BS is not None and cache.kv_BLSE is not None and cache.summary_BLS is not None
     c = cache.k_lin_BCS.shape[1]
-    rows = full_B.nonzero().flatten()
+    rows = torch.arange(len(at.number_B), device=at.number_B.device)[at.full]
     one_document_B1C = torch.zeros(len(rows), 1, c, dtype=torch.long, device=rows.device)
     kv_B1SE = chunk_means(cache.k_lin_BCS[rows, None], cache.v_BCE[rows, None], one_document_B1C)
-    write_closed(cache, rows[:, None], number_B[rows, None], kv_B1SE, (cache.z_sum_BS[rows] / c)[:, None])
-    cache.z_sum_BS = torch.where(full_B[:, None], 0.0, cache.z_sum_BS)
-    next_B1 = (number_B + 1)[:, None]
-    pooled_BSE = pool_closed(cache, next_B1, weigh)[:, 0]
-    cache.kv_BSE = torch.where(full_B[:, None, None], pooled_BSE, cache.kv_BSE)
+    write_closed(cache, rows[:, None], at.number_B[rows, None], kv_B1SE, (cache.z_sum_BS[rows] / c)[:, None])
+    cache.z_sum_BS[rows] = 0.0
+    cache.kv_BSE[rows] = pool_closed(cache, (at.number_B + 1)[:, None], weigh)[rows, 0]
 
 
 def write_closed(cache: ChunkState, row_BP: Tensor, number_BP: Tensor, kv_BPSE: Tensor, summary_BPS: Tensor) -> None:
@@ -146,7 +145,7 @@ def pool_closed(cache: ChunkState, number_BP: Tensor, weigh: WeighChunks) -> Ten
     return torch.einsum("bpl,blse->bpse", a_BPL.to(cache.kv_BLSE.dtype), cache.kv_BLSE)
 
 
-def extend_by_many(heads_BNHS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkState, chunking: Chunking,
+def extend_by_many(heads_HBNS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkState, chunking: Chunking,
                    rel_pos_bias: RelPosBias | None, z_BNS: Tensor | None, weigh: WeighChunks | None) -> Tensor:
     """Many tokens per row:
     the open chunk and the new tokens together are whole chunks that begin where it begins."""
@@ -167,14 +166,14 @@ def extend_by_many(heads_BNHS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkSt
     first_B = feed.start_B - open_start_B
     open_ids_BC = torch.where((slot_C < offset_B[:, None]) & (slot_C >= first_B[:, None]), 0, -1)
     segment_ids_BGC = in_place(feed.segment_ids_BN, open_ids_BC, fill=-1)
-    k_lin_BGCS = in_place(heads_BNHS[:, :, 3], cache.k_lin_BCS)
-    k_quad_BGCS = in_place(heads_BNHS[:, :, 1], cache.k_quad_BCS)
+    q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads_HBNS
+    k_lin_BGCS, k_quad_BGCS = in_place(k_lin_BNS, cache.k_lin_BCS), in_place(k_quad_BNS, cache.k_quad_BCS)
     v_BGCE = in_place(v_BNE, cache.v_BCE)
     out_BGCE = torch.zeros_like(v_BGCE)
     rows, n_closed_B = torch.arange(len(v_BNE), device=v_BNE.device), (offset_B + feed.n_new_B) // c
 
     if chunking.parts != "global":
-        q_quad, k_quad, v, ids = in_place(heads_BNHS[:, :, 0]), k_quad_BGCS, v_BGCE, segment_ids_BGC
+        q_quad, k_quad, v, ids = in_place(q_quad_BNS), k_quad_BGCS, v_BGCE, segment_ids_BGC
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
             # The chunk before the open one stands in front; nobody asks for its own output.
             behind_BC = (slot_C - c >= first_B[:, None]) & (open_start_B[:, None] >= c)
@@ -189,23 +188,22 @@ def extend_by_many(heads_BNHS: Tensor, v_BNE: Tensor, feed: Feed, cache: ChunkSt
         if cache.k_before_BCS is not None:
             cache.k_before_BCS, cache.v_before_BCE = k_quad[rows, n_closed_B], v[rows, n_closed_B]
 
-    q_lin_BGCS = in_place(heads_BNHS[:, :, 2])
+    q_lin_BGCS = in_place(q_lin_BNS)
     if weigh is not None:
         assert z_BNS is not None
         z_BGCS = in_place(torch.where(feed.valid_BN[..., None], z_BNS, 0.0))
         out_BGCE = out_BGCE + extend_weighted(q_lin_BGCS, k_lin_BGCS, v_BGCE, z_BGCS, segment_ids_BGC,
                                               open_start_B // c, n_closed_B, cache, weigh)
     else:
+        n_carried_B = feed.n_carried_B(c).to(cache.kv_BSE.dtype)
+        entering_BSE = torch.where(n_carried_B[:, None, None] > 0, cache.kv_BSE, 0.0)
         kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC,
-                                                        (cache.kv_BSE, cache.count_B))
+                                                        (entering_BSE, n_carried_B))
         if chunking.parts != "local":
             seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
             count_BGC = count_BP[:, :-1, None].clamp(min=1) if chunking.pooling == "mean" else 1.0
             out_BGCE = out_BGCE + read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
-        # The state that enters the row's open chunk; a document that began inside that chunk brings none.
-        known_B = document_BP[rows, n_closed_B] == feed.last_document_B
-        cache.kv_BSE = torch.where(known_B[:, None, None], kv_BPSE[rows, n_closed_B], 0.0)
-        cache.count_B = torch.where(known_B, count_BP[rows, n_closed_B], 0.0)
+        cache.kv_BSE = kv_BPSE[rows, n_closed_B]
     for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):
         setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B])
     return out_BGCE.flatten(1, 2).gather(1, place_BN.clamp(min=0)[..., None].expand_as(v_BNE))
@@ -237,8 +235,9 @@ def extend_linear(q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, feed: Feed, ca
     """Performer for the next tokens: a state per head, which begins again with each document. Returns `[B, N, D]`."""
     fq, fk, v1 = relu_features(q_BNHK), relu_features(k_BNHK), with_ones(v_BNHK)
     if feed.one_each:
-        kept_BHMK = torch.where(feed.begins_BN[:, :1, None, None], 0.0, cache.kv_BHMK)
-        cache.kv_BHMK = kept_BHMK + torch.einsum("bnhm,bnhk->bhmk", fk, v1)
+        if feed.any_begins:
+            cache.kv_BHMK.masked_fill_(feed.begins_BN[:, :1, None, None], 0.0)
+        cache.kv_BHMK += torch.einsum("bnhm,bnhk->bhmk", fk, v1)
         y = torch.einsum("bnhm,bhmk->bnhk", fq, cache.kv_BHMK)
         return (y[..., :-1] / y[..., -1:]).to(v_BNHK.dtype).flatten(2)
     out = torch.zeros_like(v_BNHK)

@@ -147,14 +147,13 @@ class GatedAttentionUnit(nn.Module):
     def extend(self, x_BND: Tensor, layout: Layout, feed: Feed, cache: Cache) -> Tensor:
         """`forward` for the next tokens of rows whose past is in `cache`; causal only. Equal to the parallel form."""
         u_BNE, v_BNE, z_BNS, heads_HBNS = self.project(x_BND, layout)
-        heads_BNHS = heads_HBNS.movedim(0, 2)
         v_BNE, feed = fold_heads(v_BNE, self.n_heads), feed.for_heads(self.n_heads)
         if isinstance(cache, KeyValueCache):
-            q_BNS, k_BNS = heads_BNHS.unbind(2)
+            q_BNS, k_BNS = heads_HBNS
             out_BNE = extend_row(q_BNS, k_BNS, v_BNE, feed, cache, self.rel_pos_bias, self.kernel, self.scale_len)
         else:
             assert isinstance(cache, ChunkState) and self.chunking is not None
-            out_BNE = extend_chunks(heads_BNHS, v_BNE, feed, cache, self.chunking, self.rel_pos_bias, z_BNS,
+            out_BNE = extend_chunks(heads_HBNS, v_BNE, feed, cache, self.chunking, self.rel_pos_bias, z_BNS,
                                     self.weigh_chunks if self.learned_weights else None)
         return x_BND + self.output(u_BNE, unfold_heads(out_BNE, self.n_heads))
 

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache, PrefixState, RowCache
 from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, to_chunks, unfold_heads
-from lineartime.decoding import empty_chunk_state, extend_chunks, extend_linear, extend_row, extend_rowmajor_axial
+from lineartime.decoding import (
+    empty_chunk_state,
+    extend_chunks,
+    extend_linear,
+    extend_row,
+    extend_rowmajor_axial,
+    extend_softmax,
+)
 from lineartime.layers import (
     ACTIVATIONS,
     Layout,
@@ -191,9 +198,7 @@ class MultiHeadAttention(nn.Module):
             none_B, c = torch.zeros(n_rows, dtype=torch.long, device=weight.device), self.chunk_size
             return RowCache(none_B, none_B.clone(), zeros(c, h * k), zeros(c, h, k), zeros(c, h, k), zeros(c, h, k),
                             zeros(0, c, h, k), zeros(0, c, h, k))
-        if self.kernel == "relu2":
-            return KeyValueCache(weight.new_zeros(n_rows * h, 0, k), weight.new_zeros(n_rows * h, 0, k), h)
-        return KeyValueCache(zeros(0, h, k), zeros(0, h, k))
+        return KeyValueCache(weight.new_zeros(n_rows * h, 0, k), weight.new_zeros(n_rows * h, 0, k), h)
 
     def extend(self, x_BND: Tensor, layout: Layout, feed: Feed, cache: Cache) -> Tensor:
         """`forward` for the next tokens of rows whose past is in `cache`; causal only."""
@@ -202,7 +207,8 @@ class MultiHeadAttention(nn.Module):
         q_BNHK, k_BNHK, v_BNHK, *gate = projected.unbind(2)
         if isinstance(cache, ChunkState):
             assert self.chunking is not None
-            heads, v = self.chunk_heads(q_BNHK, k_BNHK, layout), fold_heads(v_BNHK.flatten(2), self.n_heads)
+            heads = self.chunk_heads(q_BNHK, k_BNHK, layout).movedim(2, 0)
+            v = fold_heads(v_BNHK.flatten(2), self.n_heads)
             out = extend_chunks(heads, v, feed.for_heads(self.n_heads), cache, self.chunking, self.rel_pos_bias)
             return residual + self.output(unfold_heads(out, self.n_heads), gate)
         q_BNHK, k_BNHK = self.rotate(q_BNHK, layout), self.rotate(k_BNHK, layout)
@@ -210,17 +216,15 @@ class MultiHeadAttention(nn.Module):
             out_BND = extend_linear(q_BNHK, k_BNHK, v_BNHK, feed, cache)
         elif isinstance(cache, RowCache):
             out_BND = extend_rowmajor_axial(x_BND, q_BNHK, k_BNHK, v_BNHK, feed, cache, partial(self.axial_at, layout))
-        elif self.rel_pos_bias is not None:
-            q, k, v = (fold_heads(x.flatten(2), self.n_heads) for x in (q_BNHK, k_BNHK, v_BNHK))
-            out = extend_row(q, k, v, feed.for_heads(self.n_heads), cache, self.rel_pos_bias, self.kernel,
-                             self.scale_len)
-            out_BND = unfold_heads(out, self.n_heads)
         else:
-            k_BLHK, v_BLHK = cache.append(k_BNHK, v_BNHK, feed)
-            visible_B1NL = feed.visible(k_BLHK.shape[1])[:, None]
-            q_BHNK, k_BHLK, v_BHLK = (x.transpose(1, 2) for x in (q_BNHK, k_BLHK, v_BLHK))
-            out_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHLK, v_BHLK, attn_mask=visible_B1NL)
-            out_BND = out_BHNK.transpose(1, 2).flatten(2)
+            assert isinstance(cache, KeyValueCache)
+            q, k, v = (fold_heads(x.flatten(2), self.n_heads) for x in (q_BNHK, k_BNHK, v_BNHK))
+            if self.rel_pos_bias is not None:
+                out = extend_row(q, k, v, feed.for_heads(self.n_heads), cache, self.rel_pos_bias, self.kernel,
+                                 self.scale_len)
+            else:
+                out = extend_softmax(q, k, v, feed, cache)
+            out_BND = unfold_heads(out, self.n_heads)
         return residual + self.output(out_BND, gate)
 
 

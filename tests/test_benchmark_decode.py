@@ -68,7 +68,6 @@ def test_states_are_those_of_reading_the_whole_context(monkeypatch):
         assert state.length_B.tolist() == [length]
         for mine, theirs in zip(state.caches, expected.caches, strict=True):
             torch.testing.assert_close(mine.kv_BSE, theirs.kv_BSE, rtol=0, atol=1e-12)
-            assert mine.count_B == theirs.count_B
 
 
 def test_decode_refuses_what_it_cannot_measure():
