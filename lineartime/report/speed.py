@@ -1,0 +1,301 @@
+"""The speed section: sentences, tables and captions as Markdown, made of measured rows and nothing else."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from lineartime.report.rows import Cell, Ratio, Table, ratio, side_name, tables_of
+
+TITLES = {"step": "A training step", "decode": "Decoding"}
+RIVALS_OF = {"flash-quad": ("transformer++", "transformer++/unfused")}
+"""Besides FLASH against everything: what else of ours is compared, and with whom."""
+
+
+def speed_section(cells: Sequence[Cell], n_old: int = 0, *, shown: Sequence[str] = (),
+                  pictures: Callable[[Table], Sequence[str]] = lambda table: ()) -> str:
+    """What the rows say: the losses of all, then the tables. shown: names of the tables to show, by default every one.
+    pictures: the paths of a table's pictures."""
+    tables = tables_of(cells)
+    parts = [losses(tables)]
+    tables = [table for table in tables if not shown or table.name in shown]
+    for table in tables:
+        if table.benchmark not in TITLES:
+            continue
+        parts.append(f"### {title(table)}")
+        parts += [f"![{alt_text(table, path)}]({path})" for path in pictures(table)]
+        parts.append(ratio_table(table))
+        parts.append(folded("Milliseconds per token" if table.benchmark == "decode" else "Tokens per second",
+                            value_table(table, time_text if table.benchmark == "decode" else tokens_text)))
+        if any(cell.peak_mib for cell in table.cells):
+            parts.append(folded("Peak memory, MiB", value_table(table, memory_text)))
+        if any(cell.row.get("mfu") for cell in table.cells):
+            parts.append(folded("Share of the peak rate that the model's own FLOPs take", value_table(table, mfu_text)))
+        if any(cell.row.get("state_bytes") for cell in table.cells):
+            parts.append(folded("Decoding state, MiB", value_table(table, state_text)))
+        parts.append(caption(table))
+    others = [table for table in tables if table.benchmark not in TITLES]
+    if others:
+        parts.append("### Parts alone")
+    for table in others:
+        parts += [part_table(table), caption(table)]
+    if n_old:
+        parts.append(f"Left out: {n_old} rows of an older form, which say neither their run nor their quartiles.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def title(table: Table) -> str:
+    """"A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)"."""
+    n_tokens = span_of(f"{n:,}" for n in sorted({cell.n_tokens for cell in table.cells}))
+    words = TITLES[table.benchmark]
+    if table.benchmark == "step":
+        words += f" of {n_tokens} tokens"
+    elif n_tokens != "1":
+        words += f" {n_tokens} rows at once"
+    words += f", {parameters(table.n_parameters)} parameters, "
+    words += "on a processor" if table.on_cpu else f"on one {table.hardware}"
+    return words + (f" ({table.name})" if table.name else "")
+
+
+def alt_text(table: Table, path: str) -> str:
+    what = "Peak memory" if "memory" in path else "Time per token"
+    return f"{what} against context. {title(table)}"
+
+
+def losses(tables: Sequence[Table]) -> str:
+    """Where FLASH loses, in words; where it does not, how near it comes to that."""
+    lines, ratios = [], []
+    for table in tables:
+        if table.benchmark not in TITLES:
+            continue
+        found = []
+        for ours, rival in opponents(table):
+            slow, eager, heavy, compared = losses_to(table, ours, rival)
+            ratios += [(value, f"{side_name(rival)}, {where}") for value, where in compared if ours == "flash"]
+            said = [f"it is slower {joined(slow)}"] if slow else []
+            said += [f"with both eager it is slower {'also ' if slow else ''}{joined(eager)}"] if eager else []
+            said += [f"it takes more memory {joined(heavy)}"] if heavy else []
+            if said:
+                found.append(f"  - {side_name(ours)} against {side_name(rival)}: {'; '.join(said)}.")
+        if found:
+            lines += [f"- {title(table)}:", *found]
+    if lines:
+        how = ("The number is FLASH's speed in times the other's, or its memory in times the other's; each side at its "
+               "fastest unless it says otherwise. \"?\" marks what lies within the quartiles' reach of even.")
+        return "**Where it loses, first.** " + how + "\n\n" + "\n".join(lines)
+    if not ratios:
+        return "No two models were measured side by side yet."
+    value, where = min(ratios)
+    return ("**Where it loses, first.** Nowhere in these rows: its speed is at least "
+            f"{number(value)} times the other's ({where}).")
+
+
+def losses_to(table: Table, ours: str, rival: str,
+              ) -> tuple[list[str], list[str], list[str], list[tuple[float, str]]]:
+    """Where `ours` is slower, slower with both eager though not at its fastest, and larger; and every ratio of
+    fastest to fastest with where it is."""
+    slow: list[str] = []
+    eager: list[str] = []
+    heavy: list[str] = []
+    compared = []
+    for dtype in pair_dtypes(table):
+        by_kind: dict[str, list[str]] = {"slow": [], "eager": [], "heavy": []}
+        for context in table.contexts:
+            pair = table.pair(ours, rival, context, dtype)
+            if pair is None or (both := ratio(pair[1], pair[0])) is None:
+                continue
+            at = tokens(context)
+            compared.append((both.value, f"{dtype + ' ' if dtype else ''}at {at}"))
+            same = table.pair(ours, rival, context, dtype, "eager")
+            plain = ratio(same[1], same[0]) if same else None
+            if both.value < 1:
+                by_kind["slow"].append(f"{at} ({doubtful(both)})")
+            elif plain and plain.value < 1:
+                by_kind["eager"].append(f"{at} ({doubtful(plain)})")
+            mine, theirs = pair[0].peak_mib, pair[1].peak_mib
+            if mine and theirs and mine > theirs:
+                by_kind["heavy"].append(f"{at} ({number(mine / theirs)})")
+        for kind, texts in (("slow", slow), ("eager", eager), ("heavy", heavy)):
+            if by_kind[kind]:
+                texts.append(f"{'in ' + dtype + ' ' if dtype else ''}at {listed(by_kind[kind])}")
+    return slow, eager, heavy, compared
+
+
+def opponents(table: Table) -> list[tuple[str, str]]:
+    """FLASH with everybody, then what else is ours with its rivals."""
+    pairs = [("flash", side) for side in table.sides if side != "flash" and "flash" in table.sides]
+    return pairs + [(ours, side) for ours, rivals in RIVALS_OF.items() for side in rivals
+                    if ours in table.sides and side in table.sides]
+
+
+def pair_dtypes(table: Table) -> list[str | None]:
+    """In which types two sides meet: in each type for steps, each in its fastest for decoding."""
+    return [None] if table.benchmark == "decode" else list(table.dtypes)
+
+
+def ratio_table(table: Table) -> str:
+    """FLASH's speed over each rival, by context: each side's fastest, then both eager."""
+    lines = []
+    for ours, rival in opponents(table):
+        if ours != "flash":
+            continue
+        for how, variant in (("fastest of each", None), ("both eager", "eager")):
+            for dtype in (table.dtypes if variant else pair_dtypes(table)):
+                pairs = [table.pair(ours, rival, context, dtype, variant) for context in table.contexts]
+                if any(pairs):
+                    lines.append([side_name(rival), dtype or "fastest of each", how, *map(ratio_text, pairs)])
+    if not lines:
+        return ""
+    head = ["FLASH's speed over", "type", "how", *map(tokens, table.contexts)]
+    return markdown(head, without_repeats(lines))
+
+
+def ratio_text(pair: tuple[Cell, Cell] | None) -> str:
+    if pair is None:
+        return "-"
+    both = ratio(pair[1], pair[0])
+    if both is None:
+        return " and ".join(who for who, cell in zip(("FLASH", "other"), pair, strict=True) if not cell.ms) + " failed"
+    value = f"**{number(both.value)}**" if both.value < 1 else number(both.value)
+    return f"{value} ({number(both.low)}-{number(both.high)})"
+
+
+def value_table(table: Table, text: Callable[[Cell], str]) -> str:
+    """One number of each cell, a line for each model, variant and type, a column for each context."""
+    lines = []
+    for side in table.sides:
+        kinds = dict.fromkeys((cell.variant, cell.dtype) for cell in table.cells if cell.side == side)
+        for variant, dtype in kinds:
+            found = [table.newest(side=side, variant=variant, dtype=dtype, context=context)
+                     for context in table.contexts]
+            lines.append([side_name(side), variant, dtype,
+                          *("-" if cell is None else "failed" if cell.failed else text(cell) for cell in found)])
+    return markdown(["model", "variant", "type", *map(tokens, table.contexts)], without_repeats(lines))
+
+
+def tokens_text(cell: Cell) -> str:
+    return f"{cell.tokens_per_s:,.0f}"
+
+
+def time_text(cell: Cell) -> str:
+    return f"{cell.ms.median:.3g}" if cell.ms else ""
+
+
+def memory_text(cell: Cell) -> str:
+    return "-" if cell.peak_mib is None else f"{cell.peak_mib:,.0f}"
+
+
+def mfu_text(cell: Cell) -> str:
+    return f"{cell.row['mfu']:.0%}" if cell.row.get("mfu") else "-"
+
+
+def state_text(cell: Cell) -> str:
+    return f"{cell.row['state_bytes'] / 2**20:,.1f}" if cell.row.get("state_bytes") else "-"
+
+
+def part_table(table: Table) -> str:
+    """What is neither a step nor decoding: one line for each row."""
+    lines = []
+    for cell in {(cell.row.get("label"), cell.dtype, cell.context): cell for cell in table.cells}.values():
+        ms = "failed" if cell.ms is None else f"{number(cell.ms.median)} ({number(cell.ms.q1)}-{number(cell.ms.q3)})"
+        lines.append([f"{table.benchmark} {cell.row.get('op') or ''}".strip(), cell.row.get("label") or cell.text,
+                      cell.dtype, f"{cell.context:,}", ms, "" if cell.failed else memory_text(cell)])
+    return markdown(["what", "by", "type", "tokens", "ms", "peak MiB"], without_repeats(lines))
+
+
+def caption(table: Table) -> str:
+    """Where the numbers come from: machine, clock, repeats, commit, versions, commands; and what failed."""
+    rows = [cell.row for cell in table.cells]
+    first = rows[0]
+    words = []
+    if table.on_cpu:
+        words.append(f"{table.threads} thread{'s' * (table.threads > 1)} of {table.hardware}, {first['cores']} cores, "
+                     f"{first['memory_gib']:.0f} GiB")
+    else:
+        words.append(f"one {table.hardware}, beside {first['cpu']}")
+    clocks = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
+    words.append(joined(unique(clocks[row["clock"]] for row in rows if "clock" in row)))
+    words.append(joined(table.dtypes))
+    counts = sorted({cell.ms.n for cell in table.cells if cell.ms})
+    warm = sorted({row.get("warm_up", 0) for row in rows})
+    if counts:
+        words.append(f"medians of {span_of(map(str, counts))}, after {span_of(map(str, warm))} to warm up")
+    loads = [row["load_average"] for row in rows]
+    words.append(f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}")
+    words.append("commit " + joined(unique(short(row["commit"]) for row in rows)))
+    words.append("torch " + joined(unique(row["torch"] for row in rows)))
+    for name in sorted({name for row in rows for name in row.get("settings") or {}}):
+        chosen = unique(str((row.get("settings") or {}).get(name, "not set")) for row in rows)
+        words.append(f"{name.replace('_', ' ')}: {joined(chosen)}")
+    overhead = [row["peak_mib"] - row["above_import_mib"] for row in rows
+                if row.get("peak_mib") and row.get("above_import_mib") is not None]
+    if overhead:
+        words.append(f"memory is the process's own, {statistics.median(overhead):,.0f} MiB of it the imported program")
+    commands = unique(row["command"] for row in rows)
+    made_by = ", ".join(f"`{command}`" for command in commands[:4])
+    more = f" and {len(commands) - 4} more commands, which the rows have" if len(commands) > 4 else ""
+    text = f"<sub>{'; '.join(word for word in words if word)}. Made by {made_by}{more}.</sub>"
+    failed = unique(f"{cell.text}, at {tokens(cell.context)}: {cell.failed}" for cell in table.cells
+                    if cell.failed and table.newest(side=cell.side, variant=cell.variant, dtype=cell.dtype,
+                                                    context=cell.context) is cell)
+    return text + (f"\n\nFailed: {'; '.join(failed)}." if failed else "")
+
+
+def short(commit: str | None) -> str:
+    """Enough of a commit to find it; what was changed beside it stays said."""
+    if commit is None:
+        return "unknown"
+    name, plus, changes = commit.partition("+")
+    return name[:10] + plus + changes
+
+
+def parameters(n: int) -> str:
+    return f"{n / 1e6:.1f} M" if n < 1e7 else f"{n / 1e6:.0f} M"
+
+
+def tokens(n: int) -> str:
+    """512, 2K, 128K."""
+    return f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}"
+
+
+def number(x: float) -> str:
+    """Three figures or so, never an exponent."""
+    return f"{x:.{max(0, 2 - max(0, math.floor(math.log10(abs(x)))))}f}" if x else "0"
+
+
+def doubtful(both: Ratio) -> str:
+    """A ratio, with "?" where quartile against quartile comes out the other way."""
+    return number(both.value) + ("?" if both.high >= 1 else "")
+
+
+def span_of(texts: Iterable[str]) -> str:
+    """`8,192`, or `8,192 to 16,384` for the first and last of several."""
+    known = unique(texts)
+    return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
+
+
+def listed(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def joined(texts: Iterable[str]) -> str:
+    return ", ".join(texts)
+
+
+def unique(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def without_repeats(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Leave out a first entry that is the one above it."""
+    return [["" if i and lines[i - 1][0] == line[0] else line[0], *line[1:]] for i, line in enumerate(lines)]
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; columns after the words are right-aligned."""
+    n_words = next((i for i, name in enumerate(head) if name[:1].isdigit() or name in ("tokens", "ms")), len(head))
+    rule = ["---" if i < n_words else "---:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+
+
+def folded(summary: str, body: str) -> str:
+    return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"

@@ -1,0 +1,197 @@
+"""What was wanted (`benchmarks/targets.toml`) beside what the rows say was reached."""
+
+import math
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lineartime.errors import DataError
+from lineartime.report.rows import Cell, Table, ratio, tables_of
+from lineartime.report.speed import markdown, number, tokens, without_repeats
+
+OURS = "flash"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One number to reach; the fields are described in `benchmarks/targets.toml`."""
+
+    what: str
+    measure: str
+    benchmark: str
+    device: str
+    parameters: tuple[float, float]
+    first: int
+    last: int | None
+    limit: float
+    at_least: bool
+    dtype: str | None = None
+    over: str | None = None
+
+    @property
+    def where(self) -> str:
+        if self.first == self.last:
+            return tokens(self.first)
+        return f"from {tokens(self.first)}" + (f" to {tokens(self.last)}" if self.last else " on")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The worst value of those that count, and where it was; None where nothing was measured."""
+
+    value: float | None
+    at: str
+
+    def verdict(self, target: Target) -> str:
+        if self.value is None:
+            return self.at or "not measured"
+        met = self.value >= target.limit if target.at_least else self.value <= target.limit
+        by = (f"{abs(self.value - target.limit):.3f}" if target.measure in ("slope", "flat")
+              else f"{abs(self.value / target.limit - 1):.0%}")
+        return f"{'met' if met else '**missed**'} by {by}"
+
+
+def read_targets(path: Path) -> list[Target]:
+    """The targets of a TOML file, one for each limit. Raises DataError."""
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["target"]
+        return [target for entry in entries for target in targets_of(entry)]
+    except OSError as e:
+        raise DataError("cannot read the targets", path, e.strerror) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise DataError("not a file of targets", path, f"{type(e).__name__}: {e}") from None
+
+
+def targets_of(entry: dict[str, Any]) -> list[Target]:
+    """A table of the file: one target, or one for each context that has a limit of its own."""
+    if entry["measure"] not in MEASURES or ("at_least" in entry) == ("at_most" in entry):
+        raise ValueError(f"target {entry['what']!r} needs a measure of {', '.join(MEASURES)} and one limit")
+    limits = entry["at_least" if "at_least" in entry else "at_most"]
+    spans = ([(int(context), int(context), limit) for context, limit in limits.items()] if isinstance(limits, dict)
+             else [(entry["from"], entry.get("to"), limits)])
+    low, high = entry["parameters"]
+    return [Target(entry["what"], entry["measure"], entry["benchmark"], entry["device"], (low, high), first, last,
+                   float(limit), "at_least" in entry, entry.get("type"), entry.get("over"))
+            for first, last, limit in spans]
+
+
+def targets_table(targets: Sequence[Target], cells: Sequence[Cell]) -> str:
+    """Each target, what was reached, and by how much it was met or missed."""
+    tables = tables_of(cells)
+    lines = []
+    for target in targets:
+        reached = reach(target, tables)
+        wanted = f"{'at least' if target.at_least else 'at most'} {limit_text(target.limit)}"
+        value = "-" if reached.value is None else f"{limit_text(reached.value)}{reached.at and f' at {reached.at}'}"
+        lines.append([target.what, target.dtype or "fastest of each", target.where, wanted, value,
+                      reached.verdict(target)])
+    return markdown(["what", "type", "context", "wanted", "reached", "so it is"], without_repeats(lines)) + "\n"
+
+
+def limit_text(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else number(x)
+
+
+def reach(target: Target, tables: Sequence[Table]) -> Reached:
+    """What the rows say of a target: of the tables of its machine and size, the one with the newest row that tells."""
+    best = Reached(None, "")
+    for table in tables:
+        size = target.parameters[0] <= table.n_parameters <= target.parameters[1]
+        if table.benchmark == target.benchmark and size and table.on_cpu == (target.device == "cpu"):
+            found = MEASURES[target.measure](target, table)
+            if found.value is not None or best.value is None:
+                best = found if found.value is not None or found.at else best
+    return best
+
+
+def contexts_of(target: Target, table: Table) -> list[int]:
+    return [context for context in table.contexts if target.first <= context <= (target.last or math.inf)]
+
+
+def worst(target: Target, found: Sequence[tuple[float, str]], missing: str = "") -> Reached:
+    if not found:
+        return Reached(None, missing)
+    value, at = min(found) if target.at_least else max(found)
+    return Reached(value, at if len(found) > 1 else "")
+
+
+def reached_speed(target: Target, table: Table) -> Reached:
+    found, missing = [], ""
+    for context in contexts_of(target, table):
+        if pair := table.pair(OURS, target.over or "", context, target.dtype):
+            both = ratio(pair[1], pair[0])
+            if both:
+                found.append((both.value, tokens(context)))
+            missing = missing or failure(pair)
+    return worst(target, found, missing)
+
+
+def reached_memory(target: Target, table: Table) -> Reached:
+    found, missing = [], ""
+    for context in contexts_of(target, table):
+        if pair := table.pair(OURS, target.over or "", context, target.dtype):
+            if pair[0].peak_mib and pair[1].peak_mib:
+                found.append((pair[0].peak_mib / pair[1].peak_mib, tokens(context)))
+            missing = missing or failure(pair)
+    return worst(target, found, missing)
+
+
+def reached_memory_mib(target: Target, table: Table) -> Reached:
+    """Of each context's newest run the variant that takes least."""
+    found, missing = [], ""
+    for context in contexts_of(target, table):
+        mine = [cell for cell in table.cells if cell.side == OURS and cell.context == context
+                and target.dtype in (None, cell.dtype)]
+        sizes = [cell.row["above_import_mib"] for cell in mine if cell.ms and cell.row.get("above_import_mib")
+                 and cell.run == mine[-1].run]
+        if sizes:
+            found.append((min(sizes), tokens(context)))
+        elif mine:
+            missing = f"failed: {mine[-1].failed}"
+    return worst(target, found, missing)
+
+
+def failure(pair: Sequence[Cell]) -> str:
+    return next((f"{cell.text} failed: {cell.failed}" for cell in pair if cell.failed), "")
+
+
+def times_in_one_run(target: Target, table: Table) -> list[tuple[int, float]]:
+    """Contexts and our medians in the newest run that has both ends: of the variant and type that is fastest there."""
+    wanted = contexts_of(target, table)
+    if not wanted or target.first not in wanted or (target.last or target.first) not in wanted:
+        return []
+    for run in reversed(list(dict.fromkeys(cell.run for cell in table.cells))):
+        by_kind: dict[tuple[str, str], dict[int, float]] = {}
+        for cell in table.cells:
+            if (cell.run == run and cell.side == OURS and cell.ms and cell.context in wanted
+                    and target.dtype in (None, cell.dtype)):
+                by_kind.setdefault((cell.variant, cell.dtype), {})[cell.context] = cell.ms.median
+        whole = [times for times in by_kind.values() if target.first in times and (target.last or 0) in times]
+        if whole:
+            most = max(map(len, whole))
+            return sorted(min((times for times in whole if len(times) == most), key=lambda times: sum(times.values()),
+                              ).items())
+    return []
+
+
+def reached_slope(target: Target, table: Table) -> Reached:
+    """Least squares of log time per token on log context."""
+    times = times_in_one_run(target, table)
+    if len(times) < 2:
+        return Reached(None, "")
+    x, y = [math.log(context) for context, _ in times], [math.log(ms) for _, ms in times]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    return Reached(sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+                   / sum((a - mean_x) ** 2 for a in x), "")
+
+
+def reached_flat(target: Target, table: Table) -> Reached:
+    times = [ms for _, ms in times_in_one_run(target, table)]
+    return Reached(max(times) / min(times) - 1 if len(times) > 1 else None, "")
+
+
+MEASURES: dict[str, Callable[[Target, Table], Reached]] = {
+    "speed": reached_speed, "memory": reached_memory, "memory_mib": reached_memory_mib, "slope": reached_slope,
+    "flat": reached_flat}
