@@ -1,9 +1,10 @@
-"""What every measurement shares: where a row comes from, the stopwatch, the spread, a process of its own.
+"""What every measurement shares: where a row comes from, the stopwatch, the spread, memory, a process of its own.
 
 Cells of a table are measured in turn, many times over, so that a machine that slows down slows all of them. The
 processor time of the process stands beside the time on the clock: on a CPU, other programs disturb it less.
 """
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -14,19 +15,24 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lineartime.errors import ResourceError
+from lineartime.machine import choose_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
 Row = dict[str, Any]
+
+DATA_SHEET = {"H200": {"bfloat16": 989e12, "float32": 67e12}, "H100 80GB HBM3": {"bfloat16": 989e12, "float32": 67e12}}
+"""Dense products per second that NVIDIA states, a multiply-add being 2; float32 without TF32."""
 
 
 def provenance() -> Row:
@@ -96,35 +102,90 @@ def peak_rss_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def peak_bytes(device: torch.device) -> int:
+    """The most memory there has been at once: of the process on a CPU, of tensors on a GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the peak begin again from the memory now held; where a system cannot, it stays."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what the allocator keeps, so that other processes can have it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def available_bytes() -> int:
+    """Memory that processes can still have, swap left out."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
 class Stopwatch:
-    """Milliseconds of the clock and of the processor, per unit of work."""
+    """Milliseconds of the clock, of the processor and, by its own events, of a GPU; per unit of work."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.wall_ms: list[float] = []
         self.cpu_ms: list[float] = []
+        self.gpu_ms: list[float] = []
 
     @contextmanager
     def running(self, units: int = 1) -> Iterator[None]:
         self.wait()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.device.type == "cuda" else 0)]
+        for event in events[:1]:
+            event.record()
         wall, cpu = time.perf_counter(), time.process_time()
         yield
+        for event in events[1:]:
+            event.record()
         self.wait()
         self.wall_ms.append((time.perf_counter() - wall) * 1e3 / units)
         self.cpu_ms.append((time.process_time() - cpu) * 1e3 / units)
+        if events:
+            self.gpu_ms.append(events[0].elapsed_time(events[1]) / units)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def last(self) -> Row:
+        """The newest measurement by name of its clock."""
+        return {f"{name}_ms": times[-1] for name, times in self.clocks().items()}
+
+    def clocks(self) -> dict[str, list[float]]:
+        """Every clock that ran."""
+        every = {"wall": self.wall_ms, "cpu": self.cpu_ms, "gpu": self.gpu_ms}
+        return {name: times for name, times in every.items() if times}
+
+    def spreads(self) -> Row:
+        """A row's times, and which of its clocks is compared."""
+        return {f"{name}_ms": spread(times) for name, times in self.clocks().items()} | {
+            "clock": "gpu" if self.gpu_ms else "cpu"}
+
 
 def spread(values: Sequence[float]) -> Row:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Median, quartiles, least, most and how many."""
+    low, middle, high = (statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3)
+    return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values), "n": len(values)}
 
 
 def clock_of(row: Row) -> str:
-    """Which of the two times is compared: that of the processor on a CPU, else that of the clock."""
-    return "cpu" if row["device"] == "cpu" else "wall"
+    """Which of a row's times is compared: that of the processor on a CPU, else that of the GPU."""
+    return row.get("clock") or ("cpu" if row["device"] == "cpu" else "gpu")
 
 
 def what_is_timed(row: Row) -> str:
@@ -133,13 +194,79 @@ def what_is_timed(row: Row) -> str:
     return f"processor time, {row['threads']} thread{'s' if row['threads'] > 1 else ''}, {row['dtype']}"
 
 
+def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None) -> Iterator[Row]:
+    """Operations per second of a large square product, by the clock that is compared: the best of seven."""
+    torch.set_num_threads(threads)
+    on, watch = torch.device(device), Stopwatch(torch.device(device))
+    choose_settings(on)
+    size = size or (2048 if device == "cpu" else 8192)
+    a, b = (torch.randn(size, size, device=on, dtype=getattr(torch, dtype)) for _ in range(2))
+    for _ in range(8):
+        with watch.running():
+            torch.mm(a, b)
+    yield {"flops": 2e3 * size**3 / min((watch.gpu_ms or watch.cpu_ms)[1:])}
+
+
+def peak_flops(dtype: str, threads: int, device: str) -> Row:
+    """What utilisation is measured against: the data sheet's rate of a GPU, else that of a large product here."""
+    if device == "cuda":
+        for name, rates in DATA_SHEET.items():
+            if name in torch.cuda.get_device_name() and dtype in rates:
+                return {"peak_flops": rates[dtype], "peak_flops_from": f"data sheet of {name}"}
+    answer = in_own_process("gemm", {"dtype": dtype, "threads": threads, "device": device})
+    return {"peak_flops": answer.get("flops"), "peak_flops_from": "measured GEMM"}
+
+
+class Worker:
+    """`JOBS[job](**arguments)` in a process of its own: a generator that goes on when it is told.
+
+    It is started at once, so that several can import together, and does nothing before `ask`."""
+
+    def __init__(self, job: str, arguments: Row):
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lineartime.benchmark"], env={**os.environ, "PYTHONPATH": path}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+        self.failed: Row | None = None
+        self.first: Row = {"job": job, **arguments}
+
+    def ask(self, order: Row | None = None) -> Row:
+        """The next answer to an order; {"failed": why} where the process has died, and from then on."""
+        if self.failed is None:
+            assert self.process.stdin is not None and self.process.stdout is not None
+            line = ""
+            with suppress(BrokenPipeError):
+                self.process.stdin.write(json.dumps({**self.first, **(order or {})}) + "\n")
+                self.process.stdin.flush()
+                line = self.process.stdout.readline()
+            self.first = {}
+            answer = json.loads(line) if line.endswith("\n") else {"failed": self.why()}
+            if "failed" not in answer:
+                return answer
+            self.failed = answer
+        return self.failed
+
+    def why(self) -> str:
+        """The reason for which the process ended."""
+        code = self.process.wait()
+        if code == -signal.SIGKILL:
+            return "killed, most likely for want of memory"
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors if line.strip()]
+        return lines[-1] if lines else f"exit code {code}"
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.communicate()
+        self.errors.close()
+
+
 def in_own_process(job: str, arguments: Row) -> Row:
-    """`JOBS[job](**arguments)` in a fresh Python; {"failed": why} where it dies."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-m", "lineartime.benchmark"], env={**os.environ, "PYTHONPATH": path},
-                          input=json.dumps({"job": job, **arguments}), capture_output=True, text=True)
-    if done.returncode == 0:
-        return json.loads(done.stdout)
-    if done.returncode == -signal.SIGKILL:
-        return {"failed": "killed, most likely for want of memory"}
-    return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    """The first answer of `JOBS[job](**arguments)` in a fresh Python; {"failed": why} where it dies."""
+    worker = Worker(job, arguments)
+    try:
+        return worker.ask()
+    finally:
+        worker.close()

@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from collections.abc import Iterator
 
 import torch
 from rich.console import Console
@@ -31,15 +32,16 @@ def benchmark_read(config: ModelConfig, n_tokens: int = 1_000_000, *, threads: i
             "dtype": "float32", "config": to_dict(config), **provenance()}
 
 
-def read_prompt(config: ModelConfig, n_tokens: int, threads: int, device: str, seed: int) -> Row:
+def read_prompt(config: Row, n_tokens: int, threads: int, device: str, seed: int) -> Iterator[Row]:
     """One process's part of `benchmark_read`."""
+    fields = ModelConfig(**config)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    model = LanguageModel(config).to(device).eval()
+    model = LanguageModel(fields).to(device).eval()
     # Eight bytes a token, made piece by piece: a list of them would take room that hides what the reading takes.
     prompt = array("q")
     while len(prompt) < n_tokens:
-        prompt.extend(torch.randint(config.vocab_size, (min(PIECE_TOKENS, n_tokens - len(prompt)),)).tolist())
+        prompt.extend(torch.randint(fields.vocab_size, (min(PIECE_TOKENS, n_tokens - len(prompt)),)).tolist())
     tenths: list[Row] = []
     started = time.perf_counter()
 
@@ -50,8 +52,8 @@ def read_prompt(config: ModelConfig, n_tokens: int, threads: int, device: str, s
 
     cpu = time.process_time()
     _, state = prefill(model, [prompt], sample)
-    return {"wall_seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu, "tenths": tenths,
-            "growth_mib": tenths[-1]["peak_mib"] - tenths[0]["peak_mib"], "state_bytes": state.n_bytes}
+    yield {"wall_seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu, "tenths": tenths,
+           "growth_mib": tenths[-1]["peak_mib"] - tenths[0]["peak_mib"], "state_bytes": state.n_bytes}
 
 
 def print_read(row: Row) -> None:

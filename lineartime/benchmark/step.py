@@ -1,94 +1,388 @@
-"""Time and memory of training steps at several contexts, the models in turn."""
+"""Time and memory of whole training steps, the models in turn: forward, loss, backward, clipping, optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import math
+import tempfile
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 
 from lineartime.benchmark.measure import (
     Row,
     Stopwatch,
-    clock_of,
+    Worker,
+    available_bytes,
+    forget_peak,
     in_own_process,
+    peak_bytes,
+    peak_flops,
     peak_rss_bytes,
     provenance,
-    spread,
+    release_memory,
     what_is_timed,
 )
-from lineartime.config import ModelConfig, to_dict
-from lineartime.errors import UsageError
-from lineartime.info import table
-from lineartime.model import LanguageModel, token_losses
+from lineartime.benchmark.peers import (
+    Label,
+    attention_backend,
+    build,
+    check_installed,
+    compile_,
+    flops_per_token,
+    parse_label,
+    peer_version,
+    without_variants,
+)
+from lineartime.config import ModelConfig, TrainConfig, to_dict
+from lineartime.errors import NumericsError, UsageError
+from lineartime.info import describe, table
+from lineartime.machine import choose_settings
+from lineartime.masking import NO_TARGET
+from lineartime.model import LanguageModel
+from lineartime.settings import require
+from lineartime.tasks import MaskedTokens, NextToken, Task
+from lineartime.train import compute_gradient, make_optimizer
+
+Precision = Literal["float32", "bfloat16"]
+
+LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
+"""Largest relative error of the loss and of any parameter's gradient that is let pass, against eager float32."""
+
+NEAR_UNIFORM = 0.5
+"""Nats that the loss of new weights may lie from ln V."""
+
+CHECKED_WHOLE = 2**14
+"""Steps of at most so many tokens are checked as they are timed; larger ones by a short row, unless they are compiled:
+for what is compiled, another shape is another program."""
+
+WARM_UP = 3
+"""Steps before the first that is timed: of the check, of the optimizer too, and one in turn with the others."""
 
 
-def benchmark_train(configs: Mapping[str, ModelConfig], contexts: Sequence[int], *, tokens: int = 8192,
-                    repeats: int = 3, precision: str = "float32", threads: int = 1, device: str = "cpu", seed: int = 0,
-                    progress: Callable[[str], None] = lambda line: None) -> list[Row]:
-    """Time and memory of forward, loss and backward of a micro-batch; a row per model and context.
+@dataclass(frozen=True)
+class Cell:
+    """One model at one context in one type."""
 
-    configs: label to model, whose context is replaced. tokens: in a micro-batch, one row where the context is longer.
-    Every measurement is a process of its own, which takes one step that is not timed and then one that is; the cells
-    are gone through `repeats` times. A process that dies gives a row with "failed" and no times."""
-    if not contexts or min(*contexts, tokens, repeats, threads) < 1:
-        raise UsageError("nothing to measure", f"contexts = {list(contexts)}, tokens = {tokens}, repeats = {repeats}, "
-                         f"threads = {threads}", "they take whole numbers from 1")
-    cells = [(label, replace(config, context=context)) for label, config in configs.items() for context in contexts]
-    answers: list[list[Row]] = [[] for _ in cells]
-    for repeat in range(repeats):
-        for (label, config), mine in zip(cells, answers, strict=True):
-            if not any("failed" in answer for answer in mine):
-                progress(f"{label}, context {config.context:,}: {repeat + 1} of {repeats}")
-                mine.append(in_own_process("train", {
-                    "config": to_dict(config), "tokens": tokens, "precision": precision, "threads": threads,
-                    "device": device, "seed": seed}))
-    facts, rows = provenance(), []
-    for (label, config), mine in zip(cells, answers, strict=True):
-        row: Row = {"benchmark": "train", "model": label, "context_tokens": config.context}
-        failed = [answer["failed"] for answer in mine if "failed" in answer]
-        if failed:
-            row["failed"] = failed[0]
-        else:
-            n_tokens = mine[0]["n_tokens"]
-            clock = clock_of({"device": device})
-            for name in ("wall", "cpu"):
-                row[f"{name}_ms_per_step"] = spread([answer[f"{name}_ms"] for answer in mine])
-            row |= {"tokens_per_step": n_tokens, "peak_mib": max(answer["peak_mib"] for answer in mine),
-                    "tokens_per_s": n_tokens * 1e3 / row[f"{clock}_ms_per_step"]["median"]}
-        rows.append({**row, "repeats": repeats, "warm_up_steps": 1, "threads": threads, "device": device,
-                     "dtype": precision, "config": to_dict(config), **facts})
+    label: Label
+    config: ModelConfig
+    """For a peer, the model whose size it has."""
+    tokens: int = 8192
+    """In a step; one row where the context is longer."""
+    precision: Precision = "float32"
+    name: str | None = None
+    """What a file of cells calls it."""
+
+    @property
+    def n_rows(self) -> int:
+        return max(self.tokens // self.config.context, 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.n_rows * self.config.context
+
+    @property
+    def text(self) -> str:
+        return f"{self.label.text}, context {self.config.context:,}, {self.precision}"
+
+    @property
+    def checked_shape(self) -> tuple[int, int]:
+        """Rows and tokens in a row of the step that is checked."""
+        if self.label.compiled or self.tokens_per_step <= CHECKED_WHOLE:
+            return self.n_rows, self.config.context
+        return 1, min(self.config.context, 5 * (self.config.chunk_size or 256) // 2)
+
+
+def benchmark_step(cells: Sequence[Cell], *, repeats: int = 5, threads: int = 1, device: str = "cpu", seed: int = 0,
+                   together: bool = False, benchmark: str = "step",
+                   progress: Callable[[str], None] = lambda line: None,
+                   on_rows: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+    """Time and memory of whole training steps; a row per cell.
+
+    Every cell is a process of its own that stays. Those of one context and type take a step in turn, `repeats` times
+    round and round; with `together` those of all contexts and types do. on_rows gets the rows of those that were
+    measured together, which share their "run". Before a time counts, the loss and the gradient have been compared with
+    those of the same weights in eager float32. A process that dies gives a row with "failed" and no times. Raises
+    UsageError for a peer that is not installed."""
+    if not cells or min(repeats, threads, *(min(cell.tokens, cell.config.context) for cell in cells)) < 1:
+        raise UsageError("nothing to measure", f"{len(cells)} cells, repeats = {repeats}, threads = {threads}",
+                         "they take whole numbers from 1")
+    for cell in cells:
+        check_installed(cell.label)
+    groups: dict[object, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(None if together else (cell.config.context, cell.precision), []).append(cell)
+    rows, peaks = [], {}
+    with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
+        references: dict[object, Row] = {}
+        for precision in {cell.precision for cell in cells}:
+            peaks[precision] = peak_flops(precision, threads, device)
+        for group in groups.values():
+            measured = measure_group(group, references, Path(folder), repeats=repeats, threads=threads, device=device,
+                                     seed=seed, progress=progress)
+            shared = {"run": uuid.uuid4().hex[:12], **provenance()}
+            made = [step_row(cell, answer, peaks[cell.precision], benchmark, device, threads, repeats) | shared
+                    for cell, answer in zip(group, measured, strict=True)]
+            on_rows(made)
+            rows += made
     return rows
 
 
-def train_step(config: ModelConfig, tokens: int, precision: str, threads: int, device: str, seed: int) -> Row:
-    """One process's part of `benchmark_train`."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    model, n_rows = LanguageModel(config).to(device), max(tokens // config.context, 1)
-    rows_BT = torch.randint(config.vocab_size, (n_rows, config.context + 1), device=device)
+def measure_group(cells: Sequence[Cell], references: dict[object, Row], folder: Path, *, repeats: int, threads: int,
+                  device: str, seed: int, progress: Callable[[str], None]) -> list[Row]:
+    """Each cell's last answer with its `times` added, or its failure."""
+    machine: Row = {"threads": threads, "device": device, "seed": seed}
+    workers = [Worker("step", {"label": cell.label.text, "config": to_dict(cell.config), "n_rows": cell.n_rows,
+                               "precision": cell.precision, **machine}) for cell in cells]
+    try:
+        answers: list[Row] = []
+        for i, (cell, worker) in enumerate(zip(cells, workers, strict=True)):
+            plain, (n_rows, n_tokens) = without_variants(cell.label), cell.checked_shape
+            key = (plain, cell.config, n_rows, n_tokens)
+            if key not in references:
+                progress(f"{plain.text}, context {cell.config.context:,}: eager float32, to compare with")
+                path = str(folder / f"{len(references)}.pt")
+                references[key] = {"path": path, **in_own_process("reference", {
+                    "label": plain.text, "config": to_dict(cell.config), "n_rows": n_rows, "n_tokens": n_tokens,
+                    "path": path, **machine})}
+            progress(f"{cell.text}: check and warm-up ({i + 1} of {len(cells)})")
+            wanted = references[key]
+            answers.append(wanted if "failed" in wanted else worker.ask({"wanted": wanted}))
+        alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
+        hold = device == "cpu" and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * available_bytes()
+        if device == "cpu" and not hold:
+            progress("too little memory for all at once: each gives it back after its step, and takes one more before")
+        watches: dict[int, Row] = {i: {} for i in alive}
+        for repeat in range(-1 if hold else 0, repeats):
+            progress(f"round {repeat + 1} of {repeats}")
+            # Turned round every time, so that no cell always follows the same one.
+            for i in alive[:: -1 if repeat % 2 else 1]:
+                answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold})
+                if "failed" in answer:
+                    answers[i] = answer
+                    continue
+                if repeat >= 0:
+                    for name, milliseconds in answer.pop("times").items():
+                        watches[i].setdefault(name, []).append(milliseconds)
+                answers[i] |= answer
+    finally:
+        for worker in workers:
+            worker.close()
+    for i in alive:
+        if "failed" not in answers[i]:
+            answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
+            answers[i]["times"] = watches[i]
+    return answers
+
+
+def step_row(cell: Cell, answer: Row, peak: Row, benchmark: str, device: str, threads: int, repeats: int) -> Row:
+    """The row of a cell that `measure_group` answered, without what it shares with others."""
+    label, config, peer = cell.label, cell.config, peer_version(cell.label)
+    softmax = (config.attn_type, config.attn_kernel) == ("quadratic", "softmax") and peer is None
+    row: Row = {"benchmark": benchmark, "cell": cell.name, "model": label.model, "variant": label.variant,
+                **({"attention": "unfused" if label.unfused else "fused"} if softmax else {}), "label": label.text,
+                "config": None if peer else to_dict(config), **({"peer": peer} if peer else {}),
+                "n_parameters": answer.get("n_parameters", describe(config).n_parameters),
+                "context_tokens": config.context, "tokens_per_step": cell.tokens_per_step, "dtype": cell.precision,
+                "device": device, "threads": threads, "unit": "step", "warm_up": WARM_UP, "repeats": repeats}
+    if "failed" in answer:
+        return {**row, "failed": answer["failed"]}
     watch = Stopwatch(torch.device(device))
-    for _ in range(2):
+    times = answer["times"]
+    watch.wall_ms, watch.cpu_ms, watch.gpu_ms = times["wall_ms"], times["cpu_ms"], times.get("gpu_ms", [])
+    row |= watch.spreads()
+    tokens_per_s = cell.tokens_per_step * 1e3 / row[f"{row['clock']}_ms"]["median"]
+    flops = flops_per_token(label, config)
+    mfu = None if flops is None or not peak["peak_flops"] else flops * tokens_per_s / peak["peak_flops"]
+    return {**row, "tokens_per_s": tokens_per_s, "peak_mib": answer["peak_mib"],
+            "above_import_mib": answer["above_import_mib"], "flops_per_token": flops, "mfu": mfu, **peak,
+            "check": answer["check"], "settings": answer["settings"]}
+
+
+def training_steps(label: str, config: Row, n_rows: int, precision: Precision, threads: int, device: str, seed: int,
+                   wanted: Row) -> Generator[Row, Row, None]:
+    """One process's part of `benchmark_step`: checks and warms up, then takes a step whenever it is asked.
+
+    An order says how many steps to take before the one that is timed ("warm"), and whether to give back the memory
+    afterwards ("release")."""
+    imported, on, parsed, fields = peak_rss_bytes(), torch.device(device), parse_label(label), ModelConfig(**config)
+    torch.set_num_threads(threads)
+    settings = choose_settings(on)
+    train = TrainConfig(precision=precision, tokens_per_step=n_rows * fields.context,
+                        micro_batch_tokens=n_rows * fields.context)
+    torch.manual_seed(seed)
+    model = build(parsed, fields).to(on).train()
+    if parsed.compiled:
+        compile_(model)
+    optimizer = make_optimizer(model, train)
+    task: Task = random_task(fields, n_rows, fields.context, seed)
+    batch = [torch.from_numpy(part).to(on) for part in task.batch(0)]
+
+    def step() -> None:
+        compute_gradient(model, task, batch, n_rows, train)
+        optimizer.step()
+
+    def memory() -> Row:
+        peak = peak_bytes(on)
+        return {"peak_mib": peak / 2**20, "above_import_mib": (peak - imported * (device == "cpu")) / 2**20}
+
+    watch = Stopwatch(on)
+    with attention_backend(on):
+        checked = check_step(model, fields, train, seed, wanted)
         model.zero_grad(set_to_none=True)
-        with watch.running():
-            with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
-                loss = token_losses(model, rows_BT).mean()
-            loss.backward()
-    peak = peak_rss_bytes() if device == "cpu" else torch.cuda.max_memory_allocated()
-    return {"wall_ms": watch.wall_ms[-1], "cpu_ms": watch.cpu_ms[-1], "peak_mib": peak / 2**20,
-            "n_tokens": n_rows * config.context}
+        release_memory(on)
+        forget_peak(on)
+        step()
+        watch.wait()
+        ready = {"check": checked, "settings": settings, "n_parameters": sum(p.numel() for p in model.parameters()),
+                 **memory()}
+        release_memory(on)
+        order = yield ready
+        while True:
+            for _ in range(order["warm"]):
+                step()
+            with watch.running():
+                step()
+            answer = {"times": watch.last(), **memory()}
+            if order["release"]:
+                model.zero_grad(set_to_none=True)
+                release_memory(on)
+            order = yield answer
 
 
-def print_train(rows: Sequence[Row]) -> None:
-    """Print `benchmark_train`'s rows as a table."""
-    console, first = Console(highlight=False), rows[0]
-    console.print(f"Forward, loss and backward, {what_is_timed(first)}; median of {first['repeats']} processes",
-                  markup=False)
-    made = table("model", "context", "tokens/s", "ms per step", "min", "max", "peak memory", width=14)
-    for row in rows:
-        if "failed" in row:
-            made.add_row(row["model"], f"{row['context_tokens']:,}", "failed", row["failed"])
-            continue
-        times = row[clock_of(row) + "_ms_per_step"]
-        made.add_row(row["model"], f"{row['context_tokens']:,}", f"{row['tokens_per_s']:,.0f}",
-                     *(f"{times[key]:,.0f}" for key in ("median", "min", "max")), f"{row['peak_mib']:,.0f} MiB")
-    console.print(made)
+def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int, device: str, seed: int,
+              path: str) -> Iterator[Row]:
+    """One process's part of `benchmark_step`: the loss and gradient of new weights by the definition, in eager float32,
+    row by row; the gradient goes into a file.
+
+    Raises NumericsError where the loss is far from ln V, or a token changes what comes before it."""
+    torch.set_num_threads(threads)
+    on, fields = torch.device(device), ModelConfig(**config)
+    choose_settings(on)
+    torch.manual_seed(seed)
+    model = build(parse_label(label), fields).to(on).train()
+    if isinstance(model, LanguageModel):
+        model.activation_checkpointing = True
+    if fields.causal:
+        check_causal(model, torch.randint(fields.vocab_size, (1, min(n_tokens, 640)), device=on))
+    task = random_task(fields, n_rows, n_tokens, seed)
+    batch = [torch.from_numpy(part).to(on) for part in task.batch(0)]
+    loss, _ = compute_gradient(model, task, batch, 1, TrainConfig(clip=None, micro_batch_tokens=4096))
+    away = abs(loss - math.log(fields.vocab_size))
+    if away > NEAR_UNIFORM:
+        raise NumericsError("the loss of new weights is far from ln V", f"{label}: by {away:.3f} nats")
+    torch.save({name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}, path)
+    yield {"loss": loss, "shape": [n_rows, n_tokens]}
+
+
+@torch.no_grad()
+def check_causal(model: nn.Module, ids_1T: Tensor) -> None:
+    """Raise NumericsError unless a changed token changes logits from its place on and none before."""
+    place = ids_1T.shape[1] // 2
+    changed_1T = ids_1T.clone()
+    changed_1T[0, place] = (changed_1T[0, place] + 1) % (ids_1T.max() + 1)
+    difference_T = (model(ids_1T) - model(changed_1T)).abs().amax(-1)[0]
+    before, after = (difference_T[part].max().item() for part in (slice(None, place or 1), slice(place, None)))
+    if not after > 0 or (place and before > 1e-4 * after):
+        raise NumericsError("the model is not causal", f"a token changes logits before it by {before:.2g}, "
+                            f"and from its place on by {after:.2g}")
+
+
+def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: int, wanted: Row) -> Row:
+    """A row's "check": the largest relative error of the loss and the gradients of a step. Raises NumericsError where
+    it is above the limit.
+
+    A parameter's gradient with less than a thousandth of the whole norm is measured against that."""
+    n_rows, n_tokens = wanted["shape"]
+    task, limit = random_task(config, n_rows, n_tokens, seed), LIMITS[train.precision]
+    device = next(model.parameters()).device
+    batch = [torch.from_numpy(part).to(device) for part in task.batch(0)]
+    loss, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
+    expected = torch.load(wanted["path"], mmap=True)
+    error, worst = abs(loss - wanted["loss"]) / wanted["loss"], "the loss"
+    for name, p in model.named_parameters():
+        if name in expected:
+            assert p.grad is not None
+            difference, size = (x.double().norm().item() for x in (p.grad.cpu() - expected[name], expected[name]))
+            mine = difference / max(size, 1e-3 * norm)
+            if not mine <= error:
+                error, worst = mine, name
+    if not error <= limit:
+        raise NumericsError("not the same step as in eager float32", f"{worst}: relative error {error:.2g}, "
+                            f"the limit is {limit:.2g}")
+    return {"what": "loss and gradients against eager float32 of the same weights, "
+                    f"{n_rows} x {n_tokens:,} tokens", "error": error, "worst": worst, "limit": limit}
+
+
+def random_task(config: ModelConfig, n_rows: int, n_tokens: int, seed: int) -> Task:
+    """The task of a training run on one batch of random tokens."""
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(config.vocab_size, size=(n_rows, n_tokens + 1))
+    if config.causal:
+        return RandomTokens(ids)
+    chosen = generator.random((n_rows, n_tokens)) < 0.15
+    return RandomMasks(ids[:, 1:], np.where(chosen, ids[:, 1:], NO_TARGET))
+
+
+class RandomTokens(NextToken):
+    """Language modelling of the same rows at every step."""
+
+    def __init__(self, *arrays: np.ndarray):
+        self.arrays = arrays
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        return self.arrays
+
+
+class RandomMasks(MaskedTokens):
+    """Masked language modelling of the same rows at every step."""
+
+    def __init__(self, *arrays: np.ndarray):
+        self.arrays = arrays
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        return self.arrays
+
+
+def step_cells(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
+               config_of: Callable[[str], ModelConfig], longest: dict[str, int] | None = None,
+               name: str | None = None) -> list[Cell]:
+    """The cells of labels at contexts in types, those of one context side by side. config_of: a preset's model.
+
+    longest: the last context of a label. Raises UsageError for an unknown label or type."""
+    for precision in precisions:
+        require(precision in LIMITS, "wrong value", f"precision = {precision}", f"it takes {' or '.join(LIMITS)}")
+    limits: dict[Any, int] = {parse_label(text): n for text, n in (longest or {}).items()}
+    parsed = [parse_label(text) for text in labels]
+    return [Cell(label, replace(config_of(label.preset), context=context), tokens, precision, name)
+            for context in contexts for precision in precisions for label in parsed
+            if context <= limits.get(label, context)]
+
+
+def print_step(rows: Sequence[Row]) -> None:
+    """Print `benchmark_step`'s rows as tables, one for each run."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)
+    for run in dict.fromkeys(row["run"] for row in rows):
+        mine = [row for row in rows if row["run"] == run]
+        first = mine[0]
+        console.print(f"Training step, {what_is_timed(first)}; {first['repeats']} rounds, run {run}", markup=False)
+        made = table("model", "parameters", "context", "tokens/s", "ms per step", "quartiles", "peak MiB",
+                     "above import", "MFU", width=22)
+        for row in mine:
+            head = (row["label"], f"{row['n_parameters'] / 1e6:,.2f} M", f"{row['context_tokens']:,}")
+            if "failed" in row:
+                made.add_row(*head, "failed")
+                continue
+            times = row[f"{row['clock']}_ms"]
+            made.add_row(*head, f"{row['tokens_per_s']:,.0f}", f"{times['median']:,.0f}",
+                         f"{times['q1']:,.0f} to {times['q3']:,.0f}", f"{row['peak_mib']:,.0f}",
+                         f"{row['above_import_mib']:,.0f}", f"{row['mfu']:.0%}" if row["mfu"] else "")
+        console.print(made)
+        for row in mine:
+            if "failed" in row:
+                console.print(f"{row['label']} failed: {row['failed']}", markup=False)

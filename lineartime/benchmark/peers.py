@@ -1,0 +1,180 @@
+"""Who is measured: our models, the paper's unfused attention, and others' models at the size of ours."""
+
+import importlib.metadata
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lineartime.config import PRESETS, ModelConfig
+from lineartime.info import describe
+from lineartime.layers import Layout, at_least_float32
+from lineartime.mhsa import MultiHeadAttention
+from lineartime.model import LanguageModel
+from lineartime.settings import require, require_name
+
+PEERS = {"flash-pytorch": ("flash", "flash_pytorch", "FLASH-pytorch"),
+         "fla:retention": ("transformer++", "fla", "flash-linear-attention"),
+         "fla:gla": ("transformer++", "fla", "flash-linear-attention")}
+"""By name: the model of ours whose size it is given, what is imported, and what is installed."""
+
+VARIANTS = {"compile": "compiled", "compiled": "compiled", "checkpoint": "checkpointed", "checkpointed": "checkpointed",
+            "unfused": "unfused"}
+
+CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                  SDPBackend.MATH]
+"""The fastest first; torch's own order has FlashAttention-2 there."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A model and how it is run: `transformer++:unfused:compiled`."""
+
+    model: str
+    compiled: bool = False
+    checkpointed: bool = False
+    unfused: bool = False
+
+    @property
+    def text(self) -> str:
+        chosen = [name for name in ("unfused", "compiled", "checkpointed") if getattr(self, name)]
+        return ":".join([self.model, *chosen])
+
+    @property
+    def variant(self) -> str:
+        return "+".join(["compiled" if self.compiled else "eager", *(["checkpointed"] if self.checkpointed else [])])
+
+    @property
+    def preset(self) -> str:
+        """The model of ours that it is, or whose size it has."""
+        return PEERS[self.model][0] if self.model in PEERS else self.model
+
+
+def parse_label(text: str) -> Label:
+    """A model and its variants, with colons. Raises UsageError for an unknown one and for what does not go together."""
+    model = next((name for name in PEERS if text == name or text.startswith(name + ":")), text.partition(":")[0])
+    given = text[len(model) + 1 :].split(":") if len(text) > len(model) else []
+    require_name("model", model, [*PRESETS, *PEERS])
+    for name in given:
+        require_name("variant", name, VARIANTS)
+    label = Label(model, **{VARIANTS[name]: True for name in given})
+    softmax = model not in PEERS and (PRESETS[model].attn_type, PRESETS[model].attn_kernel) == ("quadratic", "softmax")
+    require(softmax or not label.unfused, "only the Transformers have a fused attention", text, "leave out :unfused")
+    require(model not in PEERS or not label.checkpointed, "a peer has no activation checkpointing", text,
+            "leave out :checkpoint")
+    return label
+
+
+def check_installed(label: Label) -> None:
+    """Raise UsageError where a peer is not installed."""
+    if label.model in PEERS:
+        _, module, package = PEERS[label.model]
+        require(importlib.util.find_spec(module) is not None, "a peer is not installed", label.model,
+                "pip install 'lineartime[peers]'" if module == "flash_pytorch" else f"pip install {package}")
+
+
+def peer_version(label: Label) -> dict[str, str] | None:
+    """A peer's package and version; None for a model of ours."""
+    if label.model not in PEERS:
+        return None
+    package = PEERS[label.model][2]
+    try:
+        return {"package": package, "version": importlib.metadata.version(package)}
+    except importlib.metadata.PackageNotFoundError:
+        return {"package": package, "version": "not installed"}
+
+
+def flops_per_token(label: Label, config: ModelConfig) -> float | None:
+    """Of a training step, forward and backward, by the one count there is. FLASH-pytorch multiplies what FLASH does."""
+    return None if label.model.startswith("fla:") else describe(config).flops.training
+
+
+def build(label: Label, config: ModelConfig) -> nn.Module:
+    """The model, not compiled, with new weights from torch's generator. A peer has the sizes of `config`, the head's
+    matrix tied to the embedding as in ours, and our initial values for matrices."""
+    check_installed(label)
+    if label.model not in PEERS:
+        model = LanguageModel(config)
+        model.activation_checkpointing = label.checkpointed
+        for layer in model.layers:
+            if label.unfused and isinstance(layer, MultiHeadAttention):
+                layer.attend_softmax = MethodType(attend_unfused, layer)  # type: ignore[method-assign]
+        return model
+    peer = build_flash_pytorch(config) if label.model == "flash-pytorch" else Logits(build_fla(label.model, config))
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            if parameter.requires_grad and parameter.dim() >= 2:
+                parameter.normal_(0, 0.02)
+    return peer
+
+
+def build_flash_pytorch(config: ModelConfig) -> nn.Module:
+    """FLASHTransformer without what FLASH has not: token shift, which costs time."""
+    from flash_pytorch import FLASHTransformer
+
+    peer = FLASHTransformer(
+        num_tokens=config.vocab_size, dim=config.d_model, depth=config.n_layers, causal=config.causal,
+        group_size=config.chunk_size, query_key_dim=config.query_key_dim, expansion_factor=config.expansion_factor,
+        norm_type="layernorm" if config.norm == "layer_norm" else "scalenorm", shift_tokens=False, attn_dropout=0.0)
+    peer.to_logits[1].weight = peer.token_emb.weight
+    return peer
+
+
+class Logits(nn.Module):
+    """A language model of `transformers` as ours are called: ids to logits."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return self.model(input_ids=ids_BT, use_cache=False).logits
+
+
+def build_fla(name: str, config: ModelConfig) -> nn.Module:
+    """The layers nearest to ours, as many as a Transformer++ has pairs, with its parameters: its attention has 4 d^2 of
+    them; retention has 8 d^2, so that its GLU is narrower by 4 d / 3."""
+    from fla.models import GLAConfig, GLAForCausalLM, RetNetConfig, RetNetForCausalLM
+
+    shared: dict[str, Any] = {
+        "vocab_size": config.vocab_size, "hidden_size": config.d_model, "num_hidden_layers": config.n_layers,
+        "num_heads": max(config.d_model // 256, 1), "tie_word_embeddings": True, "max_position_embeddings":
+        config.context, "fuse_cross_entropy": False, "bos_token_id": None, "eos_token_id": None}
+    if name == "fla:gla":
+        return GLAForCausalLM(GLAConfig(**shared, intermediate_size=config.d_inner))
+    narrower = round((config.d_inner - 4 * config.d_model / 3) / 8) * 8
+    return RetNetForCausalLM(RetNetConfig(**shared, intermediate_size=narrower))
+
+
+def attend_unfused(layer: MultiHeadAttention, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v with every T x T matrix in memory, as the paper's Transformers had it; takes the place
+    of `MultiHeadAttention.attend_softmax`."""
+    assert layout.boundaries is None
+    score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q_BTHK / layer.head_dim**0.5, k_BTHK))
+    if layer.causal:
+        visible_TL = torch.ones(score_BHTL.shape[-2:], dtype=torch.bool, device=score_BHTL.device).tril()
+        score_BHTL = score_BHTL.masked_fill(~visible_TL, torch.finfo(score_BHTL.dtype).min)
+    return torch.einsum("bhtl,blhk->bthk", score_BHTL.softmax(-1).to(v_BTHK.dtype), v_BTHK).flatten(2)
+
+
+def attention_backend(device: torch.device) -> AbstractContextManager[Any]:
+    """Fused attention takes cuDNN's kernel first on a GPU."""
+    return sdpa_kernel(CUDA_ATTENTION, set_priority=True) if device.type == "cuda" else nullcontext()
+
+
+def compile_(model: nn.Module) -> None:
+    """torch.compile in place: our layers one by one, a peer as a whole."""
+    if isinstance(model, LanguageModel):
+        model.compile_layers()
+    else:
+        model.compile()
+
+
+def without_variants(label: Label) -> Label:
+    """The model as its definition runs: eager, attention fused."""
+    return replace(label, compiled=False, checkpointed=False, unfused=False)
