@@ -122,11 +122,11 @@ class LanguageModel(nn.Module):
         Equal to the parallel form at any split.
 
         ids_BN: row b's next `n_new_B[b]` tokens, then anything. Raises UsageError past the end of a position table."""
-        self.check_length(int((state.length_B + n_new_B).max()))
         begins_BN = torch.zeros_like(ids_BN, dtype=torch.bool)
         if self.config.end_of_document is not None:
             begins_BN = ids_BN == self.config.end_of_document
         feed = Feed(state.length_B, state.start_B, n_new_B, begins_BN)
+        self.check_length(feed.longest)
         position_BN = (feed.position_BN if self.config.max_len is None
                        else feed.position_BN.clamp(max=self.config.max_len - 1))
         layout = Layout(self.rotary(position_BN))
