@@ -209,6 +209,10 @@ class KeyValueCache:
             self.k_BL[rows, position], self.v_BL[rows, position] = k_BN[rows, n], v_BN[rows, n]
         return self.k_BL[:, : feed.longest], self.v_BL[:, : feed.longest]
 
+    def reserve(self, length: int) -> None:
+        """Make room for rows of so many tokens, so that nothing is moved until they are longer."""
+        self.k_BL, self.v_BL = larger(self.k_BL, length), larger(self.v_BL, length)
+
     def bias(self, rel_pos_bias: RelPosBias, length: int) -> Tensor:
         """At key position minus query position: length - 1 before, ..., the same."""
         if self.bias_L is None or len(self.bias_L) < length:
@@ -223,11 +227,18 @@ def bias_table(rel_pos_bias: RelPosBias, length: int) -> Tensor:
     return at_least_float32(rel_pos_bias.at(torch.arange(1 - length, 1, device=next(rel_pos_bias.parameters()).device)))
 
 
+def larger(x_BL: Tensor, length: int) -> Tensor:
+    """`x_BL` with zeros behind it, at least `length` long."""
+    if length <= x_BL.shape[1]:
+        return x_BL
+    made = x_BL.new_zeros(len(x_BL), length, *x_BL.shape[2:])
+    made[:, : x_BL.shape[1]] = x_BL
+    return made
+
+
 def with_room(x_BL: Tensor, length: int) -> Tensor:
     """At least twice the room, so that appending one by one costs constant time on average."""
-    larger = x_BL.new_zeros(len(x_BL), max(length, 2 * x_BL.shape[1]), *x_BL.shape[2:])
-    larger[:, : x_BL.shape[1]] = x_BL
-    return larger
+    return larger(x_BL, max(length, 2 * x_BL.shape[1]))
 
 
 @dataclasses.dataclass
@@ -289,6 +300,12 @@ class DecodingState:
         """Bytes in all caches: constant in T for FLASH."""
         tensors = [tensor for cache in self.caches for tensor in tensors_of(cache).values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def reserve(self, n_tokens: int) -> None:
+        """Make room for rows of so many tokens at once, where keys and values are kept: none are moved on the way."""
+        for cache in self.caches:
+            if isinstance(cache, KeyValueCache):
+                cache.reserve(n_tokens)
 
     def select(self, rows_B: Tensor) -> None:
         """Keep these rows, in this order; a row may come more than once."""

@@ -464,13 +464,19 @@ def generate(
         help="Draw from the likeliest tokens that together reach probability p.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End where this text comes; may be given again.")] = None,
+    precision: Annotated[str, typer.Option(help="Type of the weights: float32, or bfloat16, which is faster.")
+                         ] = "float32",
     device: Device = None,
 ) -> None:
     """Continue prompts.
     One prompt streams to the terminal; several are decoded together and printed one after another."""
     if seed < 0:
         raise UsageError("seed must not be negative", f"{seed}")
+    if precision not in ("float32", "bfloat16"):
+        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
     texts = read_prompts(prompts or [], prompt_file or [])
+    import torch
+
     from lineartime.generate import check_sampling
     from lineartime.generate import generate as continue_prompts
     from lineartime.run import load_model
@@ -483,7 +489,7 @@ def generate(
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = Stream(tokenizer, texts, stop or [])
-    continue_prompts(model.to(pick_device(device)), ids, max_new_tokens=max_new_tokens, temperature=temperature,
+    continue_prompts(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens, temperature=temperature,
                      top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over,
                      on_prompt=prompt_progress(max(len(row) for row in ids)))
     stream.finish()

@@ -9,6 +9,7 @@ from torch import Tensor
 from lineartime.cache import DecodingState
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
+from lineartime.packing import packed_weights
 
 PIECE_TOKENS = 2048
 """Prompt tokens of a row read at once (whole chunks where there are chunks); bounds the memory of a long prompt."""
@@ -92,25 +93,27 @@ def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_
 
     A row ends at the end-of-document token (which is not returned) or when `stop(row, new_tokens)` is true. on_token is
     called with row and token as they come, on_prompt as `prefill`'s progress. Row r draws from a generator seeded with
-    (seed, r). Raises UsageError as `check_sampling` and `prefill` do, and past the end of a position table."""
+    (seed, r). Of the types bfloat16 is the fastest, see `packed_weights`. Raises UsageError as `check_sampling` and
+    `prefill` do, and past the end of a position table."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
-    logits_BV, state = prefill(model, prompts, on_prompt)
-    for n_done in range(1, max_new_tokens + 1):
-        ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generators=generators)
-        for row in sorted(open_rows):
-            token = int(ids_B[row])
-            if token == model.config.end_of_document:
-                open_rows.remove(row)
-                continue
-            new[row].append(token)
-            if on_token is not None:
-                on_token(row, token)
-            if stop is not None and stop(row, new[row]):
-                open_rows.remove(row)
-        if not open_rows or n_done == max_new_tokens:
-            break
-        logits_BV = decode_step(model, ids_B, state)
+    with packed_weights(model):
+        logits_BV, state = prefill(model, prompts, on_prompt)
+        for n_done in range(1, max_new_tokens + 1):
+            ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generators=generators)
+            for row in sorted(open_rows):
+                token = int(ids_B[row])
+                if token == model.config.end_of_document:
+                    open_rows.remove(row)
+                    continue
+                new[row].append(token)
+                if on_token is not None:
+                    on_token(row, token)
+                if stop is not None and stop(row, new[row]):
+                    open_rows.remove(row)
+            if not open_rows or n_done == max_new_tokens:
+                break
+            logits_BV = decode_step(model, ids_B, state)
     return new
