@@ -712,7 +712,7 @@ def report_speed(
     folder = Path(__file__).resolve().parents[1] / "benchmarks"
     rows = rows or folder / "rows.jsonl"
     cells, n_old = read_rows(rows)
-    if not cells:
+    if not cells and not n_old:
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
     wanted = read_targets(targets_file or folder / "targets.toml") if targets or into else []
     if into:
