@@ -13,6 +13,7 @@ from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit, init_gau
 from lineartime.layers import Layout, ScaledSin, document_boundaries, make_norm, rotary
 from lineartime.mhsa import FeedForward, MultiHeadAttention
+from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.settings import require
 
 
@@ -34,15 +35,18 @@ class LanguageModel(nn.Module):
         init_weights(self)
 
     def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
-                padding_mask_BT: Tensor | None = None, at_K: Tensor | None = None) -> Tensor:
-        """logits_BTV of the next token (causal) or of the token itself (not causal).
+                padding_mask_BT: Tensor | None = None, at_K: Tensor | None = None,
+                targets: Tensor | None = None) -> Tensor:
+        """logits_BTV of the next token (causal) or of the token itself (not causal), or their losses.
 
         ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that never fall along
         a row; by default they are counted from `config.end_of_document`. padding_mask_BT: True where there is a token;
         padding may stand anywhere and changes nothing. at_K: indices of the tokens, rows end to end, whose logits_KV
-        alone are wanted. Raises UsageError for a row longer than the position tables allow."""
+        alone are wanted. targets: tokens `[B, T]`, or `[K]` with at_K; with them -ln p of each is returned, see
+        `losses`, and no logits are made. Raises UsageError for a row longer than the position tables allow."""
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT)
-        return self.logits(x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K])
+        x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
+        return self.logits(x) if targets is None else self.losses(x, targets)
 
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                padding_mask_BT: Tensor | None = None) -> Tensor:
@@ -89,6 +93,12 @@ class LanguageModel(nn.Module):
     def logits(self, x_BTD: Tensor) -> Tensor:
         """The head: the embedding's transpose and a bias."""
         return F.linear(x_BTD, self.embed.weight, self.head_bias)
+
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """-ln p that the head gives each target, in nats and float32 at least: `[...]` for x `[..., D]`, without the
+        logits in memory."""
+        x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
+        return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
 
     def rotary(self, position_BT: Tensor) -> tuple[Tensor, Tensor] | None:
         config = self.config
@@ -189,18 +199,14 @@ def init_weights(model: LanguageModel) -> None:
 def token_losses(model: nn.Module, rows_BT: Tensor) -> Tensor:
     """-ln p of each token given those before it in its row, in nats and float32 at least:
     `[B, T - 1]` for rows of T."""
-    logits_BTV = model(rows_BT[:, :-1])
-    logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
-    return F.cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="none").view_as(rows_BT[:, 1:])
+    return model(rows_BT[:, :-1], targets=rows_BT[:, 1:])
 
 
 def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
     """-ln p of the tokens that `targets_BT` asks for, where it is not -1, row by row in nats and float32 at least:
     `[K]`. The head is computed there alone."""
     at_K = (targets_BT.flatten() >= 0).nonzero().flatten()
-    logits_KV = model(ids_BT, at_K=at_K)
-    logits_KV = logits_KV if logits_KV.dtype == torch.float64 else logits_KV.float()
-    return F.cross_entropy(logits_KV, targets_BT.flatten()[at_K], reduction="none")
+    return model(ids_BT, at_K=at_K, targets=targets_BT.flatten()[at_K])
 
 
 class SpanModel(LanguageModel):
@@ -215,11 +221,9 @@ class SpanModel(LanguageModel):
         self.span_head = nn.Linear(config.d_model, 2)
         init_span_head(self.span_head)
 
-    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None,
-                at_K: Tensor | None = None) -> Tensor:
-        """logits_BT2, of the answer's first token and of its last; arguments as in `LanguageModel`."""
-        x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT)
-        return self.span_head(x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K])
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """logits_BT2, of the answer's first token and of its last."""
+        return self.span_head(x_BTD)
 
 
 def init_span_head(head: nn.Linear) -> None:

@@ -56,11 +56,11 @@ def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_row
     given_ids: list[int] = []
 
     class Spy(LanguageModel):
-        def forward(self, ids_BT: torch.Tensor, *_: object) -> torch.Tensor:
+        def hidden(self, ids_BT: torch.Tensor, *_: object) -> torch.Tensor:
             given_ids.extend(ids_BT.flatten().tolist())
-            return torch.zeros(*ids_BT.shape, stream.vocab_size, dtype=torch.float64)
+            return torch.zeros(*ids_BT.shape, self.config.d_model, dtype=torch.float64)
 
-    result = evaluate(Spy(tiny_flash(stream, 8).config), stream, context=context, batch_rows=batch_rows)
+    result = evaluate(Spy(tiny_flash(stream, 8).config).double(), stream, context=context, batch_rows=batch_rows)
     assert given_ids == stream.read(0, stream.n_tokens).tolist()
     assert result.n_tokens == stream.n_tokens
     assert result.nll == pytest.approx(stream.n_tokens * math.log(stream.vocab_size), rel=1e-12)

@@ -1,0 +1,123 @@
+"""Linear cross-entropy: the head and the loss in one, without the logits of all tokens in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lineartime.layers import at_least_float32
+
+
+@torch.compiler.disable
+def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, *,
+                         chunk_tokens: int | None = None) -> Tensor:
+    """-ln p of each target where p = softmax(x W^T + b): losses_N in nats, in float32 at least.
+
+    Equal to `F.cross_entropy(F.linear(x, W, b), targets, reduction="none")` in value and gradients, with logits in
+    memory for a few tokens at a time. Products are taken in the type of autocast where it is on, else in that of x;
+    logarithms, sums and the gradients of W and b in float32 at least.
+
+    targets_N: integers below V. chunk_tokens: how many tokens are a few; see `default_chunk_tokens`.
+
+    Losses are nearly always added up or averaged, so the forward pass, which has the probabilities at hand, also makes
+    the gradients of the plain sum, and a backward pass in which all losses count alike only scales them. A backward
+    pass with weights of its own, or a second one, computes the logits again. There is no second derivative; in code
+    that is compiled it stays as it is.
+
+    PyTorch from 2.13 has `F.linear_cross_entropy`, which could not take this place: losses by token cost it a product
+    more, autocast does not reach it, and it returns losses of bfloat16 in bfloat16."""
+    product = product_type(x_ND)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight_VD), x_ND.device)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x_ND, weight_VD, bias_V)):
+        return LinearCrossEntropy.apply(x_ND, weight_VD, bias_V, targets_N, product, chunk_tokens)
+    return chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, product, chunk_tokens)[0]
+
+
+def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
+    """How many tokens have logits at a time: 1024 on a CPU, for small vocabularies too, since fewer fill the products
+    less and more leave the cache; elsewhere 2^27 logits, that launches and sums of weight gradients be few."""
+    return 1024 if device.type == "cpu" else max(2**27 // vocab_size, 1024)
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """The type in which autocast, or else the type of x itself, has its products taken."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`linear_cross_entropy` where a gradient is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, product: torch.dtype,
+                chunk_tokens: int) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_VD, bias_V, targets_N)
+        ctx.how = product, chunk_tokens, ctx.needs_input_grad[:3]
+        losses_N, *ctx.gradients_of_sum = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, *ctx.how)
+        return losses_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
+        gradients = ctx.gradients_of_sum
+        ctx.gradients_of_sum = None  # they are scaled in place, so they serve once
+        scale = gradient_N[:1].sum()
+        if gradients is None or not all_equal(gradient_N):
+            gradients = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, *ctx.how, gradient_N=gradient_N)[1:]
+            scale = torch.ones_like(scale)
+        return *(None if g is None else g.to(torch.promote_types(g.dtype, t.dtype)).mul_(scale).to(t.dtype)
+                 for g, t in zip(gradients, (x_ND, weight_VD, bias_V), strict=True)), None, None, None
+
+
+def all_equal(x_N: Tensor) -> bool:
+    """Whether all entries are the same; for an expanded scalar, which is what `sum` hands back, without a look."""
+    return x_N.stride() == (0,) or bool((x_N == x_N[:1]).all())
+
+
+@torch.no_grad()
+def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, product: torch.dtype,
+                   chunk_tokens: int, wanted: tuple[bool, ...] = (False, False, False),
+                   gradient_N: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """losses_N, and the gradients of x, W and b that are `wanted`: of the losses' sum, weighted by `gradient_N`."""
+    n_tokens, vocab_size = len(x_ND), len(weight_VD)
+    weight_VD, bias_V = weight_VD.to(product), bias_V.to(product)
+    # Buffers of a chunk: logits as the product leaves them, and in the type in which they are summed.
+    narrow_CV = weight_VD.new_empty(min(chunk_tokens, n_tokens), vocab_size)
+    wide_CV = at_least_float32(narrow_CV)
+    same = wide_CV is narrow_CV
+    losses_N = wide_CV.new_empty(n_tokens)
+    dx_ND = weight_VD.new_empty(x_ND.shape) if wanted[0] else None
+    dweight_VD = wide_CV.new_zeros(weight_VD.shape) if wanted[1] else None
+    part_VD = torch.empty_like(weight_VD) if wanted[1] and not same else None
+    dbias_V = wide_CV.new_zeros(vocab_size) if wanted[2] else None
+    with torch.autocast(x_ND.device.type, enabled=False):
+        for start in range(0, n_tokens, chunk_tokens):
+            at = slice(start, start + chunk_tokens)
+            x_CD, targets_C1 = x_ND[at].to(product), targets_N[at, None]
+            narrow, wide = narrow_CV[: len(x_CD)], wide_CV[: len(x_CD)]
+            torch.addmm(bias_V, x_CD, weight_VD.t(), out=narrow)
+            if not same:
+                wide.copy_(narrow)
+            torch.log_softmax(wide, dim=-1, out=wide)
+            log_p_C1 = wide.gather(1, targets_C1)
+            torch.neg(log_p_C1[:, 0], out=losses_N[at])
+            if not any(wanted):
+                continue
+            # The gradient of the logits: p, less 1 at the target.
+            wide.exp_().scatter_(1, targets_C1, log_p_C1.expm1_())
+            if gradient_N is not None:
+                wide.mul_(gradient_N[at, None])
+            if dbias_V is not None:
+                dbias_V.add_(wide.sum(0))
+            if not same:
+                narrow.copy_(wide)
+            if dx_ND is not None:
+                torch.mm(narrow, weight_VD, out=dx_ND[at])
+            if dweight_VD is not None and part_VD is not None:
+                dweight_VD.add_(torch.mm(narrow.t(), x_CD, out=part_VD))
+            elif dweight_VD is not None:
+                dweight_VD.addmm_(narrow.t(), x_CD)
+    return losses_N, dx_ND, dweight_VD, dbias_V
