@@ -1,7 +1,7 @@
 """Pages with places for what the rows give: between `<!-- speed: begin -->` and `<!-- speed: end -->`.
 
-`<!-- speed small decode: begin -->` shows only the tables of these names; what is lost is said of all. A place for
-`targets` gets the table of what was wanted and reached.
+`<!-- speed small decode: begin -->` shows only the tables or benchmarks of these names; losses are said of all. A place
+for `targets` gets the table of what was wanted and reached.
 """
 
 import os
@@ -41,8 +41,8 @@ def filled(text: str, page: Path, images: Path, cells: Sequence[Cell], n_old: in
 
 def shown_tables(text: str, cells: Sequence[Cell]) -> list[Table]:
     """The tables that a page's places show."""
-    places = [set(found[2].split()) for found in PLACE.finditer(text) if found[1] == "speed"]
-    return [table for table in tables_of(cells) if any(not names or table.name in names for names in places)]
+    places = [found[2].split() for found in PLACE.finditer(text) if found[1] == "speed"]
+    return [table for table in tables_of(cells) if any(table.among(names) for names in places)]
 
 
 def fill_pages(pages: Sequence[Path], images: Path, cells: Sequence[Cell], n_old: int,
@@ -57,15 +57,17 @@ def fill_pages(pages: Sequence[Path], images: Path, cells: Sequence[Cell], n_old
         except (OSError, UnicodeDecodeError) as e:
             raise DataError("cannot read the page", page, getattr(e, "strerror", None) or str(e)) from None
     made = {page: filled(text, page, images, cells, n_old, targets) for page, text in texts.items()}
+    pictures = {name: (table, what) for text in texts.values() for table in shown_tables(text, cells)
+                for name, what in files_of(table)}
+    try:
+        if pictures:
+            images.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ResourceError("cannot make the folder", images, e.strerror) from None
     written = []
-    for table in dict.fromkeys(table for text in texts.values() for table in shown_tables(text, cells)):
-        for name, what in files_of(table):
-            try:
-                images.mkdir(parents=True, exist_ok=True)
-            except OSError as e:
-                raise ResourceError("cannot make the folder", images, e.strerror) from None
-            draw(table, what, images / name)
-            written.append(images / name)
+    for name, (table, what) in pictures.items():
+        draw(table, what, images / name)
+        written.append(images / name)
     for page, text in made.items():
         write_atomically(page, text)
         written.append(page)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineartime.plot import COLOURS, drawing
-from lineartime.report.rows import Table, side_name
+from lineartime.report.rows import STEPS, Table, side_name
 from lineartime.report.speed import TITLES, parameters, title, tokens
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def files_of(table: Table) -> list[tuple[str, str]]:
     parts = [table.benchmark, table.name, machine, f"{table.threads}threads" if table.threads > 1 else "",
              parameters(table.n_parameters).replace(" ", ""), f"{max(cell.n_tokens for cell in table.cells)}"]
     stem = "-".join(part for part in parts if part)
-    return [(f"{stem}-{what}.png", what) for what in (["time", "memory"] if table.benchmark == "step" else ["time"])
+    return [(f"{stem}-{what}.png", what) for what in (["time", "memory"] if table.benchmark in STEPS else ["time"])
             if any(len(contexts) > 1 for dtype in table.dtypes for _, _, contexts, _ in lines_of(table, dtype, what))]
 
 
@@ -78,7 +78,7 @@ def draw(table: Table, what: str, path: Path) -> None:
         axes = panels[0]
         if what == "memory":
             axes.set_ylabel("peak memory, MiB")
-        elif table.benchmark == "step":
+        elif table.benchmark in STEPS:
             axes.set_ylabel("ms per token of a step")
         else:
             axes.set_ylabel("ms per generated token")

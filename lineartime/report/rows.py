@@ -18,6 +18,9 @@ NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transform
          "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
          "performer-matmul": "Performer-Matmul", "flash-pytorch": "FLASH-pytorch",
          "fla:retention": "retention of flash-linear-attention", "fla:gla": "GLA of flash-linear-attention"}
+STEPS = ("step", "memory")
+"""Benchmarks of whole training steps; "memory" takes one row, at growing contexts."""
+
 SAME_SIZE = 1.3
 """Models whose numbers of parameters are within this factor are compared with each other."""
 
@@ -156,6 +159,10 @@ class Table:
         """FLASH's, else the first model's."""
         return next((cell for cell in self.cells if cell.side == "flash"), self.cells[0]).n_parameters
 
+    def among(self, names: Sequence[str]) -> bool:
+        """Whether its name or its benchmark is one of these; no names mean every table."""
+        return not names or self.name in names or self.benchmark in names
+
     def newest(self, **wanted: Any) -> Cell | None:
         """The last measured cell with these fields; one that failed only where none went well."""
         found = [cell for cell in self.cells if all(getattr(cell, name) == value for name, value in wanted.items())]
@@ -194,8 +201,8 @@ def tables_of(cells: Sequence[Cell]) -> list[Table]:
         for rank in range(max(map(len, counts.values()))):
             mine = tuple(cell for cell in together if counts[cell.context].index(cell.n_tokens) == rank)
             made.append(Table(benchmark, name, hardware, threads, mine))
-    order = {"step": 0, "decode": 1}
-    return sorted(made, key=lambda table: (order.get(table.benchmark, 2), table.on_cpu, table.n_parameters, table.name,
+    order = {"step": 0, "memory": 1, "decode": 2}
+    return sorted(made, key=lambda table: (order.get(table.benchmark, 3), table.on_cpu, table.n_parameters, table.name,
                                            -max(cell.n_tokens for cell in table.cells)))
 
 

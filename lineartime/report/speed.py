@@ -4,29 +4,31 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from lineartime.report.rows import Cell, Ratio, Table, ratio, side_name, tables_of
+from lineartime.report.rows import STEPS, Cell, Ratio, Table, ratio, side_name, tables_of
 
-TITLES = {"step": "A training step", "decode": "Decoding"}
+TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding"}
 RIVALS_OF = {"flash-quad": ("transformer++", "transformer++/unfused")}
 """Besides FLASH against everything: what else of ours is compared, and with whom."""
 
 
 def speed_section(cells: Sequence[Cell], n_old: int = 0, *, shown: Sequence[str] = (),
                   pictures: Callable[[Table], Sequence[str]] = lambda table: ()) -> str:
-    """What the rows say: the losses of all, then the tables. shown: names of the tables to show, by default every one.
-    pictures: the paths of a table's pictures."""
+    """What the rows say: the losses of all, then the tables. shown: names of tables or benchmarks to show, by default
+    every one. pictures: the paths of a table's pictures."""
     tables = tables_of(cells)
     parts = [losses(tables)]
-    tables = [table for table in tables if not shown or table.name in shown]
+    tables = [table for table in tables if table.among(shown)]
     for table in tables:
         if table.benchmark not in TITLES:
             continue
         parts.append(f"### {title(table)}")
         parts += [f"![{alt_text(table, path)}]({path})" for path in pictures(table)]
+        if table.benchmark == "memory":
+            parts.append("Peak memory, MiB:\n\n" + value_table(table, memory_text))
         parts.append(ratio_table(table))
         parts.append(folded("Milliseconds per token" if table.benchmark == "decode" else "Tokens per second",
                             value_table(table, time_text if table.benchmark == "decode" else tokens_text)))
-        if any(cell.peak_mib for cell in table.cells):
+        if table.benchmark != "memory" and any(cell.peak_mib for cell in table.cells):
             parts.append(folded("Peak memory, MiB", value_table(table, memory_text)))
         if any(cell.row.get("mfu") for cell in table.cells):
             parts.append(folded("Share of the peak rate that the model's own FLOPs take", value_table(table, mfu_text)))
@@ -47,7 +49,7 @@ def title(table: Table) -> str:
     """"A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)"."""
     n_tokens = span_of(f"{n:,}" for n in sorted({cell.n_tokens for cell in table.cells}))
     words = TITLES[table.benchmark]
-    if table.benchmark == "step":
+    if table.benchmark in STEPS:
         words += f" of {n_tokens} tokens"
     elif n_tokens != "1":
         words += f" {n_tokens} rows at once"

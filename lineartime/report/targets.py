@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import DataError
-from lineartime.report.rows import Cell, Table, ratio, tables_of
+from lineartime.report.rows import STEPS, Cell, Table, ratio, tables_of
 from lineartime.report.speed import markdown, number, tokens, without_repeats
 
 OURS = "flash"
@@ -97,9 +97,10 @@ def limit_text(x: float) -> str:
 def reach(target: Target, tables: Sequence[Table]) -> Reached:
     """What the rows say of a target: of the tables of its machine and size, the one with the newest row that tells."""
     best = Reached(None, "")
-    for table in tables:
+    for table in sorted(tables, key=lambda table: max(cell.row.get("time", "") for cell in table.cells)):
         size = target.parameters[0] <= table.n_parameters <= target.parameters[1]
-        if table.benchmark == target.benchmark and size and table.on_cpu == (target.device == "cpu"):
+        same = table.benchmark == target.benchmark or {table.benchmark, target.benchmark} <= {*STEPS}
+        if same and size and table.on_cpu == (target.device == "cpu"):
             found = MEASURES[target.measure](target, table)
             if found.value is not None or best.value is None:
                 best = found if found.value is not None or found.at else best
