@@ -84,7 +84,7 @@ class GatedAttentionUnit(nn.Module):
         made_NBTHS = self.scale_offset(z_BTS).unflatten(-1, (self.n_heads, -1))
         heads_NBTS = rope(made_NBTHS, sin, cos).to(z_BTS.dtype).flatten(-2)
         if self.n_heads > 1:
-            heads_NBTS = torch.stack([fold_heads(head_BTS, self.n_heads) for head_BTS in heads_NBTS])
+            heads_NBTS = torch.stack([fold_heads(head_BTS, self.n_heads) for head_BTS in heads_NBTS.unbind()])
         return u_BTE, v_BTE, z_BTS, heads_NBTS
 
     def output(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class GatedAttentionUnit(nn.Module):
 
     def attend_row(self, heads_NBTS: Tensor, v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
         """FLASH-Quad: the whole row is one chunk."""
-        q_BTS, k_BTS = heads_NBTS
+        q_BTS, k_BTS = heads_NBTS.unbind()
         segment_ids_BGC = None if segment_ids_BT is None else segment_ids_BT[:, None]
         return ops.quadratic_attention(
             q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], self.rel_pos_bias(v_BTE.shape[1]), kernel=self.kernel,
@@ -105,7 +105,7 @@ class GatedAttentionUnit(nn.Module):
         """FLASH: the row is cut into chunks; the last one is filled up with padding, which changes nothing."""
         n_tokens, c = v_BTE.shape[1], chunking.chunk_size
         segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, chunking.causal and not self.learned_weights)
-        q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads_NBTS)
+        q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads_NBTS.unbind())
         v_BGCE = to_chunks(v_BTE, c)
         a_BGG = None
         if self.learned_weights:

@@ -44,8 +44,8 @@ def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     its index in their row-major order."""
     halves = x.unflatten(-1, (2, -1))
     # [x1 cos - x2 sin, x2 cos + x1 sin] without taking the halves apart: torch.compile makes slow code of a cat.
-    turned = halves * cos[..., None, :] + halves.flip(-2) * torch.stack([-sin, sin], dim=-2)
-    return turned.flatten(-2)
+    sign = torch.arange(-1, 2, 2, device=x.device)[:, None]
+    return (halves * cos[..., None, :] + halves.flip(-2) * (sin[..., None, :] * sign)).flatten(-2)
 
 
 class ScaledSin(nn.Module):

@@ -34,7 +34,7 @@ def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = 
 def attention_weights(score: Tensor, visible: Tensor | None, kernel: str) -> Tensor:
     """relu^2 or softmax of scores over the last axis, exactly 0 where a key is not visible; all 0 where none is."""
     if kernel == "relu2":
-        return torch.relu(score if visible is None else score.masked_fill(~visible, 0.0)).square()
+        return torch.relu(score if visible is None else torch.where(visible, score, 0.0)).square()
     if visible is None:
         return score.softmax(-1)
     return score.masked_fill(~visible, torch.finfo(score.dtype).min).softmax(-1).masked_fill(~visible, 0.0)
@@ -62,7 +62,8 @@ def quadratic_attention(q_BGCS: Tensor, k_BGMS: Tensor, v_BGME: Tensor, w: Tenso
     n_keys = k_BGMS.shape[-2]
     visible = None
     if causal:
-        visible = torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=q_BGCS.device).tril(n_before)
+        key_M = torch.arange(n_keys, dtype=torch.int32, device=q_BGCS.device)  # torch.compile is slow with 64 bits
+        visible = (key_M <= key_M[:n_queries, None] + n_before)[None, None]
     if segment_ids_BGC is not None:
         document_BGCM = same_document(segment_ids_BGC, key_segment_ids_BGM)
         visible = document_BGCM if visible is None else document_BGCM & visible
