@@ -16,6 +16,7 @@ from lineartime.info import describe
 from lineartime.layers import Layout, at_least_float32
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
+from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.settings import require, require_name
 
 PEERS = {"flash-pytorch": ("flash", "flash_pytorch", "FLASH-pytorch"),
@@ -105,7 +106,7 @@ def build(label: Label, config: ModelConfig) -> nn.Module:
             if label.unfused and isinstance(layer, MultiHeadAttention):
                 layer.attend_softmax = MethodType(attend_unfused, layer)  # type: ignore[method-assign]
         return model
-    peer = build_flash_pytorch(config) if label.model == "flash-pytorch" else Logits(build_fla(label.model, config))
+    peer = build_flash_pytorch(config) if label.model == "flash-pytorch" else build_fla(label.model, config)
     with torch.no_grad():
         for parameter in peer.parameters():
             if parameter.requires_grad and parameter.dim() >= 2:
@@ -113,7 +114,23 @@ def build(label: Label, config: ModelConfig) -> nn.Module:
     return peer
 
 
-def build_flash_pytorch(config: ModelConfig) -> nn.Module:
+class Peer(nn.Module):
+    """Another's model, called as ours are: ids to logits, or with targets to losses by the same function."""
+
+    def __init__(self, body: nn.Module, head: nn.Linear):
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, ids_BT: Tensor, *, at_K: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        x_BTD = self.body(ids_BT)
+        x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
+        if targets is None:
+            return self.head(x)
+        x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
+        return linear_cross_entropy(x_ND, self.head.weight, self.head.bias, targets_N).view(targets.shape)
+
+
+def build_flash_pytorch(config: ModelConfig) -> Peer:
     """FLASHTransformer without what FLASH has not: token shift, which costs time."""
     from flash_pytorch import FLASHTransformer
 
@@ -121,34 +138,39 @@ def build_flash_pytorch(config: ModelConfig) -> nn.Module:
         num_tokens=config.vocab_size, dim=config.d_model, depth=config.n_layers, causal=config.causal,
         group_size=config.chunk_size, query_key_dim=config.query_key_dim, expansion_factor=config.expansion_factor,
         norm_type="layernorm" if config.norm == "layer_norm" else "scalenorm", shift_tokens=False, attn_dropout=0.0)
-    peer.to_logits[1].weight = peer.token_emb.weight
-    return peer
+    head, peer.to_logits[1] = peer.to_logits[1], nn.Identity()
+    head.weight = peer.token_emb.weight
+    return Peer(peer, head)
 
 
-class Logits(nn.Module):
-    """A language model of `transformers` as ours are called: ids to logits."""
+class Hidden(nn.Module):
+    """A model of `transformers` without its head."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.model(input_ids=ids_BT, use_cache=False).logits
+        return self.model(input_ids=ids_BT, use_cache=False).last_hidden_state
 
 
-def build_fla(name: str, config: ModelConfig) -> nn.Module:
+def build_fla(name: str, config: ModelConfig) -> Peer:
     """The layers nearest to ours, as many as a Transformer++ has pairs, with its parameters: its attention has 4 d^2 of
     them; retention has 8 d^2, so that its GLU is narrower by 4 d / 3."""
-    from fla.models import GLAConfig, GLAForCausalLM, RetNetConfig, RetNetForCausalLM
+    from fla.models import GLAConfig, GLAModel, RetNetConfig, RetNetModel
 
+    require(config.causal, "retention and gated linear attention are causal", name)
     shared: dict[str, Any] = {
         "vocab_size": config.vocab_size, "hidden_size": config.d_model, "num_hidden_layers": config.n_layers,
-        "num_heads": max(config.d_model // 256, 1), "tie_word_embeddings": True, "max_position_embeddings":
-        config.context, "fuse_cross_entropy": False, "bos_token_id": None, "eos_token_id": None}
+        "num_heads": max(config.d_model // 256, 1), "max_position_embeddings": config.context}
     if name == "fla:gla":
-        return GLAForCausalLM(GLAConfig(**shared, intermediate_size=config.d_inner))
-    narrower = round((config.d_inner - 4 * config.d_model / 3) / 8) * 8
-    return RetNetForCausalLM(RetNetConfig(**shared, intermediate_size=narrower))
+        body = GLAModel(GLAConfig(**shared, intermediate_size=config.d_inner))
+    else:
+        narrower = round((config.d_inner - 4 * config.d_model / 3) / 8) * 8
+        body = RetNetModel(RetNetConfig(**shared, intermediate_size=narrower))
+    head = nn.Linear(config.d_model, config.vocab_size)
+    head.weight = body.get_input_embeddings().weight
+    return Peer(Hidden(body), head)
 
 
 def attend_unfused(layer: MultiHeadAttention, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
@@ -168,11 +190,12 @@ def attention_backend(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def compile_(model: nn.Module) -> None:
-    """torch.compile in place: our layers one by one, a peer as a whole."""
-    if isinstance(model, LanguageModel):
-        model.compile_layers()
+    """torch.compile in place: our layers one by one, a peer as a whole but for the head and the loss."""
+    if isinstance(model, Peer):
+        model.body.compile()
     else:
-        model.compile()
+        assert isinstance(model, LanguageModel)
+        model.compile_layers()
 
 
 def without_variants(label: Label) -> Label:
