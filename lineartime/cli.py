@@ -489,8 +489,8 @@ def generate(
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = Stream(tokenizer, texts, stop or [])
-    continue_prompts(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens, temperature=temperature,
-                     top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over,
+    continue_prompts(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
+                     temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over,
                      on_prompt=prompt_progress(max(len(row) for row in ids)))
     stream.finish()
 
@@ -560,25 +560,30 @@ Rows = Annotated[Path | None, typer.Option("--json", help="File that gets one JS
 @benchmark.command("decode")
 def benchmark_decode(
     models: Models = None,
-    lengths: Lengths = "1024,2048,4096,8192,16384,32768,65536",
+    lengths: Lengths = "2048,8192,32768,131072",
     task: Task = "wiki40b",
     settings: Setting = None,
-    quadratic_up_to: Annotated[int, typer.Option(help="Longest context for models with a key-value cache.")] = 8192,
-    repeats: Annotated[int, typer.Option(help="Timed blocks of tokens per context.")] = 20,
+    batch: Annotated[int, typer.Option(help="Rows that are decoded together.")] = 1,
+    precision: Annotated[str, typer.Option(
+        help="float32, bfloat16, or fastest: each model in whichever is, after its longest context.")] = "fastest",
+    quadratic_up_to: Annotated[int, typer.Option(help="Longest context for models with a key-value cache.")] = 32768,
+    read_up_to: Annotated[int, typer.Option(
+        help="Contexts up to this are read as well as filled with random numbers.")] = 2048,
+    repeats: Annotated[int, typer.Option(help="Timed blocks of whole chunks per context.")] = 2,
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
 ) -> None:
     """Time per generated token after contexts of different lengths.
-    Any --set applies to every model that has the field."""
-    configs = benchmark_configs(models or ["flash"], task, settings or [])
+    Any --set applies to every model that has the field. Long contexts are not read, which would take minutes: their
+    state is filled with random numbers."""
+    configs = benchmark_configs(models or ["flash", "transformer++"], task, settings or [])
     contexts = whole_numbers(lengths)
     from lineartime.benchmark import decode, measure
-    from lineartime.model import LanguageModel
 
-    built = {name: LanguageModel(config).to(pick_device(device)) for name, config in configs.items()}
-    measured = decode.benchmark_decode(built, contexts, quadratic_up_to=quadratic_up_to, repeats=repeats,
-                                          threads=threads, progress=note)
+    measured = decode.benchmark_decode(configs, contexts, batch_size=batch, dtype=precision,
+                                       quadratic_up_to=quadratic_up_to, read_up_to=read_up_to, repeats=repeats,
+                                       threads=threads, device=pick_device(device).type, progress=note)
     decode.print_decode(measured)
     if rows is not None:
         measure.append_rows(rows, measured)

@@ -67,7 +67,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True)
 class DecodingBytes:
-    """What one row's decoding state takes in float32."""
+    """What one row's decoding state takes."""
 
     constant: int
     per_token: int
@@ -94,7 +94,16 @@ def describe(config: ModelConfig) -> Description:
     """Count a model without making it. FLOPs are at `config.context`; only a causal model has a decoding state."""
     with torch.device("meta"):
         model = LanguageModel(config)
-        caches = model.decoding_state(1).caches if config.causal else []
+    decoding = decoding_bytes(config) if config.causal else DecodingBytes(0, 0)
+    parts = count_parameters(model)
+    return Description(specification(config, sum(part.total for part in parts)), parts, count_flops(model),
+                       decoding)
+
+
+def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> DecodingBytes:
+    """The decoding state of one row of a causal model with weights of this type; sums stay in float32 at least."""
+    with torch.device("meta"):
+        caches = LanguageModel(config).to(dtype).decoding_state(1).caches
     constant = per_token = 0
     for cache in caches:
         tokens = 1 if isinstance(cache, KeyValueCache) else config.chunk_size or 1
@@ -103,9 +112,7 @@ def describe(config: ModelConfig) -> Description:
                 per_token += buffer.shape[0] * math.prod(buffer.shape[2:]) * buffer.element_size() // tokens
             else:
                 constant += buffer.numel() * buffer.element_size()
-    parts = count_parameters(model)
-    return Description(specification(config, sum(part.total for part in parts)), parts, count_flops(model),
-                       DecodingBytes(constant, per_token))
+    return DecodingBytes(constant, per_token)
 
 
 def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str]]:

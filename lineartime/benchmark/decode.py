@@ -1,103 +1,329 @@
 """Time per generated token after contexts of different lengths."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
-from lineartime.benchmark.measure import Row, Stopwatch, clock_of, peak_rss_bytes, provenance, spread, what_is_timed
-from lineartime.cache import DecodingState
-from lineartime.config import to_dict
-from lineartime.errors import UsageError
+from lineartime.benchmark.measure import Row, clock_of, peak_rss_bytes, provenance, spread
+from lineartime.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
+from lineartime.config import ModelConfig, to_dict
+from lineartime.errors import NumericsError, UsageError
 from lineartime.generate import PIECE_TOKENS, decode_step
-from lineartime.info import describe, mib, table
+from lineartime.info import decoding_bytes, mib, table
+from lineartime.machine import choose_settings
 from lineartime.model import LanguageModel
+from lineartime.packing import packed_weights
 
-LENGTHS = tuple(1024 * 2**i for i in range(7))
-"""1K to 64K tokens."""
+CONTEXTS = (2048, 8192, 32768, 131072)
+BLOCK_TOKENS = 256
+"""Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
+DTYPES = ("float32", "bfloat16")
+LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Largest error of a decoded logit against a parallel forward in float32, over the largest logit."""
+PIECES = 8
+"""Turns that a block is decoded in, so that the cells share what the machine does to them."""
+FEW = 8
+"""Tokens that choose a type, and tokens before the first timed block."""
 
 
-def benchmark_decode(models: Mapping[str, LanguageModel], lengths: Sequence[int] = LENGTHS, *,
-                     quadratic_up_to: int = 8192, repeats: int = 20, block_tokens: int = 16, threads: int = 1,
-                     seed: int = 0, progress: Callable[[str], None] = lambda line: None) -> list[Row]:
-    """Time per generated token of one row after contexts of `lengths` tokens; a row per model and length.
+@dataclass
+class Marks:
+    """The clocks before the first token of a block and after each."""
 
-    models: label to model, on the device and in the type to measure; any weights will do. The context is read piece by
-    piece, which leaves the state that generating it would leave. Then blocks of `block_tokens` greedy tokens are timed,
-    one per cell in turn, `repeats` times, after one that is not timed. quadratic_up_to: models whose state grows
-    are not measured beyond it. Raises UsageError past the end of a position table."""
-    if not lengths or min(lengths) < 1 or min(repeats, block_tokens, threads) < 1:
-        raise UsageError("nothing to measure", f"lengths = {list(lengths)}, repeats = {repeats}, "
-                         f"block_tokens = {block_tokens}, threads = {threads}", "they take whole numbers from 1")
+    device: torch.device
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    def mark(self) -> None:
+        self.wall.append(time.perf_counter() * 1e3)
+        self.cpu.append(time.process_time() * 1e3)
+        if self.device.type == "cuda":
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+
+    def milliseconds(self) -> dict[str, list[float]]:
+        """Of each token, by clock."""
+        times = {name: [after - before for before, after in itertools.pairwise(marks)]
+                 for name, marks in (("wall", self.wall), ("cpu", self.cpu))}
+        if self.events:
+            torch.cuda.synchronize(self.device)
+            times["gpu"] = [before.elapsed_time(after) for before, after in itertools.pairwise(self.events)]
+        return times
+
+
+@dataclass
+class Cell:
+    """One model after one context: its rows, and the times of its blocks by clock."""
+
+    label: str
+    model: LanguageModel
+    context: int
+    how: str
+    """"read" token by token as a user's would be, or "filled" with numbers that were never tokens."""
+    state: DecodingState
+    next_ids_B: Tensor
+    dtype_ms: dict[str, float]
+    check: Row
+    token_ms: dict[str, list[float]] = field(default_factory=dict)
+    """By clock: of every timed token, block by block."""
+
+    @property
+    def block_tokens(self) -> int:
+        return whole_chunks(self.model.config)
+
+    def decode(self, n_tokens: int) -> dict[str, list[float]]:
+        """Greedy tokens, one after the other: milliseconds of each, by clock."""
+        marks = Marks(self.next_ids_B.device)
+        if marks.device.type == "cuda":
+            torch.cuda.synchronize(marks.device)
+        marks.mark()
+        for _ in range(n_tokens):
+            self.next_ids_B = decode_step(self.model, self.next_ids_B, self.state).argmax(-1)
+            marks.mark()
+        return marks.milliseconds()
+
+    def time_piece(self, piece: int) -> None:
+        """One of a block's pieces. A token of another state comes before, so that the weights are where they are while
+        a text is decoded, whatever the cell before has done to the processor's memory."""
+        decode_step(self.model, self.next_ids_B, self.model.decoding_state(len(self.next_ids_B)))
+        n_tokens = self.block_tokens * (piece + 1) // PIECES - self.block_tokens * piece // PIECES
+        for clock, times in self.decode(n_tokens).items():
+            self.token_ms.setdefault(clock, []).extend(times)
+
+    def blocks_ms(self) -> dict[str, list[list[float]]]:
+        """The timed tokens of each block, by clock."""
+        n = self.block_tokens
+        return {clock: [times[i : i + n] for i in range(0, len(times), n)] for clock, times in self.token_ms.items()}
+
+
+def whole_chunks(config: ModelConfig) -> int:
+    """Tokens of a timed block."""
+    c = config.chunk_size or 1
+    return -(-BLOCK_TOKENS // c) * c
+
+
+def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int] = CONTEXTS, *, batch_size: int = 1,
+                     dtype: str = "fastest", quadratic_up_to: int = 32768, read_up_to: int = 2048, repeats: int = 2,
+                     threads: int = 1, device: str = "cpu", seed: int = 0,
+                     progress: Callable[[str], None] = lambda line: None) -> list[Row]:
+    """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per model and context.
+
+    Blocks of greedy tokens are timed, `repeats` of each cell, all in turns: whole chunks, so that each block closes as
+    many as a long text does per token. Weights are random, which changes no time. A context up to `read_up_to` is read
+    and, in a cell of its own, filled: what a state holds does not matter to its time, only how much. Longer ones are
+    only filled. dtype: "float32", "bfloat16", or "fastest": whichever is, at the model's longest context.
+    quadratic_up_to: models whose state grows are not measured beyond it. A model's logits are compared with those of a
+    parallel forward before it is timed. Raises UsageError, and NumericsError where the logits differ."""
+    if not contexts or min(contexts) < 1 or min(repeats, threads, batch_size) < 1:
+        raise UsageError("nothing to measure", f"contexts = {list(contexts)}, repeats = {repeats}, "
+                         f"batch = {batch_size}, threads = {threads}", "they take whole numbers from 1")
+    if dtype not in ("fastest", *DTYPES):
+        raise UsageError("wrong value", f"precision = {dtype}", "it takes fastest, float32 or bfloat16")
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        cells = []
-        for label, model in models.items():
-            model.eval()
-            longest = quadratic_up_to if describe(model.config).decoding.per_token else max(lengths)
-            mine = sorted(n for n in set(lengths) if n <= longest)
-            model.check_length(max(mine, default=0) + (repeats + 1) * block_tokens)
-            for n, state in states_at(model, mine, seed):
-                progress(f"{label}: {n:,} tokens read")
-                cells.append((label, model, n, state))
-        next_ids = [torch.zeros(1, dtype=torch.long, device=model.embed.weight.device) for _, model, _, _ in cells]
-        watches = [Stopwatch(ids_1.device) for ids_1 in next_ids]
-        for repeat in range(-1, repeats):
-            # Turned round every time, so that no cell always follows the same one.
-            for i in range(len(cells))[:: -1 if repeat % 2 else 1]:
-                _, model, _, state = cells[i]
-                watch = watches[i] if repeat >= 0 else Stopwatch(watches[i].device)
-                with watch.running(units=block_tokens):
-                    for _ in range(block_tokens):
-                        next_ids[i] = decode_step(model, next_ids[i], state).argmax(-1)
-            progress(f"block {repeat + 1} of {repeats}")
+        with ExitStack() as stack:
+            settings = choose_settings(torch.device(device))
+            cells: list[Cell] = []
+            for label, config in configs.items():
+                longest = quadratic_up_to if decoding_bytes(config).per_token else max(contexts)
+                mine = sorted(n for n in set(contexts) if n <= longest)
+                if mine:
+                    torch.manual_seed(seed)
+                    model = LanguageModel(config).to(device).eval()
+                    cells += cells_of(label, model, mine, batch_size, dtype, read_up_to, repeats, stack, progress)
+            for repeat in range(repeats):
+                for piece in range(PIECES):
+                    # Turned round every time, so that no cell always follows the same one.
+                    for cell in cells[:: -1 if piece % 2 else 1]:
+                        cell.time_piece(piece)
+                    progress(f"block {repeat + 1} of {repeats}: {piece + 1} of {PIECES} pieces")
     finally:
         torch.set_num_threads(threads_before)
-    facts = provenance()
-    return [{"benchmark": "decode", "model": label, "context_tokens": n, "wall_ms_per_token": spread(watch.wall_ms),
-             "cpu_ms_per_token": spread(watch.cpu_ms), "state_bytes": state.n_bytes, "batch_size": 1,
-             "repeats": repeats, "block_tokens": block_tokens, "warm_up_tokens": block_tokens, "threads": threads,
-             "device": watch.device.type, "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
-             "process_peak_rss_mib": peak_rss_bytes() / 2**20, "config": to_dict(model.config), **facts}
-            for (label, model, n, state), watch in zip(cells, watches, strict=True)]
+    shared = {"run": secrets.token_hex(4), "repeats": repeats, "threads": threads, "settings": settings, **provenance()}
+    return [row_of(cell) | shared for cell in cells]
+
+
+def cells_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_size: int, dtype: str, read_up_to: int,
+             repeats: int, stack: ExitStack, progress: Callable[[str], None]) -> list[Cell]:
+    """A model's cells, ready to be timed: type chosen, output checked, contexts there, a few tokens decoded."""
+    room = max(contexts) + FEW + repeats * whole_chunks(model.config)
+    model.check_length(room)
+    ids_1T, expected_NV = reference_logits(model)
+    dtype_ms: dict[str, float] = {}
+    for candidate in DTYPES if dtype == "fastest" else ():
+        tried = copy.deepcopy(model).to(getattr(torch, candidate))
+        with packed_weights(tried):
+            state = filled_state(tried, max(contexts), batch_size, room)
+            cell = Cell(label, tried, max(contexts), "filled", state, zeros(tried, batch_size), {}, {})
+            cell.decode(2)
+            times = cell.decode(FEW)
+        dtype_ms[candidate] = statistics.median(times.get("gpu", times["cpu"]))
+        progress(f"{label}: {candidate} takes {dtype_ms[candidate]:.1f} ms a token after {max(contexts):,}")
+    chosen = min(dtype_ms, key=dtype_ms.__getitem__) if dtype_ms else dtype
+    model.to(getattr(torch, chosen))
+    stack.enter_context(packed_weights(model))
+    check = check_decoding(model, ids_1T, expected_NV, chosen, label)
+    cells = []
+    for n in contexts:
+        room = n + FEW + repeats * whole_chunks(model.config)
+        made = {"filled": filled_state(model, n, batch_size, room)}
+        if n <= read_up_to:
+            made["read"] = read_state(model, n, batch_size, room)
+        for how, state in made.items():
+            cell = Cell(label, model, n, how, state, zeros(model, batch_size), dtype_ms, check)
+            cell.decode(FEW)
+            cells.append(cell)
+            progress(f"{label}: {n:,} tokens {how}")
+    return cells
+
+
+def zeros(model: LanguageModel, batch_size: int) -> Tensor:
+    return torch.zeros(batch_size, dtype=torch.long, device=model.embed.weight.device)
 
 
 @torch.inference_mode()
-def states_at(model: LanguageModel, lengths: Sequence[int], seed: int) -> Iterator[tuple[int, DecodingState]]:
-    """A copy of the decoding state at each of the rising `lengths` of one row of random tokens."""
+def reference_logits(model: LanguageModel) -> tuple[Tensor, Tensor]:
+    """A row that ends two tokens into its third block, and the parallel form's logits after its last four."""
+    c = model.config.chunk_size or 16
+    generator = torch.Generator().manual_seed(1)
+    n_tokens = min(2 * c + 2, model.config.max_len or 2 * c + 2)
+    ids_1T = torch.randint(1, model.config.vocab_size, (1, n_tokens), generator=generator).to(model.embed.weight.device)
+    return ids_1T, model.logits(model.hidden(ids_1T)[0, -4:])
+
+
+@torch.inference_mode()
+def check_decoding(model: LanguageModel, ids_1T: Tensor, expected_NV: Tensor, dtype: str, label: str) -> Row:
+    """Decode a row's last four tokens, past the end of a chunk. Raises NumericsError where the logits are others."""
+    state = model.decoding_state(1)
+    model.extend(ids_1T[:, :-4], torch.tensor([ids_1T.shape[1] - 4], device=ids_1T.device), state)
+    decoded_NV = torch.cat([decode_step(model, id_1, state) for id_1 in ids_1T[:, -4:].unbind(1)])
+    error = float((decoded_NV.float() - expected_NV).abs().max() / expected_NV.abs().max())
+    if not error <= LIMITS[dtype]:
+        raise NumericsError("decoded logits differ from the parallel form's", f"{label} in {dtype}",
+                            f"by {error:.1e} of the largest, {LIMITS[dtype]:.0e} is allowed")
+    return {"what": "logits of decode steps against a parallel forward in float32, over the largest", "error": error,
+            "limit": LIMITS[dtype]}
+
+
+@torch.inference_mode()
+def read_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int, seed: int = 0) -> DecodingState:
+    """The state after `n_tokens` random tokens in each row, read piece by piece."""
     device, generator = model.embed.weight.device, torch.Generator().manual_seed(seed)
-    state, n_read = model.decoding_state(1), 0
-    for length in lengths:
-        while n_read < length:
-            n_new = min(PIECE_TOKENS, length - n_read)
-            ids_1N = torch.randint(model.config.vocab_size, (1, n_new), generator=generator).to(device)
-            model.extend(ids_1N, torch.tensor([n_new], device=device), state)
-            n_read += n_new
-        yield length, copy.deepcopy(state)
+    state = model.decoding_state(batch_size)
+    state.reserve(room)
+    for start in range(0, n_tokens, PIECE_TOKENS):
+        n_new = min(PIECE_TOKENS, n_tokens - start)
+        ids_BN = torch.randint(model.config.vocab_size, (batch_size, n_new), generator=generator).to(device)
+        if model.config.end_of_document is not None:
+            ids_BN[ids_BN == model.config.end_of_document] += 1 if model.config.end_of_document == 0 else -1
+        model.extend(ids_BN, torch.full((batch_size,), n_new, device=device), state)
+    return state
+
+
+@torch.inference_mode()
+def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int) -> DecodingState:
+    """A state of the shape and type that `n_tokens` tokens in each row leave, with random numbers in it."""
+    state, c = model.decoding_state(batch_size), model.config.chunk_size or 1
+    state.reserve(room)
+    state.length_B.fill_(n_tokens)
+    for cache in state.caches:
+        kept = n_tokens if isinstance(cache, KeyValueCache) else n_tokens // c
+        if isinstance(cache, RowCache):
+            cache.n_full_B.fill_(kept)
+            cache.n_open_B.fill_(n_tokens % c)
+        for name, tensor in tensors_of(cache).items():
+            if not tensor.is_floating_point():
+                continue
+            if name in cache.growing:
+                tensor = larger(tensor, kept)
+                setattr(cache, name, tensor)
+                fill(tensor[:, :kept])
+            else:
+                fill(tensor)
+        if isinstance(cache, ChunkState):
+            cache.kv_BSE *= n_tokens
+    return state
+
+
+def fill(x_BL: Tensor) -> None:
+    """Small positive random numbers, drawn for some of a long tensor and repeated."""
+    piece = 1024
+    drawn = torch.rand_like(x_BL[:, :piece]) / 8 + 1 / 16
+    for start in range(0, x_BL.shape[1], piece):
+        x_BL[:, start : start + piece] = drawn[:, : x_BL.shape[1] - start]
+
+
+def row_of(cell: Cell) -> Row:
+    model, weight, batch_size = cell.model, cell.model.embed.weight, len(cell.next_ids_B)
+    blocks = cell.blocks_ms()
+    clock = "gpu" if "gpu" in blocks else "cpu"
+    times: dict[str, Any] = {f"{name}_ms": spread([statistics.fmean(block) for block in each])
+                             for name, each in blocks.items()}
+    return {"benchmark": "decode", "cell": None, "model": cell.label, "variant": "eager",
+            "attention": "fused" if model.config.attn_kernel == "softmax" else None, "label": cell.label,
+            "config": to_dict(model.config), "n_parameters": sum(p.numel() for p in model.parameters()),
+            "context_tokens": cell.context, "context": cell.how, "batch_size": batch_size,
+            "dtype": str(weight.dtype).removeprefix("torch."), "dtype_ms": cell.dtype_ms, "device": weight.device.type,
+            "unit": "token", "block_tokens": cell.block_tokens, "warm_up": FEW, **times, "clock": clock,
+            "slowest_token_ms": spread([max(block) for block in blocks[clock]]),
+            "tokens_per_s": batch_size * 1e3 / times[f"{clock}_ms"]["median"],
+            "state_bytes": decoding_bytes(model.config, weight.dtype).at(cell.context),
+            "allocated_state_bytes": cell.state.n_bytes // batch_size, "peak_mib": peak_rss_bytes() / 2**20,
+            "check": cell.check}
 
 
 def flatness(rows: Sequence[Row]) -> dict[str, float]:
-    """By model: the largest over the smallest median time per token of all contexts, less 1."""
+    """By model: the largest over the smallest median time per token of all contexts that were filled, less 1."""
     medians: dict[str, list[float]] = {}
     for row in rows:
-        medians.setdefault(row["model"], []).append(row[clock_of(row) + "_ms_per_token"]["median"])
+        if row["context"] == "filled":
+            medians.setdefault(row["label"], []).append(row[clock_of(row) + "_ms"]["median"])
     return {label: max(values) / min(values) - 1 for label, values in medians.items()}
 
 
-def print_decode(rows: Sequence[Row]) -> None:
-    """Print `benchmark_decode`'s rows as a table, and how flat each model's are."""
-    console, first = Console(highlight=False), rows[0]
-    console.print(f"Milliseconds per generated token, one row, {what_is_timed(first)};\n"
-                  f"{first['repeats']} blocks of {first['block_tokens']} tokens", markup=False)
-    made = table("model", "context", "median", "min", "max", "state", width=14)
+def speedups(rows: Sequence[Row]) -> list[tuple[str, str, int, float]]:
+    """How many times as long as the first model's token each other's takes: the two, the context, the ratio."""
+    first, found = rows[0]["label"], []
+    mine = {row["context_tokens"]: row for row in rows if row["label"] == first and row["context"] == "filled"}
     for row in rows:
-        times = row[clock_of(row) + "_ms_per_token"]
-        made.add_row(row["model"], f"{row['context_tokens']:,}",
-                     *(f"{times[key]:.2f}" for key in ("median", "min", "max")), mib(row["state_bytes"]))
+        base = mine.get(row["context_tokens"])
+        if row["label"] != first and row["context"] == "filled" and base is not None:
+            ratio = row[clock_of(row) + "_ms"]["median"] / base[clock_of(base) + "_ms"]["median"]
+            found.append((first, row["label"], row["context_tokens"], ratio))
+    return found
+
+
+def print_decode(rows: Sequence[Row]) -> None:
+    """Print `benchmark_decode`'s rows as a table, how flat each model's are, and how they compare."""
+    console, first = Console(highlight=False), rows[0]
+    timed = (first["gpu"] if first["device"] == "cuda" else
+             f"processor time, {first['threads']} thread{'s' if first['threads'] > 1 else ''}")
+    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {timed}: averages of\n"
+                  f"{first['repeats']} blocks of whole chunks ({first['block_tokens']} tokens), and the slowest token. "
+                  "State: bytes of a row.\nA filled context was never read: its state holds random numbers.",
+                  markup=False)
+    made = table("model", "context", "", "median", "min", "max", "slowest", "state", width=24)
+    for row in rows:
+        times = row[clock_of(row) + "_ms"]
+        made.add_row(f"{row['label']}, {row['dtype']}", f"{row['context_tokens']:,}", row["context"],
+                     *(f"{times[key]:.2f}" for key in ("median", "min", "max")),
+                     f"{row['slowest_token_ms']['max']:.2f}", mib(row["state_bytes"]))
     console.print(made)
     for label, flat in flatness(rows).items():
-        mine = [row["context_tokens"] for row in rows if row["model"] == label]
+        mine = [row["context_tokens"] for row in rows if row["label"] == label]
         console.print(f"{label}: medians from {min(mine):,} to {max(mine):,} tokens lie within {flat:.1%}",
                       markup=False)
+    for one, other, context, ratio in speedups(rows):
+        console.print(f"{one} over {other} at {context:,}: {ratio:.2f}", markup=False)
