@@ -227,15 +227,17 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
         """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns where that is not 0.
 
-        labels: `input_ids` again, -100 where there is nothing to learn; the shift by one happens here."""
+        labels: `input_ids` again, -100 where there is nothing to learn; the shift by one happens here. The loss is the
+        mean in nats, or the sum over `num_items_in_batch`, and 0 where there is nothing. In training it comes without
+        logits, which would be most of the memory, unless `logits_to_keep` asks for some."""
         refuse(kwargs)
         x_BTD, cache = self.hidden(input_ids, attention_mask, past_key_values, use_cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.model.logits(x_BTD[:, kept])
-        loss = None
+        logits_BTV = loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size,
-                                      num_items_in_batch=num_items_in_batch)
+            loss = mean_loss(self.model, x_BTD[:, :-1], labels[:, 1:], num_items_in_batch)
+        if labels is None or not self.training or kept != slice(0, None):
+            logits_BTV = self.model.logits(x_BTD[:, kept])
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
@@ -263,14 +265,14 @@ class LineartimeForMaskedLM(LineartimeModel):
 
         attention_mask: 0 where there is no token; padding may stand anywhere and changes nothing. labels: the tokens
         that are asked for, -100 elsewhere; the loss is their mean in nats, or their sum over `num_items_in_batch`, and
-        0 where there are none."""
+        0 where there are none. In training it comes without logits, which would be most of the memory."""
         refuse(kwargs, known="input_ids, attention_mask, labels")
-        logits_BTV = self.model.logits(self.hidden(input_ids, attention_mask, None, False)[0])
-        loss = None
+        x_BTD, _ = self.hidden(input_ids, attention_mask, None, False)
+        logits_BTV = loss = None
         if labels is not None:
-            total = F.cross_entropy(at_least_float32(logits_BTV).flatten(0, 1), labels.flatten(), reduction="sum")
-            n_labels = (labels != -100).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-            loss = total / n_labels.to(total.device).clamp(min=1)
+            loss = mean_loss(self.model, x_BTD, labels, num_items_in_batch)
+        if labels is None or not self.training:
+            logits_BTV = self.model.logits(x_BTD)
         return MaskedLMOutput(loss=loss, logits=logits_BTV)
 
 
@@ -305,6 +307,15 @@ class LineartimeForQuestionAnswering(LineartimeModel):
                      for logits_BT, place_B in ((start_BT, start_positions), (end_BT, end_positions))]
             loss = torch.stack(parts).mean()
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT)
+
+
+def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
+    """The mean of `LanguageModel.losses` where labels are not -100, or their sum over `n_items`; 0 where there are
+    none."""
+    labels_N = labels_BT.flatten().to(x_BTD.device)
+    at_K = (labels_N != -100).nonzero().flatten()
+    total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()
+    return total / torch.as_tensor(len(at_K) if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
 def refuse(arguments: dict[str, Any], known: str = "input_ids, attention_mask, past_key_values, use_cache, labels, "

@@ -289,6 +289,23 @@ def test_loss(ours, hf):
     labels_BT = ids_BT.clone()
     labels_BT[:, :10] = -100
     assert torch.allclose(hf(ids_BT, labels=labels_BT).loss, expected_BT[:, 9:].mean(), rtol=1e-6)
+    assert hf(ids_BT, labels=torch.full_like(ids_BT, -100)).loss == 0
+
+
+def test_training_makes_no_logits_unless_asked(hf):
+    """They would be most of the memory; an evaluation has them, as metrics want them."""
+    ids_BT = packed_ids()
+    evaluated = hf(ids_BT, labels=ids_BT)
+    assert torch.equal(evaluated.logits, hf(ids_BT).logits)
+    hf.train()
+    trained = hf(ids_BT, labels=ids_BT)
+    assert trained.logits is None and torch.equal(trained.loss, evaluated.loss)
+    assert torch.equal(hf(ids_BT).logits, evaluated.logits)
+    for kept in (3, torch.tensor([1, 4])):
+        some = hf(ids_BT, labels=ids_BT, logits_to_keep=kept)
+        assert torch.equal(some.loss, evaluated.loss)
+        expected_BTV = evaluated.logits[:, -3:] if isinstance(kept, int) else evaluated.logits[:, kept]
+        assert torch.allclose(some.logits, expected_BTV, atol=1e-6)
 
 
 def test_activation_checkpointing(hf):

@@ -84,6 +84,9 @@ def test_the_loss_is_the_mean_over_labels(ours, folder):
     nothing = hf(ids_BT, labels=torch.full_like(ids_BT, -100)).loss
     nothing.backward()
     assert nothing == 0 and all((p.grad == 0).all() for p in hf.parameters())
+    trained = hf.train()(ids_BT, labels=labels_BT)
+    assert torch.equal(trained.loss, output.loss)
+    assert trained.logits is None and output.logits is not None and hf(ids_BT).logits is not None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -62,11 +62,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
-        gradients = ctx.gradients_of_sum
+        (product, chunk, wanted), gradients = ctx.how, ctx.gradients_of_sum
         ctx.gradients_of_sum = None  # they are scaled in place, so they serve once
         scale = gradient_N[:1].sum()
         if gradients is None or not all_equal(gradient_N):
-            gradients = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, *ctx.how, gradient_N=gradient_N)[1:]
+            gradients = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, product, chunk, wanted, gradient_N)[1:]
             scale = torch.ones_like(scale)
         return *(None if g is None else g.to(torch.promote_types(g.dtype, t.dtype)).mul_(scale).to(t.dtype)
                  for g, t in zip(gradients, (x_ND, weight_VD, bias_V), strict=True)), None, None, None
