@@ -79,7 +79,12 @@ class Cell:
 
     @property
     def peak_mib(self) -> float | None:
-        return self.row.get("peak_mib") if self.ms else None
+        """The most memory of a process of its own; decoding has all models in one."""
+        return self.row.get("peak_mib") if self.ms and not self.decoding else None
+
+    @property
+    def decoding(self) -> bool:
+        return self.benchmark.startswith("decode")
 
 
 def side_name(side: str) -> str:
@@ -120,7 +125,9 @@ def cell_of(row: dict[str, Any]) -> Cell:
     if not row.get("failed"):
         times = row[f"{row['clock']}_ms"]
         ms = Spread(**{key: times[key] / tokens for key in ("median", "q1", "q3", "min", "max")}, n=times["n"])
-    return Cell(benchmark=row["benchmark"], name=(row.get("cell") or "").partition("/")[0], run=row["run"], side=side,
+    # A decoding state may have been made up, and then what is long is its context and not what was read.
+    benchmark = row["benchmark"] + ("-read" if row.get("context") == "read" else "")
+    return Cell(benchmark=benchmark, name=(row.get("cell") or "").partition("/")[0], run=row["run"], side=side,
                 variant=row.get("variant") or "eager", context=row["context_tokens"], dtype=row["dtype"],
                 hardware=row["cpu"] if row["device"] == "cpu" else row["gpu"], threads=row["threads"],
                 n_parameters=row["n_parameters"], n_tokens=row.get("tokens_per_step") or row.get("batch_size") or 1,
@@ -149,6 +156,10 @@ class Table:
     @cached_property
     def sides(self) -> list[str]:
         return list(dict.fromkeys(cell.side for cell in self.cells))
+
+    @property
+    def decoding(self) -> bool:
+        return self.cells[0].decoding
 
     @property
     def on_cpu(self) -> bool:
@@ -201,8 +212,8 @@ def tables_of(cells: Sequence[Cell]) -> list[Table]:
         for rank in range(max(map(len, counts.values()))):
             mine = tuple(cell for cell in together if counts[cell.context].index(cell.n_tokens) == rank)
             made.append(Table(benchmark, name, hardware, threads, mine))
-    order = {"step": 0, "memory": 1, "decode": 2}
-    return sorted(made, key=lambda table: (order.get(table.benchmark, 3), table.on_cpu, table.n_parameters, table.name,
+    order = {"step": 0, "memory": 1, "decode": 2, "decode-read": 3}
+    return sorted(made, key=lambda table: (order.get(table.benchmark, 4), table.on_cpu, table.n_parameters, table.name,
                                            -max(cell.n_tokens for cell in table.cells)))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lineartime.report.rows import STEPS, Cell, Ratio, Table, ratio, side_name, tables_of
 
-TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding"}
+TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding",
+          "decode-read": "Decoding after contexts that were read"}
 RIVALS_OF = {"flash-quad": ("transformer++", "transformer++/unfused")}
 """Besides FLASH against everything: what else of ours is compared, and with whom."""
 
@@ -26,8 +27,10 @@ def speed_section(cells: Sequence[Cell], n_old: int = 0, *, shown: Sequence[str]
         if table.benchmark == "memory":
             parts.append("Peak memory, MiB:\n\n" + value_table(table, memory_text))
         parts.append(ratio_table(table))
-        parts.append(folded("Milliseconds per token" if table.benchmark == "decode" else "Tokens per second",
-                            value_table(table, time_text if table.benchmark == "decode" else tokens_text)))
+        if table.decoding:
+            parts.append(folded("Milliseconds per token, and of the slowest", value_table(table, time_text)))
+        else:
+            parts.append(folded("Tokens per second", value_table(table, tokens_text)))
         if table.benchmark != "memory" and any(cell.peak_mib for cell in table.cells):
             parts.append(folded("Peak memory, MiB", value_table(table, memory_text)))
         if any(cell.row.get("mfu") for cell in table.cells):
@@ -131,7 +134,7 @@ def opponents(table: Table) -> list[tuple[str, str]]:
 
 def pair_dtypes(table: Table) -> list[str | None]:
     """In which types two sides meet: in each type for steps, each in its fastest for decoding."""
-    return [None] if table.benchmark == "decode" else list(table.dtypes)
+    return [None] if table.decoding else list(table.dtypes)
 
 
 def ratio_table(table: Table) -> str:
@@ -179,7 +182,8 @@ def tokens_text(cell: Cell) -> str:
 
 
 def time_text(cell: Cell) -> str:
-    return f"{cell.ms.median:.3g}" if cell.ms else ""
+    slowest = cell.row.get("slowest_token_ms")
+    return (number(cell.ms.median) if cell.ms else "") + (f" / {number(slowest['max'])}" if slowest else "")
 
 
 def memory_text(cell: Cell) -> str:
@@ -217,6 +221,8 @@ def caption(table: Table) -> str:
     clocks = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
     words.append(joined(unique(clocks[row["clock"]] for row in rows if "clock" in row)))
     words.append(joined(table.dtypes))
+    if "filled" in [row.get("context") for row in rows]:
+        words.append("states of random numbers that were never tokens")
     counts = sorted({cell.ms.n for cell in table.cells if cell.ms})
     warm = sorted({row.get("warm_up", 0) for row in rows})
     if counts:
