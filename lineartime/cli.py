@@ -648,10 +648,12 @@ def measure_steps(labels: list[str], contexts: str, precision: str, tokens: int,
     from lineartime.benchmark.cells import read_cells, shaped_config
 
     fields = read_cells(cells).shape(shape) if shape else {}
-    from lineartime.benchmark import measure, step
+    from lineartime.benchmark import measure, peers, step
 
     chosen = step.step_cells(labels, lengths, precision.split(","), tokens=tokens,
                              config_of=lambda preset: shaped_config(preset, task, fields, settings))
+    for cell in chosen:
+        peers.check_installed(cell.label)
 
     def on_rows(made: list[measure.Row]) -> None:
         step.print_step(made)
@@ -660,6 +662,109 @@ def measure_steps(labels: list[str], contexts: str, precision: str, tokens: int,
 
     step.benchmark_step(chosen, repeats=repeats, threads=threads, device=pick_device(device).type, together=together,
                         benchmark=benchmark, progress=note, on_rows=on_rows)
+
+
+@benchmark.command("op")
+def benchmark_op(
+    op: Annotated[str, typer.Argument(help="mixed_chunk_attention, quadratic_attention, linear_attention, "
+                                           "softmax_attention or linear_cross_entropy.")],
+    contexts: Lengths = "2048",
+    precision: Precision = "float32",
+    tokens: Annotated[int, typer.Option(help="Tokens in a call; one row where the context is longer.")] = 8192,
+    only: Annotated[list[str] | None, typer.Option(
+        help="An implementation; may be given again. All by default.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model whose sizes the op has; by default one that has it.")] = None,
+    task: Task = "wiki40b",
+    shape: Shape = None,
+    settings: Setting = None,
+    repeats: Annotated[int, typer.Option(help="Timed calls per implementation.")] = 10,
+    threads: Threads = 1,
+    device: Device = None,
+    rows: Rows = None,
+    cells: Cells = None,
+) -> None:
+    """Forward and backward of one op, its implementations side by side, each checked against float64."""
+    from dataclasses import replace
+
+    lengths = whole_numbers(contexts)
+    from lineartime.benchmark.cells import read_cells, shaped_config
+
+    fields = read_cells(cells).shape(shape) if shape else {}
+    from lineartime.benchmark import op as ops
+    from lineartime.benchmark.measure import Row, append_rows
+
+    config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
+
+    def on_rows(made: list[Row]) -> None:
+        ops.print_op(made)
+        if rows is not None:
+            append_rows(rows, made)
+
+    ops.benchmark_op(op, [replace(config, context=n) for n in lengths], tokens=tokens, precisions=precision.split(","),
+                     only=only or [], repeats=repeats, threads=threads, device=pick_device(device).type, progress=note,
+                     on_rows=on_rows)
+
+
+@benchmark.command("run")
+def benchmark_run(
+    names: Annotated[list[str], typer.Argument(help="Tables or lists of tables in the file of cells, such as bench.")],
+    rows: Annotated[Path, typer.Option("--json", help="File that gets the rows, and is looked at for those that are "
+                                                      "there.")] = Path("out/bench.jsonl"),
+    again: Annotated[bool, typer.Option("--again", help="Measure what is in the file too.")] = False,
+    threads: Threads = 1,
+    device: Device = None,
+    cells: Cells = None,
+) -> None:
+    """Measure named cells; the same command goes on where it stopped.
+    Cells are left out whose rows the file has from the same commit."""
+    from functools import partial
+
+    from lineartime.benchmark.cells import read_cells, shaped_config
+
+    file = read_cells(cells)
+    tables = file.named(names)
+    from lineartime.benchmark import measure, step
+
+    where = pick_device(device).type
+    for table in tables:
+        config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
+        chosen = step.step_cells(table.labels, table.contexts, table.precision, tokens=table.tokens, name=table.name,
+                                 longest=table.longest, config_of=config_of)
+        note(f"{table.name}: {len(chosen)} cells")
+
+        def on_rows(made: list[measure.Row]) -> None:
+            step.print_step(made)
+            rows.parent.mkdir(parents=True, exist_ok=True)
+            measure.append_rows(rows, made)
+
+        step.benchmark_step(chosen, repeats=table.repeats, threads=threads, device=where, together=table.together,
+                            benchmark=table.benchmark, progress=note, on_rows=on_rows,
+                            there=[] if again else measure.rows_of_commit(rows))
+
+
+@benchmark.command("loss")
+def benchmark_loss(
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32_000,
+    d_model: Annotated[int, typer.Option(help="Width of the hidden vectors.")] = 768,
+    tokens: Annotated[int, typer.Option(help="Tokens in a call that is timed.")] = 8192,
+    many_tokens: Annotated[int, typer.Option(help="Tokens whose memory is counted.")] = 2**18,
+    precision: Precision = "float32,bfloat16",
+    repeats: Annotated[int, typer.Option(help="Timed calls per implementation.")] = 5,
+    threads: Threads = 1,
+    device: Device = None,
+    rows: Rows = None,
+) -> None:
+    """Time and memory of the head and the loss: with all logits, without them, and PyTorch's own where it has it."""
+    from lineartime.benchmark import loss, measure
+
+    def on_rows(made: list[measure.Row]) -> None:
+        loss.print_loss(made)
+        if rows is not None:
+            measure.append_rows(rows, made)
+
+    loss.benchmark_loss(vocab_size=vocab_size, d_model=d_model, tokens=tokens, many_tokens=many_tokens,
+                        precisions=precision.split(","), repeats=repeats, threads=threads,
+                        device=pick_device(device).type, progress=note, on_rows=on_rows)
 
 
 @benchmark.command("read")

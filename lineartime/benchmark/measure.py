@@ -93,13 +93,34 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         raise ResourceError("cannot write", path, e.strerror) from None
 
 
-def peak_rss_bytes() -> int:
-    """The most memory this process has had at once. On Linux not `ru_maxrss`, which starts from the parent's."""
+def rows_of_commit(path: Path) -> list[Row]:
+    """The rows of a file that were measured at the commit that is here, with no changes; a last line that was cut off
+    is left out."""
+    here = commit()
+    if not path.exists() or (here is not None and here.endswith("+changes")):
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if row.get("commit") == here]
+
+
+def rss_bytes(name: str = "VmRSS") -> int | None:
+    """What Linux says of this process's memory; None where it does not."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
     except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return None
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had at once. On Linux not `ru_maxrss`, which starts from the parent's."""
+    peak = rss_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_bytes(device: torch.device) -> int:

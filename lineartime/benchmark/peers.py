@@ -173,15 +173,20 @@ def build_fla(name: str, config: ModelConfig) -> Peer:
     return Peer(Hidden(body), head)
 
 
-def attend_unfused(layer: MultiHeadAttention, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v with every T x T matrix in memory, as the paper's Transformers had it; takes the place
-    of `MultiHeadAttention.attend_softmax`."""
-    assert layout.boundaries is None
-    score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q_BTHK / layer.head_dim**0.5, k_BTHK))
-    if layer.causal:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v with every T x T matrix in memory, as the paper's Transformers had it; q, k, v and the
+    result are `[B, T, H, K]`."""
+    score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q / q.shape[-1] ** 0.5, k))
+    if causal:
         visible_TL = torch.ones(score_BHTL.shape[-2:], dtype=torch.bool, device=score_BHTL.device).tril()
         score_BHTL = score_BHTL.masked_fill(~visible_TL, torch.finfo(score_BHTL.dtype).min)
-    return torch.einsum("bhtl,blhk->bthk", score_BHTL.softmax(-1).to(v_BTHK.dtype), v_BTHK).flatten(2)
+    return torch.einsum("bhtl,blhk->bthk", score_BHTL.softmax(-1).to(v.dtype), v)
+
+
+def attend_unfused(layer: MultiHeadAttention, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
+    """Takes the place of `MultiHeadAttention.attend_softmax`."""
+    assert layout.boundaries is None
+    return softmax_attention(q_BTHK, k_BTHK, v_BTHK, causal=layer.causal).flatten(2)
 
 
 def attention_backend(device: torch.device) -> AbstractContextManager[Any]:

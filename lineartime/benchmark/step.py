@@ -31,7 +31,6 @@ from lineartime.benchmark.peers import (
     Label,
     attention_backend,
     build,
-    check_installed,
     compile_,
     flops_per_token,
     parse_label,
@@ -98,30 +97,34 @@ class Cell:
 
 
 def benchmark_step(cells: Sequence[Cell], *, repeats: int = 5, threads: int = 1, device: str = "cpu", seed: int = 0,
-                   together: bool = False, benchmark: str = "step",
+                   together: bool = False, benchmark: str = "step", there: Sequence[Row] = (),
                    progress: Callable[[str], None] = lambda line: None,
                    on_rows: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
     """Time and memory of whole training steps; a row per cell.
 
     Every cell is a process of its own that stays. Those of one context and type take a step in turn, `repeats` times
-    round and round; with `together` those of all contexts and types do. on_rows gets the rows of those that were
-    measured together, which share their "run". Before a time counts, the loss and the gradient have been compared with
-    those of the same weights in eager float32. A process that dies gives a row with "failed" and no times. Raises
-    UsageError for a peer that is not installed."""
+    round and round; with `together` those of one type do. on_rows gets the rows of those that were measured together,
+    which share their "run". Before a time counts, the loss and the gradient have been compared with those of the same
+    weights in eager float32. A process that dies, or a peer that is not installed, gives a row with "failed" and no
+    times. there: rows that are there already; where they have all cells of a run, it is left out."""
     if not cells or min(repeats, threads, *(min(cell.tokens, cell.config.context) for cell in cells)) < 1:
         raise UsageError("nothing to measure", f"{len(cells)} cells, repeats = {repeats}, threads = {threads}",
                          "they take whole numbers from 1")
-    for cell in cells:
-        check_installed(cell.label)
     groups: dict[object, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(None if together else (cell.config.context, cell.precision), []).append(cell)
+        groups.setdefault((None if together else cell.config.context, cell.precision), []).append(cell)
+    known = [identity(row) for row in there]
     rows, peaks = [], {}
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         references: dict[object, Row] = {}
-        for precision in {cell.precision for cell in cells}:
-            peaks[precision] = peak_flops(precision, threads, device)
         for group in groups.values():
+            if all(identity(step_row(cell, {"failed": ""}, {}, benchmark, device, threads, repeats)) in known
+                   for cell in group):
+                progress(f"{group[0].text} and {len(group) - 1} more: there already")
+                continue
+            for cell in group:
+                if cell.precision not in peaks:
+                    peaks[cell.precision] = peak_flops(cell.precision, threads, device)
             measured = measure_group(group, references, Path(folder), repeats=repeats, threads=threads, device=device,
                                      seed=seed, progress=progress)
             shared = {"run": uuid.uuid4().hex[:12], **provenance()}
@@ -130,6 +133,12 @@ def benchmark_step(cells: Sequence[Cell], *, repeats: int = 5, threads: int = 1,
             on_rows(made)
             rows += made
     return rows
+
+
+def identity(row: Row) -> list[object]:
+    """What makes two rows of one commit two measurements of one cell."""
+    return [row.get(name) for name in ("benchmark", "cell", "label", "config", "context_tokens", "tokens_per_step",
+                                       "dtype", "device", "threads")]
 
 
 def measure_group(cells: Sequence[Cell], references: dict[object, Row], folder: Path, *, repeats: int, threads: int,
