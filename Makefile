@@ -6,6 +6,7 @@ help:
 	@echo "make test    run the tests; PYTEST_ARGS='tests/test_config.py -k toml' picks some"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
+	@echo "make gpu     tests and measurements on a GPU, STAGE=tests, step, decode or kernels; into OUT=out/gpu, resumable"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove .venv and caches, not what was trained (out/)"
 
@@ -22,6 +23,10 @@ lint: .venv/installed
 types: .venv/installed
 	.venv/bin/mypy
 
+# No environment is made: it takes the packages that $(PYTHON) has. STAGE is tests, step, decode, kernels or several.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
+
 env: .venv/installed
 
 # The stamp is there only while the environment is whole. Without it an install was cut off, or there was none: start over.
@@ -35,4 +40,4 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types env clean
+.PHONY: help train test lint types gpu env clean
