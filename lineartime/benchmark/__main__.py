@@ -15,7 +15,8 @@ from lineartime.errors import LineartimeError
 from lineartime.train import out_of_memory
 
 JOBS: dict[str, Callable[..., Iterator[Row]]] = {
-    "gemm": measure_gemm, "loss": measure_loss, "op": measure_op, "read": read_prompt, "reference": reference, "step": training_steps}
+    "gemm": measure_gemm, "loss": measure_loss, "op": measure_op, "read": read_prompt, "reference": reference,
+    "step": training_steps}
 
 
 def main() -> None:
