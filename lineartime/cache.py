@@ -28,6 +28,9 @@ class Feed:
     """How many of the N tokens are the row's; the rest is padding at the end."""
     begins_BN: Tensor
     """True where a token starts a document."""
+    window: int | None = None
+    """Set where one token per row is taken by a CUDA graph: nothing is asked of the device, every tensor has the same
+    shape each time, and so many keys of a `KeyValueCache` are read, which has room for them."""
 
     def __post_init__(self) -> None:
         index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)
@@ -40,15 +43,21 @@ class Feed:
         self.last_document_B = begins_BN.sum(1)
         self.segment_ids_BN = torch.where(self.valid_BN, begins_BN.cumsum(1), -1)
         """0 for the document a row was in, then 1, 2, ...; -1 for padding."""
-        lengths, n_new = self.length_B.tolist(), self.n_new_B.tolist()
-        self.longest = max(map(sum, zip(lengths, n_new, strict=True)))
+        self.longest = self.window or 0
         """Tokens that the longest row has with the new ones."""
-        self.any_begins, self.one_document = bool(begins_BN.any()), not bool(self.start_BN.any())
+        self.any_begins, self.one_document = True, False
         """Whether a new token starts a document; whether no row has had a second one."""
-        self.one_each = len(index_N) == 1 and min(n_new) == 1
+        self.one_each = True
         """Whether every row gets exactly one token, the common case of decoding."""
-        self.together: int | None = lengths[0] if len({*lengths}) == 1 and min(n_new) == len(index_N) else None
+        self.together: int | None = None
         """Where the new tokens begin, if that is one place for all rows and none has padding."""
+        if self.window is None:
+            lengths, n_new = self.length_B.tolist(), self.n_new_B.tolist()
+            self.longest = max(map(sum, zip(lengths, n_new, strict=True)))
+            self.any_begins, self.one_document = bool(begins_BN.any()), not bool(self.start_BN.any())
+            self.one_each = len(index_N) == 1 and min(n_new) == 1
+            if len({*lengths}) == 1 and min(n_new) == len(index_N):
+                self.together = lengths[0]
         self.folded: Feed | None = None
         self.new_token: dict[tuple[Chunking, torch.dtype], NewToken] = {}
 
@@ -57,8 +66,9 @@ class Feed:
         if n_heads == 1:
             return self
         if self.folded is None:
-            parts = (self.length_B, self.start_B, self.n_new_B, self.begins_BN)
-            self.folded = Feed(*(part.repeat_interleave(n_heads, 0) for part in parts))
+            parts = {name: getattr(self, name).repeat_interleave(n_heads, 0)
+                     for name in ("length_B", "start_B", "n_new_B", "begins_BN")}
+            self.folded = dataclasses.replace(self, **parts)
         return self.folded
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
@@ -129,7 +139,7 @@ class NewToken:
             self.bias_index = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
             self.visible_B1M = (of_document_BM & (distance_BM <= 0))[:, None]
             full_B = offset_B == c - 1
-            self.full = full_B.nonzero().flatten() if full_B.any() else None
+            self.full = full_B.nonzero().flatten() if feed.window is None and full_B.any() else None
         else:
             offset = feed.together % c
             self.place, self.n_open, self.bias_index = (slice(None), offset), offset + 1, slice(c - 1 - offset, None)
@@ -203,6 +213,9 @@ class KeyValueCache:
             self.k_BL, self.v_BL = with_room(self.k_BL, feed.longest), with_room(self.v_BL, feed.longest)
         if feed.together is not None:
             self.k_BL[:, feed.together : feed.longest], self.v_BL[:, feed.together : feed.longest] = k_BN, v_BN
+        elif feed.one_each:
+            rows, position_B = torch.arange(len(k_BN), device=k_BN.device), feed.position_BN[:, 0]
+            self.k_BL[rows, position_B], self.v_BL[rows, position_B] = k_BN[:, 0], v_BN[:, 0]
         else:
             rows, n = feed.valid_BN.nonzero(as_tuple=True)
             position = feed.position_BN[rows, n]

@@ -466,6 +466,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End where this text comes; may be given again.")] = None,
     precision: Annotated[str, typer.Option(help="Type of the weights: float32, or bfloat16, which is faster.")
                          ] = "float32",
+    capture: Annotated[bool, typer.Option("--capture", help="Each token is one CUDA graph.")] = False,
     device: Device = None,
 ) -> None:
     """Continue prompts.
@@ -490,7 +491,7 @@ def generate(
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = Stream(tokenizer, texts, stop or [])
     continue_prompts(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
-                     temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over,
+                     temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over, capture=capture,
                      on_prompt=prompt_progress(max(len(row) for row in ids)))
     stream.finish()
 
@@ -570,6 +571,7 @@ def benchmark_decode(
     read_up_to: Annotated[int, typer.Option(
         help="Contexts up to this are read as well as filled with random numbers.")] = 2048,
     repeats: Annotated[int, typer.Option(help="Timed blocks of whole chunks per context.")] = 2,
+    capture: Annotated[bool, typer.Option("--capture", help="Each step is a CUDA graph.")] = False,
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
@@ -583,7 +585,8 @@ def benchmark_decode(
 
     measured = decode.benchmark_decode(configs, contexts, batch_size=batch, dtype=precision,
                                        quadratic_up_to=quadratic_up_to, read_up_to=read_up_to, repeats=repeats,
-                                       threads=threads, device=pick_device(device).type, progress=note)
+                                       threads=threads, device=pick_device(device).type, capture=capture,
+                                       progress=note)
     decode.print_decode(measured)
     if rows is not None:
         measure.append_rows(rows, measured)
@@ -749,7 +752,7 @@ def benchmark_loss(
     tokens: Annotated[int, typer.Option(help="Tokens in a call that is timed.")] = 8192,
     many_tokens: Annotated[int, typer.Option(help="Tokens whose memory is counted.")] = 2**18,
     precision: Precision = "float32,bfloat16",
-    repeats: Annotated[int, typer.Option(help="Timed calls per implementation.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Timed calls per implementation.")] = 3,
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lineartime.cache import DecodingState
+from lineartime.captured import CapturedStep
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
 from lineartime.packing import packed_weights
@@ -88,19 +90,21 @@ def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, t
 def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float = 0.0,
              top_k: int | None = None, top_p: float | None = None, seed: int = 0,
              stop: Callable[[int, list[int]], bool] | None = None, on_token: Callable[[int, int], None] | None = None,
-             on_prompt: Callable[[int], None] | None = None) -> list[list[int]]:
+             on_prompt: Callable[[int], None] | None = None, capture: bool = False) -> list[list[int]]:
     """Continue each prompt by at most `max_new_tokens` tokens; returns the new tokens of each row.
 
     A row ends at the end-of-document token (which is not returned) or when `stop(row, new_tokens)` is true. on_token is
     called with row and token as they come, on_prompt as `prefill`'s progress. Row r draws from a generator seeded with
-    (seed, r). Of the types bfloat16 is the fastest, see `packed_weights`. Raises UsageError as `check_sampling` and
-    `prefill` do, and past the end of a position table."""
+    (seed, r). Of the types bfloat16 is the fastest, see `packed_weights`. capture: the step is a CUDA graph, see
+    `CapturedStep`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and for
+    a model whose step cannot be captured."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
     with packed_weights(model):
         logits_BV, state = prefill(model, prompts, on_prompt)
+        step = CapturedStep(model, state) if capture else partial(decode_step, model, state=state)
         for n_done in range(1, max_new_tokens + 1):
             ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generators=generators)
             for row in sorted(open_rows):
@@ -115,5 +119,5 @@ def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_
                     open_rows.remove(row)
             if not open_rows or n_done == max_new_tokens:
                 break
-            logits_BV = decode_step(model, ids_B, state)
+            logits_BV = step(ids_B)
     return new

@@ -1,5 +1,6 @@
 """One language model for every column of the specification tables: embedding, layers, norm, tied head."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lineartime.cache import DecodingState, Feed
+from lineartime.cache import Cache, DecodingState, Feed
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit, init_gau
@@ -122,33 +123,43 @@ class LanguageModel(nn.Module):
             raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
                              'set document_mask = "exact"')
 
-        attention = [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
-        caches = [layer.empty_cache(batch_size) for layer in attention]
+        caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
         none_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         return DecodingState(caches, none_B, none_B.clone())
+
+    def attention_layers(self) -> list[GatedAttentionUnit | MultiHeadAttention]:
+        return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState) -> Tensor:
         """`hidden` for the next tokens of each row, `[B, N, D]`; the state moves on.
         Equal to the parallel form at any split.
 
         ids_BN: row b's next `n_new_B[b]` tokens, then anything. Raises UsageError past the end of a position table."""
-        begins_BN = torch.zeros_like(ids_BN, dtype=torch.bool)
-        if self.config.end_of_document is not None:
-            begins_BN = ids_BN == self.config.end_of_document
-        feed = Feed(state.length_B, state.start_B, n_new_B, begins_BN)
+        feed = Feed(state.length_B, state.start_B, n_new_B, self.begins(ids_BN))
         self.check_length(feed.longest)
+        x_BND = self.extend_layers(ids_BN, feed, state.caches)
+        state.length_B = state.length_B + n_new_B
+        state.start_B = torch.where(n_new_B > 0, feed.start_BN.amax(1), state.start_B)
+        return x_BND
+
+    def begins(self, ids_BN: Tensor) -> Tensor:
+        """True where a token starts a document."""
+        if self.config.end_of_document is None:
+            return torch.zeros_like(ids_BN, dtype=torch.bool)
+        return ids_BN == self.config.end_of_document
+
+    def extend_layers(self, ids_BN: Tensor, feed: Feed, caches: Sequence[Cache]) -> Tensor:
+        """What `extend` does once it is known where the tokens stand."""
         position_BN = (feed.position_BN if self.config.max_len is None
                        else feed.position_BN.clamp(max=self.config.max_len - 1))
         layout = Layout(self.rotary(position_BN))
         x_BND = self.embed(ids_BN) + self.abs_pos(position_BN)
-        caches = iter(state.caches)
+        remaining = iter(caches)
         for layer in self.layers:
             if isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
-                x_BND = layer.extend(x_BND, layout, feed, next(caches))
+                x_BND = layer.extend(x_BND, layout, feed, next(remaining))
             else:
                 x_BND = layer(x_BND)
-        state.length_B = state.length_B + n_new_B
-        state.start_B = torch.where(n_new_B > 0, feed.start_BN.amax(1), state.start_B)
         return self.norm(x_BND)
 
 

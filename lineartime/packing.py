@@ -13,8 +13,8 @@ from lineartime.model import LanguageModel
 
 @contextmanager
 def packed_weights(model: LanguageModel) -> Iterator[bool]:
-    """Inside, each product of a bfloat16 model on a CPU reads weights in oneDNN's own layout, where else every call lays
-    them out anew, which takes longer than the product of one token. The numbers are the same.
+    """Inside, each product of a bfloat16 model on a CPU reads weights in oneDNN's own layout; else every call lays them
+    out anew, which takes longer than the product of one token. The numbers are the same.
 
     For inference: no gradients, and weights must not change inside, as a copy of them is read, which takes as much
     memory again. Gives whether weights are packed: not in another type, on another device or without oneDNN."""

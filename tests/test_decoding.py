@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, UNPACKED, random_ids, random_model, with_end
 from torch import Tensor
 
-from lineartime import generate
+from lineartime import captured, generate
 from lineartime.cache import ChunkState, KeyValueCache, PrefixState, RowCache, tensors_of
+from lineartime.captured import CapturedStep, can_capture
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
@@ -124,6 +125,46 @@ def test_rows_of_a_state_are_chosen(name: str) -> None:
     rest_BN = ids_BT[chosen, CHUNK + 2 :]
     x_BND = model.extend(rest_BN, torch.full((4,), rest_BN.shape[1]), state)
     assert difference(x_BND, model.hidden(ids_BT[chosen])[:, CHUNK + 2 :]) <= 1e-12
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("lengths", [(1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), (CHUNK + 1, CHUNK + 1)])
+def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph's step, run without one: the logits of `decode_step`, for rows of any lengths, past the ends of
+    chunks, of documents and of windows of keys."""
+    monkeypatch.setattr(captured, "WINDOW", 8)
+    model = random_model(with_documents(name))
+    prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
+    (_, ours), (_, theirs) = generate.prefill(model, prompts), generate.prefill(model, prompts)
+    if not can_capture(ours):
+        assert model.config.attn_type in ("linear", "rowmajor_axial") or name in UNPACKED
+        with pytest.raises(UsageError, match="cannot be captured"):
+            CapturedStep(model, ours)
+        return
+    step = CapturedStep(model, ours)
+    kept = [(cache, part, tensor) for cache in ours.caches for part, tensor in tensors_of(cache).items()
+            if part not in cache.growing] + [(ours, "length_B", ours.length_B), (ours, "start_B", ours.start_B)]
+    for seed in range(2 * CHUNK + 2):
+        ids_B = random_ids(len(prompts), seed=seed, vocab_size=6)
+        assert difference(step(ids_B), generate.decode_step(model, ids_B, theirs)) <= 1e-12, seed
+    assert torch.equal(ours.length_B, theirs.length_B) and torch.equal(ours.start_B, theirs.start_B)
+    for holder, part, tensor in kept:
+        assert getattr(holder, part) is tensor, part  # a graph writes where it wrote when it was captured
+
+
+@pytest.mark.parametrize("name", ["flash", "transformer++", "flash-quad", "mc-tfm++"])
+@torch.no_grad()
+def test_a_captured_step_asks_nothing_of_the_device(name: str) -> None:
+    """On the meta device, which has no numbers to give: any question fails."""
+    with torch.device("meta"):
+        model = LanguageModel(with_documents(name))
+        state = model.decoding_state(2)
+    state.reserve(16)
+    step = CapturedStep.__new__(CapturedStep)
+    step.model, step.state, step.ids_B, step.window = model, state, torch.zeros_like(state.length_B), 16
+    assert step.step().shape == (2, model.config.vocab_size)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        generate.decode_step(model, step.ids_B, state)
 
 
 GROWING = {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lineartime.benchmark.measure import Row, clock_of, peak_rss_bytes, provenance, spread
 from lineartime.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
+from lineartime.captured import CapturedStep
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import NumericsError, UsageError
 from lineartime.generate import PIECE_TOKENS, decode_step
@@ -75,6 +76,7 @@ class Cell:
     next_ids_B: Tensor
     dtype_ms: dict[str, float]
     check: Row
+    captured: CapturedStep | None = None
     token_ms: dict[str, list[float]] = field(default_factory=dict)
     """By clock: of every timed token, block by block."""
 
@@ -89,7 +91,9 @@ class Cell:
             torch.cuda.synchronize(marks.device)
         marks.mark()
         for _ in range(n_tokens):
-            self.next_ids_B = decode_step(self.model, self.next_ids_B, self.state).argmax(-1)
+            logits_BV = (decode_step(self.model, self.next_ids_B, self.state) if self.captured is None
+                         else self.captured(self.next_ids_B))
+            self.next_ids_B = logits_BV.argmax(-1)
             marks.mark()
         return marks.milliseconds()
 
@@ -115,7 +119,7 @@ def whole_chunks(config: ModelConfig) -> int:
 
 def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int] = CONTEXTS, *, batch_size: int = 1,
                      dtype: str = "fastest", quadratic_up_to: int = 32768, read_up_to: int = 2048, repeats: int = 2,
-                     threads: int = 1, device: str = "cpu", seed: int = 0,
+                     threads: int = 1, device: str = "cpu", capture: bool = False, seed: int = 0,
                      progress: Callable[[str], None] = lambda line: None) -> list[Row]:
     """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per model and context.
 
@@ -123,8 +127,10 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
     many as a long text does per token. Weights are random, which changes no time. A context up to `read_up_to` is read
     and, in a cell of its own, filled: what a state holds does not matter to its time, only how much. Longer ones are
     only filled. dtype: "float32", "bfloat16", or "fastest": whichever is, at the model's longest context.
-    quadratic_up_to: models whose state grows are not measured beyond it. A model's logits are compared with those of a
-    parallel forward before it is timed. Raises UsageError, and NumericsError where the logits differ."""
+    quadratic_up_to: models whose state grows are not measured beyond it. capture: steps are CUDA graphs.
+
+    A model's logits are compared with those of a parallel forward before it is timed. Raises UsageError, and
+    NumericsError where the logits differ."""
     if not contexts or min(contexts) < 1 or min(repeats, threads, batch_size) < 1:
         raise UsageError("nothing to measure", f"contexts = {list(contexts)}, repeats = {repeats}, "
                          f"batch = {batch_size}, threads = {threads}", "they take whole numbers from 1")
@@ -142,7 +148,8 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                 if mine:
                     torch.manual_seed(seed)
                     model = LanguageModel(config).to(device).eval()
-                    cells += cells_of(label, model, mine, batch_size, dtype, read_up_to, repeats, stack, progress)
+                    cells += cells_of(label, model, mine, batch_size, dtype, read_up_to, repeats, capture, stack,
+                                      progress)
             for repeat in range(repeats):
                 for piece in range(PIECES):
                     # Turned round every time, so that no cell always follows the same one.
@@ -156,7 +163,7 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
 
 
 def cells_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_size: int, dtype: str, read_up_to: int,
-             repeats: int, stack: ExitStack, progress: Callable[[str], None]) -> list[Cell]:
+             repeats: int, capture: bool, stack: ExitStack, progress: Callable[[str], None]) -> list[Cell]:
     """A model's cells, ready to be timed: type chosen, output checked, contexts there, a few tokens decoded."""
     room = max(contexts) + FEW + repeats * whole_chunks(model.config)
     model.check_length(room)
@@ -182,7 +189,8 @@ def cells_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_si
         if n <= read_up_to:
             made["read"] = read_state(model, n, batch_size, room)
         for how, state in made.items():
-            cell = Cell(label, model, n, how, state, zeros(model, batch_size), dtype_ms, check)
+            cell = Cell(label, model, n, how, state, zeros(model, batch_size), dtype_ms, check,
+                        CapturedStep(model, state) if capture else None)
             cell.decode(FEW)
             cells.append(cell)
             progress(f"{label}: {n:,} tokens {how}")
@@ -271,8 +279,10 @@ def row_of(cell: Cell) -> Row:
     clock = "gpu" if "gpu" in blocks else "cpu"
     times: dict[str, Any] = {f"{name}_ms": spread([statistics.fmean(block) for block in each])
                              for name, each in blocks.items()}
-    return {"benchmark": "decode", "cell": None, "model": cell.label, "variant": "eager",
-            "attention": "fused" if model.config.attn_kernel == "softmax" else None, "label": cell.label,
+    variant = "eager" if cell.captured is None else "captured"
+    return {"benchmark": "decode", "cell": None, "model": cell.label, "variant": variant,
+            "attention": "fused" if model.config.attn_kernel == "softmax" else None,
+            "label": cell.label if variant == "eager" else f"{cell.label}:{variant}",
             "config": to_dict(model.config), "n_parameters": sum(p.numel() for p in model.parameters()),
             "context_tokens": cell.context, "context": cell.how, "batch_size": batch_size,
             "dtype": str(weight.dtype).removeprefix("torch."), "dtype_ms": cell.dtype_ms, "device": weight.device.type,
@@ -310,15 +320,15 @@ def print_decode(rows: Sequence[Row]) -> None:
     console, first = Console(highlight=False), rows[0]
     timed = (first["gpu"] if first["device"] == "cuda" else
              f"processor time, {first['threads']} thread{'s' if first['threads'] > 1 else ''}")
-    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {timed}: averages of\n"
-                  f"{first['repeats']} blocks of whole chunks ({first['block_tokens']} tokens), and the slowest token. "
-                  "State: bytes of a row.\nA filled context was never read: its state holds random numbers.",
+    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {timed}:\n"
+                  f"averages over whole chunks ({first['block_tokens']} tokens, {first['repeats']} times), and the "
+                  "slowest token.\nA filled context was never read: its state, of one row here, holds random numbers.",
                   markup=False)
-    made = table("model", "context", "", "median", "min", "max", "slowest", "state", width=24)
+    made = table("model", "context", "", "median", "max", "slowest", "state", width=22)
     for row in rows:
         times = row[clock_of(row) + "_ms"]
         made.add_row(f"{row['label']}, {row['dtype']}", f"{row['context_tokens']:,}", row["context"],
-                     *(f"{times[key]:.2f}" for key in ("median", "min", "max")),
+                     *(f"{times[key]:.2f}" for key in ("median", "max")),
                      f"{row['slowest_token_ms']['max']:.2f}", mib(row["state_bytes"]))
     console.print(made)
     for label, flat in flatness(rows).items():
