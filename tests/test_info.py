@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.config import PRESETS, model_config
 from lineartime.generate import prefill
-from lineartime.info import describe, millions, print_description
+from lineartime.info import DecodingBytes, decoding_bytes, describe, millions, print_description
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
 
@@ -102,6 +102,30 @@ def test_decoding_bytes_are_those_of_a_state(preset):
     decoding = describe(config).decoding
     assert decoding.at(24) == state.n_bytes
     assert (decoding.per_token == 0) == (preset in ("flash", "mc-tfm++", "performer", "performer-matmul"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("config", [
+    *(small(preset) for preset in PRESETS), small("flash", n_heads=4), small("flash", overlap=True),
+    small("flash", chunk_pooling="attention"), small("flash-quad", n_heads=4), small("mc-tfm++", overlap=True),
+    small("transformer++", attn_kernel="relu2")], ids=lambda config: f"{config.attn_type} {config.ffn}")
+def test_decoding_bytes_by_formula(config, dtype):
+    """The table in docs/paper.md."""
+    w, f, c, h, d = dtype.itemsize, max(4, dtype.itemsize), config.chunk_size, config.n_heads, config.d_model
+    s, e = (config.query_key_dim, config.d_inner) if config.ffn == "gau" else (d, d)
+    constant = per_token = 0
+    if config.attn_type == "mixed_chunk":
+        constant = c * (2 * s + e) * w + s * e * f // h + config.overlap * c * (s + e) * w
+        if config.chunk_pooling == "attention":
+            constant, per_token = constant + s * f, (s * e // h + s) * f // c
+    elif config.attn_type == "quadratic":
+        per_token = (s + e) * w
+    elif config.attn_type == "linear":
+        constant = d * (d // h + 1) * f
+    else:
+        constant, per_token = 4 * c * d * w + 16, 2 * d * w
+    expected = DecodingBytes(config.n_layers * constant, config.n_layers * per_token)
+    assert decoding_bytes(config, dtype) == expected
 
 
 def test_print_description(capsys):
