@@ -80,6 +80,8 @@ def cells_of_decoding() -> list[Cell]:
 
     return [
         decode("gpu-decode", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072"),
+        decode("gpu-decode-captured", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072",
+               "--capture"),
         decode("gpu-decode", 64, "--lengths", "2048,8192,32768", "--precision", "bfloat16"),
         decode("gpu-decode", 8, "--lengths", "2048,8192,32768,131072", "--precision", "bfloat16"),
         decode("gpu-decode-pg19", 1, "--lengths", "2048,8192,32768", "--task", "pg19"),
@@ -92,6 +94,7 @@ def cells_of_kernels() -> list[Cell]:
             "op", name, "--contexts", str(context), "--tokens", str(tokens), "--precision", "bfloat16"))
 
     return [op("mixed_chunk_attention", 8192, 65536), op("linear_cross_entropy", 2048, 32768),
+            Cell("kernels", "gpu-loss/bfloat16", ("loss", "--precision", "bfloat16", "--tokens", "32768")),
             op("softmax_attention", 8192, 8192), op("mixed_chunk_attention", 131072, 131072),
             op("quadratic_attention", 2048, 16384), op("linear_attention", 8192, 65536)]
 
@@ -145,7 +148,7 @@ class Out:
     def summarise(self, cells: Sequence[Cell], note: str = "") -> None:
         """Write the summary anew: what is done, what is left, what the rows give."""
         measured = self.measured()
-        lines = ["# Measured on a GPU", "", "Written as it goes, from rows.jsonl beside it.", ""]
+        lines = ["# Measured by benchmarks/gpu.py", "", "Written as it goes, from rows.jsonl beside it.", ""]
         for stage in STAGES[1:]:
             mine = [cell for cell in cells if cell.stage == stage]
             left = [cell.name for cell in mine if cell.name not in measured]

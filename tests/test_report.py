@@ -127,9 +127,16 @@ def test_decoding_meets_in_each_sides_fastest_type(tmp_path):
     assert "| Transformer++ | fastest of each | fastest of each | 2.50 " in ratio_table(only_table(tmp_path, rows))
 
 
+def test_contexts_that_were_read_are_not_beside_those_that_were_filled(tmp_path):
+    rows = [made(model, ms, benchmark="decode", context=2048) | {"context": how} for model, ms, how in (
+        ("flash", 20, "filled"), ("flash", 10, "read"), ("transformer++", 30, "filled"), ("transformer++", 30, "read"))]
+    filled_table, read_table = tables_of(cells_of(tmp_path, rows))
+    assert "| 1.50 " in ratio_table(filled_table) and "| 3.00 " in ratio_table(read_table)
+
+
 def test_machines_threads_sizes_and_names_have_tables_of_their_own(tmp_path):
-    rows = [made(), made(threads=2), made(n_parameters=112_000_000), made(cell="other"), made(cpu="Another CPU"),
-            made("transformer++", n_parameters=1_900_000)]
+    rows = [made(), made(threads=2), made(run="2", n_parameters=112_000_000), made(cell="other"),
+            made(cpu="Another CPU"), made("transformer++", n_parameters=2_900_000)]
     sizes = [len(table.cells) for table in tables_of(cells_of(tmp_path, rows))]
     assert sorted(sizes) == [1, 1, 1, 1, 2]
     parts = [made(cell="wide/2K"), made(cell="wide/8K", context=8192)]
@@ -204,6 +211,23 @@ def test_targets_of_memory_slope_and_flatness(tmp_path):
     rows = [made(ms=30, benchmark="decode"), made(ms=31.2, context=131072, benchmark="decode")]
     assert verdict(tmp_path, rows, measure="flat", benchmark="decode", last=131072, limit=0.05, at_least=False) == (
         0.04, "met by 0.010")
+
+
+def part(variant, ms, counted, run="1", benchmark="loss"):
+    return made("linear_cross_entropy", ms, variant=variant, run=run, benchmark=benchmark) | {
+        "unit": "call", "tokens_per_step": 8192, "context_tokens": 8192,
+        "many_tokens": {"tokens": 2**18, "counted_mib": counted}}
+
+
+def test_parts_are_compared_with_the_first_of_their_run(tmp_path):
+    rows = [part("plain", 100, 3000.0), part("by chunks", 50, 150.0), part("plain", 10, 1.0, run="2")]
+    text = speed_section(cells_of(tmp_path, rows))
+    assert "| by chunks | float32 | 8,192 | 8,192 | 50.0 (45.0-55.0) | 0.50 | 700.0 | 150 at 262,144 |" in text
+    common = {"benchmark": "loss", "variant": "by chunks", "over": "plain", "at_least": False, "limit": 0.1,
+              "first": 0, "last": None, "parameters": (0, float("inf"))}
+    assert verdict(tmp_path, rows, measure="part memory", **common) == (0.05, "met by 50%")
+    assert verdict(tmp_path, rows, measure="part time", **common) == (0.5, "**missed** by 400%")
+    assert verdict(tmp_path, rows[:1], measure="part time", **common) == (None, "not measured")
 
 
 def test_the_projects_targets_are_those_of_a_table(tmp_path):

@@ -22,7 +22,7 @@ STEPS = ("step", "memory")
 """Benchmarks of whole training steps; "memory" takes one row, at growing contexts."""
 
 SAME_SIZE = 1.3
-"""Models whose numbers of parameters are within this factor are compared with each other."""
+"""Runs whose models' numbers of parameters are within this factor share a table; the models of one run always do."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,13 @@ def tables_of(cells: Sequence[Cell]) -> list[Table]:
     """Cells in tables. Where one context was measured with several numbers of tokens in a step, each number's rank
     makes a table: the largest ones stand together."""
     cells = sorted(cells, key=lambda cell: cell.row.get("time", ""))
-    sizes = size_classes(cell.n_parameters for cell in cells)
+    size_of_run: dict[str, int] = {}
+    for cell in sorted(cells, key=lambda cell: cell.side != "flash"):
+        size_of_run.setdefault(cell.run, cell.n_parameters)
+    sizes = size_classes(size_of_run.values())
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        key = (cell.benchmark, cell.name, cell.hardware, cell.threads, sizes[cell.n_parameters])
+        key = (cell.benchmark, cell.name, cell.hardware, cell.threads, sizes[size_of_run[cell.run]])
         groups.setdefault(key, []).append(cell)
     made = []
     for (benchmark, name, hardware, threads, _), together in groups.items():

@@ -1,6 +1,7 @@
 """The speed section: sentences, tables and captions as Markdown, made of measured rows and nothing else."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
@@ -143,10 +144,12 @@ def ratio_table(table: Table) -> str:
     for ours, rival in opponents(table):
         if ours != "flash":
             continue
+        shown = []
         for how, variant in (("fastest of each", None), ("both eager", "eager")):
             for dtype in (table.dtypes if variant else pair_dtypes(table)):
                 pairs = [table.pair(ours, rival, context, dtype, variant) for context in table.contexts]
-                if any(pairs):
+                if any(pairs) and pairs not in shown:
+                    shown.append(pairs)
                     lines.append([side_name(rival), dtype or "fastest of each", how, *map(ratio_text, pairs)])
     if not lines:
         return ""
@@ -199,13 +202,21 @@ def state_text(cell: Cell) -> str:
 
 
 def part_table(table: Table) -> str:
-    """What is neither a step nor decoding: one line for each row."""
+    """What is neither a step nor decoding: a line for each implementation, its time over the first's of its run."""
     lines = []
-    for cell in {(cell.row.get("label"), cell.dtype, cell.context): cell for cell in table.cells}.values():
+    newest = {(cell.side, cell.dtype, cell.context, cell.n_tokens, cell.variant): cell for cell in table.cells}
+    for cell in newest.values():
+        first = next(other for other in table.cells if (other.run, other.side, other.dtype, other.context)
+                     == (cell.run, cell.side, cell.dtype, cell.context))
+        both = ratio(cell, first)
         ms = "failed" if cell.ms is None else f"{number(cell.ms.median)} ({number(cell.ms.q1)}-{number(cell.ms.q3)})"
-        lines.append([f"{table.benchmark} {cell.row.get('op') or ''}".strip(), cell.row.get("label") or cell.text,
-                      cell.dtype, f"{cell.context:,}", ms, "" if cell.failed else memory_text(cell)])
-    return markdown(["what", "by", "type", "tokens", "ms", "peak MiB"], without_repeats(lines))
+        above, many = cell.row.get("above_import_mib"), cell.row.get("many_tokens") or {}
+        lines.append([cell.side.replace("_", " "), cell.variant, cell.dtype, f"{cell.n_tokens:,}",
+                      f"{cell.context:,}", ms, number(both.value) if both and cell is not first else "-",
+                      "-" if above is None else f"{above:,.1f}",
+                      f"{many['counted_mib']:,.0f} at {many['tokens']:,}" if many.get("counted_mib") else "-"])
+    return markdown(["what", "by", "type", "tokens", "in rows of", "ms, forward and backward", "time over the first's",
+                     "MiB above its inputs", "MiB counted"], without_repeats(lines))
 
 
 def caption(table: Table) -> str:
@@ -236,11 +247,11 @@ def caption(table: Table) -> str:
         words.append(f"{name.replace('_', ' ')}: {joined(chosen)}")
     overhead = [row["peak_mib"] - row["above_import_mib"] for row in rows
                 if row.get("peak_mib") and row.get("above_import_mib") is not None]
-    if overhead:
+    if overhead and table.benchmark in STEPS:
         words.append(f"memory is the process's own, {statistics.median(overhead):,.0f} MiB of it the imported program")
-    commands = unique(row["command"] for row in rows)
-    made_by = ", ".join(f"`{command}`" for command in commands[:4])
-    more = f" and {len(commands) - 4} more commands, which the rows have" if len(commands) > 4 else ""
+    commands = unique(re.sub(r" --json [^ ]+", "", row["command"]) for row in rows)
+    made_by = ", ".join(f"`{command}`" for command in commands[:3])
+    more = f" and {len(commands) - 3} more like them, which the rows have" if len(commands) > 3 else ""
     text = f"<sub>{'; '.join(word for word in words if word)}. Made by {made_by}{more}.</sub>"
     failed = unique(f"{cell.text}, at {tokens(cell.context)}: {cell.failed}" for cell in table.cells
                     if cell.failed and table.newest(side=cell.side, variant=cell.variant, dtype=cell.dtype,
@@ -257,6 +268,9 @@ def short(commit: str | None) -> str:
 
 
 def parameters(n: int) -> str:
+    """"1.8 M"; a small number in full."""
+    if n < 1e5:
+        return f"{n:,}"
     return f"{n / 1e6:.1f} M" if n < 1e7 else f"{n / 1e6:.0f} M"
 
 

@@ -29,9 +29,12 @@ class Target:
     at_least: bool
     dtype: str | None = None
     over: str | None = None
+    variant: str | None = None
 
     @property
     def where(self) -> str:
+        if not self.last and not self.first:
+            return "any"
         if self.first == self.last:
             return tokens(self.first)
         return f"from {tokens(self.first)}" + (f" to {tokens(self.last)}" if self.last else " on")
@@ -70,10 +73,10 @@ def targets_of(entry: dict[str, Any]) -> list[Target]:
         raise ValueError(f"target {entry['what']!r} needs a measure of {', '.join(MEASURES)} and one limit")
     limits = entry["at_least" if "at_least" in entry else "at_most"]
     spans = ([(int(context), int(context), limit) for context, limit in limits.items()] if isinstance(limits, dict)
-             else [(entry["from"], entry.get("to"), limits)])
-    low, high = entry["parameters"]
+             else [(entry.get("from", 0), entry.get("to"), limits)])
+    low, high = entry.get("parameters", (0, math.inf))
     return [Target(entry["what"], entry["measure"], entry["benchmark"], entry["device"], (low, high), first, last,
-                   float(limit), "at_least" in entry, entry.get("type"), entry.get("over"))
+                   float(limit), "at_least" in entry, entry.get("type"), entry.get("over"), entry.get("variant"))
             for first, last, limit in spans]
 
 
@@ -154,6 +157,20 @@ def reached_memory_mib(target: Target, table: Table) -> Reached:
     return worst(target, found, missing)
 
 
+def reached_part(target: Target, table: Table) -> Reached:
+    """Of the newest run with both implementations: time, or memory counted at many tokens, of `variant` over `over`."""
+    value = None
+    for theirs in table.cells:
+        for mine in table.cells:
+            if ((mine.run, mine.variant, theirs.variant) == (theirs.run, target.variant, target.over)
+                    and target.dtype in (None, mine.dtype) and mine.ms and theirs.ms):
+                if target.measure == "part time":
+                    value = mine.ms.median / theirs.ms.median
+                else:
+                    value = mine.row["many_tokens"]["counted_mib"] / theirs.row["many_tokens"]["counted_mib"]
+    return Reached(value, "")
+
+
 def failure(pair: Sequence[Cell]) -> str:
     return next((f"{cell.text} failed: {cell.failed}" for cell in pair if cell.failed), "")
 
@@ -195,4 +212,4 @@ def reached_flat(target: Target, table: Table) -> Reached:
 
 MEASURES: dict[str, Callable[[Target, Table], Reached]] = {
     "speed": reached_speed, "memory": reached_memory, "memory_mib": reached_memory_mib, "slope": reached_slope,
-    "flat": reached_flat}
+    "flat": reached_flat, "part time": reached_part, "part memory": reached_part}
