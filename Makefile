@@ -6,6 +6,7 @@ help:
 	@echo "make test    run the tests; PYTEST_ARGS='tests/test_config.py -k toml' picks some"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
+	@echo "make bench   time training steps on this CPU beside other models', in a quarter of an hour; make bench-all the rest"
 	@echo "make gpu     tests and measurements on a GPU, STAGE=tests, step, decode or kernels; into OUT=out/gpu, resumable"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove .venv and caches, not what was trained (out/)"
@@ -23,6 +24,10 @@ lint: .venv/installed
 types: .venv/installed
 	.venv/bin/mypy
 
+# Rows are added as they come; a run that was cut off goes on.
+bench bench-all: .venv/installed
+	.venv/bin/lineartime benchmark run $@ --json $(or $(ROWS),out/bench.jsonl) $(BENCH_ARGS)
+
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is tests, step, decode, kernels or several.
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
@@ -33,11 +38,11 @@ env: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(TOO_OLD)" >&2; exit 1; }
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
-	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,peers]'
 	@touch $@
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types gpu env clean
+.PHONY: help train test lint types bench bench-all gpu env clean

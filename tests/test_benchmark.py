@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic and their rows on models that take no time; speeds themselves are no matter for a test."""
+"""What the benchmarks share: times, memory, where a row comes from, processes; speeds are no matter for a test."""
 
 import json
 import subprocess
@@ -7,48 +7,72 @@ import pytest
 import torch
 
 from lineartime.benchmark import measure
-from lineartime.benchmark.measure import append_rows, peak_rss_bytes, provenance
+from lineartime.benchmark.measure import (
+    Stopwatch,
+    Worker,
+    append_rows,
+    forget_peak,
+    in_own_process,
+    measure_gemm,
+    peak_bytes,
+    peak_rss_bytes,
+    provenance,
+    rows_of_commit,
+    spread,
+)
 from lineartime.benchmark.memory import benchmark_read, print_read
-from lineartime.benchmark.step import benchmark_train, print_train
 from lineartime.config import model_config
 from lineartime.errors import ResourceError
 from lineartime.info import describe
 
+CPU = torch.device("cpu")
 TINY = {"d_model": 32, "n_layers": 2, "vocab_size": 64, "context": 512}
 FLASH = model_config("flash", query_key_dim=16, chunk_size=16, **TINY)
 QUAD = model_config("flash-quad", query_key_dim=16, **TINY)
 
 
-def test_train_rows():
-    rows = benchmark_train({"flash": FLASH}, [64], tokens=256, repeats=2)
-    assert [(row["model"], row["context_tokens"], row["tokens_per_step"]) for row in rows] == [("flash", 64, 256)]
-    row = rows[0]
-    assert row["cpu_ms_per_step"]["min"] <= row["cpu_ms_per_step"]["median"] <= row["cpu_ms_per_step"]["max"]
-    assert row["tokens_per_s"] == pytest.approx(256e3 / row["cpu_ms_per_step"]["median"])
-    assert row["peak_mib"] > 50 and row["config"]["context"] == 64
+def test_spread_has_quartiles():
+    assert spread([4.0, 1.0, 3.0, 2.0, 100.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "max": 100.0,
+                                                   "n": 5}
+    assert spread([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0, "min": 7.0, "max": 7.0, "n": 1}
 
 
-def test_a_measurement_that_dies_is_a_row(capsys, monkeypatch):
-    def kill(*args, **kwargs):
-        return subprocess.CompletedProcess(args, returncode=-9, stdout="", stderr="")
+def test_stopwatch_counts_units_and_says_which_clock_counts():
+    watch = Stopwatch(CPU)
+    for units in (1, 4):
+        with watch.running(units):
+            torch.mm(torch.ones(400, 400), torch.ones(400, 400))
+    assert set(watch.last()) == {"wall_ms", "cpu_ms"} and watch.last()["cpu_ms"] == watch.cpu_ms[1]
+    spreads = watch.spreads()
+    assert spreads["clock"] == "cpu" and spreads["cpu_ms"]["n"] == 2 and "gpu_ms" not in spreads
+    watch.gpu_ms = [5.0]
+    assert watch.spreads()["clock"] == "gpu" and watch.spreads()["gpu_ms"]["median"] == 5.0
 
-    rows = benchmark_train({"flash": FLASH}, [64], tokens=64, repeats=2, device="no-such-device")
-    assert "no-such-device" in rows[0]["failed"] or "device" in rows[0]["failed"]
-    print_train(rows)
-    assert "failed" in capsys.readouterr().out
-    monkeypatch.setattr(subprocess, "run", kill)
-    assert "memory" in measure.in_own_process("read", {})["failed"]
-    with pytest.raises(ResourceError, match="memory"):
+
+def test_gemm_is_counted_by_the_clock_that_is_compared(monkeypatch):
+    monkeypatch.setattr(measure, "choose_settings", lambda device: {})
+    seconds = iter(range(100))
+    monkeypatch.setattr(measure.time, "process_time", lambda: next(seconds) / 1e3)  # a millisecond a product
+    assert next(measure_gemm("float32", 1, "cpu", size=50))["flops"] == pytest.approx(2 * 50**3 * 1e3)
+
+
+def test_a_job_goes_on_when_it_is_told_and_says_why_it_died():
+    worker = Worker("gemm", {"dtype": "float32", "threads": 1, "device": "cpu", "size": 64})
+    assert worker.ask()["flops"] > 1e6
+    failed = worker.ask()  # there is no second answer
+    assert "failed" in failed and worker.ask() == failed
+    worker.close()
+    assert "unexpected keyword argument 'colour'" in in_own_process("gemm", {"colour": 1})["failed"]
+    killed = Worker("gemm", {})
+    killed.process.kill()
+    assert "memory" in killed.ask()["failed"]
+    killed.close()
+
+
+def test_a_prompt_that_cannot_be_read_is_an_error(monkeypatch):
+    monkeypatch.setattr("lineartime.benchmark.memory.in_own_process", lambda job, arguments: {"failed": "no memory"})
+    with pytest.raises(ResourceError, match="no memory"):
         benchmark_read(FLASH, 100)
-
-
-def test_print_train(capsys):
-    row = {"benchmark": "train", "model": "flash", "context_tokens": 2048, "tokens_per_s": 12345.6, "peak_mib": 900.2,
-           "cpu_ms_per_step": {"median": 700.0, "min": 650.0, "max": 777.0}, "device": "cpu", "threads": 1,
-           "dtype": "float32", "repeats": 3}
-    print_train([row])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.split() == ["flash", "2,048", "12,346", "700", "650", "777", "900", "MiB"]
 
 
 def test_reading_takes_memory_that_grows_only_with_a_cache(capsys):
@@ -86,12 +110,15 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     assert measure.commit() == head + "+changes"
 
 
-def test_peak_memory_rises_with_what_is_touched():
+def test_peak_memory_rises_with_what_is_touched_and_can_begin_again():
     before = peak_rss_bytes()
     held = torch.ones(before // 4 + 2**26)  # more than the process has ever had
     assert peak_rss_bytes() >= before + 2**26
     del held
-    assert peak_rss_bytes() >= before + 2**26
+    assert peak_bytes(CPU) >= before + 2**26
+    measure.release_memory(CPU)
+    forget_peak(CPU)
+    assert peak_bytes(CPU) < before + 2**26
 
 
 def test_rows_are_appended_as_json_lines(tmp_path):
@@ -100,3 +127,15 @@ def test_rows_are_appended_as_json_lines(tmp_path):
     assert [json.loads(line)["a"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [1, 2, 3]
     with pytest.raises(ResourceError, match="cannot write"):
         append_rows(tmp_path, [{"a": 1}])
+
+
+def test_rows_of_this_commit_are_those_that_need_not_be_measured_again(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(measure, "commit", lambda: "abc")
+    assert rows_of_commit(path) == []
+    append_rows(path, [{"commit": "abc", "a": 1}, {"commit": "abd", "a": 2}, {"commit": "abc+changes", "a": 3}])
+    with path.open("a") as file:
+        file.write('{"commit": "abc", "a":')  # killed while writing
+    assert rows_of_commit(path) == [{"commit": "abc", "a": 1}]
+    monkeypatch.setattr(measure, "commit", lambda: "abc+changes")  # nobody knows whether the changes are the same
+    assert rows_of_commit(path) == []

@@ -22,9 +22,9 @@ from lineartime.benchmark.measure import (
     in_own_process,
     peak_bytes,
     peak_flops,
-    peak_rss_bytes,
     provenance,
     release_memory,
+    rss_bytes,
     what_is_timed,
 )
 from lineartime.benchmark.peers import (
@@ -218,7 +218,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
     An order says how many steps to take before the one that is timed ("warm"), and whether to give back the memory
     afterwards ("release")."""
-    imported, on, parsed, fields = peak_rss_bytes(), torch.device(device), parse_label(label), ModelConfig(**config)
+    imported, on, parsed, fields = rss_bytes() or 0, torch.device(device), parse_label(label), ModelConfig(**config)
     torch.set_num_threads(threads)
     settings = choose_settings(on)
     train = TrainConfig(precision=precision, tokens_per_step=n_rows * fields.context,
@@ -237,7 +237,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
     def memory() -> Row:
         peak = peak_bytes(on)
-        return {"peak_mib": peak / 2**20, "above_import_mib": (peak - imported * (device == "cpu")) / 2**20}
+        return {"peak_mib": peak / 2**20, "above_import_mib": max(peak - imported * (device == "cpu"), 0) / 2**20}
 
     watch = Stopwatch(on)
     with attention_backend(on):
@@ -291,12 +291,12 @@ def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int,
 @torch.no_grad()
 def check_causal(model: nn.Module, ids_1T: Tensor) -> None:
     """Raise NumericsError unless a changed token changes logits from its place on and none before."""
-    place = ids_1T.shape[1] // 2
+    place = ids_1T.shape[1] * 5 // 8  # inside a chunk
     changed_1T = ids_1T.clone()
     changed_1T[0, place] = (changed_1T[0, place] + 1) % (ids_1T.max() + 1)
     difference_T = (model(ids_1T) - model(changed_1T)).abs().amax(-1)[0]
     before, after = (difference_T[part].max().item() for part in (slice(None, place or 1), slice(place, None)))
-    if not after > 0 or (place and before > 1e-4 * after):
+    if not after > 0 or (place and before > 1e-6 * after):
         raise NumericsError("the model is not causal", f"a token changes logits before it by {before:.2g}, "
                             f"and from its place on by {after:.2g}")
 
@@ -305,7 +305,8 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     """A row's "check": the largest relative error of the loss and the gradients of a step. Raises NumericsError where
     it is above the limit.
 
-    A parameter's gradient with less than a thousandth of the whole norm is measured against that."""
+    Each parameter's gradient is measured against its own norm: new weights let attention contribute little, and what is
+    wrong with it would be lost in the whole. One that is nearly 0 is measured against 1e-7 of the whole norm."""
     n_rows, n_tokens = wanted["shape"]
     task, limit = random_task(config, n_rows, n_tokens, seed), LIMITS[train.precision]
     device = next(model.parameters()).device
@@ -317,7 +318,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
         if name in expected:
             assert p.grad is not None
             difference, size = (x.double().norm().item() for x in (p.grad.cpu() - expected[name], expected[name]))
-            mine = difference / max(size, 1e-3 * norm)
+            mine = difference / max(size, 1e-7 * norm)
             if not mine <= error:
                 error, worst = mine, name
     if not error <= limit:
