@@ -1,4 +1,4 @@
-"""The attention ops and the loss, one function each. A kernel will stand beside a reference under the same signature."""
+"""The attention ops and the loss, one function each. A kernel will stand beside the reference under its signature."""
 
 from lineartime.ops.baselines import performer_attention, rowmajor_axial_attention
 from lineartime.ops.cross_entropy import linear_cross_entropy
