@@ -23,11 +23,11 @@ class ContextUse:
     """Losses in nats per token of the same tokens at several contexts."""
 
     contexts: list[int]
-    """At context L a token has from L / 2 + 1 to L tokens of its document before it: rows of L overlap by half, and
-    their second half is scored."""
+    """At context L a token is given the last L / 2 + 1 to L tokens of its document: rows of L overlap by half, and
+    their second half is scored. At the longest context it is given all: documents are scored as far as that reaches."""
     after: int
-    """Only tokens with more than so many tokens before them are compared: at every context they have all it can give.
-    The end-of-document token that a document begins with counts as one."""
+    """Only tokens with more than so many tokens of their document before them are compared, half of the longest
+    context. The end-of-document token that a document begins with counts as one."""
     document_D: list[int]
     """The documents that have such tokens, by their number in the split."""
     n_tokens_D: list[int]
@@ -36,8 +36,7 @@ class ContextUse:
     """Their sums of -ln p, by document and context."""
     loss_by_position: list[tuple[int, int, float, float]]
     """Mean loss of the tokens with first..last tokens of their document before them, at the shortest context and at the
-    longest, in blocks that double; of the same documents, from their beginning. A token with fewer tokens before it
-    than the context has them all."""
+    longest, in blocks that double; of the same documents, from their beginning."""
 
     @property
     def losses(self) -> list[float]:
@@ -77,10 +76,11 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
                         precision: str = "float32", progress: Callable[[int], None] | None = None) -> ContextUse:
     """Score the tokens of a split that have half of the longest context before them in their document, at each context.
 
-    contexts: rising. Each costs two tokens read per token scored, whatever its length. For a model with chunks they are
-    comparable where half of each is whole chunks: then all a token has inside its chunk is the same. progress is called
-    with the number of tokens read. Raises UsageError for contexts that make no sense or a model that is not causal,
-    DataError where no document is long enough, NumericsError where a loss is not finite."""
+    contexts: rising. Each costs two tokens read per token scored, whatever its length; documents that do not reach half
+    of the longest are not read. For a model with chunks they are comparable where half of each is whole chunks: then
+    all that a token sees inside its chunk is the same. progress is called with the number of tokens read. Raises
+    UsageError for contexts that make no sense or a model that is not causal, DataError where no document is long
+    enough, NumericsError where a loss is not finite."""
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
@@ -89,7 +89,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     after = longest - longest // 2
     starts = stream.document_positions.astype(int)
     lengths = np.diff(starts)
-    chosen = np.flatnonzero(lengths > after).tolist()
+    n_tokens, chosen = np.minimum(lengths, longest), np.flatnonzero(lengths > after).tolist()
     if not chosen:
         raise DataError(f"no document has more than {after:,} tokens, half of the longest context",
                         f"{stream.folder}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
@@ -97,7 +97,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     model.eval()
     nll_DL, nll_2T, count_T = [], np.zeros((2, longest)), np.zeros(longest, dtype=np.int64)
     for i in chosen:
-        ids = torch.from_numpy(stream.read(starts[i], starts[i + 1] + 1))
+        ids = torch.from_numpy(stream.read(starts[i], starts[i] + n_tokens[i] + 1))
         nll_L = []
         for context in contexts:
             first = 0 if context in (contexts[0], longest) else after
@@ -114,14 +114,13 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
                                     "the weights are damaged or have diverged")
             nll_L.append(float(loss_T[after:].sum()))
             if first == 0:
-                shown = loss_T[:longest]
-                nll_2T[int(context == longest), : len(shown)] += shown
+                nll_2T[int(context == longest), : len(loss_T)] += loss_T
         nll_DL.append(nll_L)
         count_T[: len(loss_T)] += 1
     model.train(was_training)
     positions = [(a, b, short, long) for (a, b, short), (_, _, long)
                  in zip(*(by_position(nll_T, count_T) for nll_T in nll_2T), strict=True)]
-    return ContextUse(contexts, after, chosen, [int(lengths[i]) - after for i in chosen], nll_DL, positions)
+    return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL, positions)
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
