@@ -311,7 +311,7 @@ def main() -> int:
     if wrong := wrong or check(given.device):
         print(f"error: {wrong}", file=sys.stderr)
         return 2
-    out = Out(given.out, given.before)
+    out = Out(given.out.resolve(), given.before)
     cells = tiny_cells() if given.tiny else cells_of_steps() + cells_of_decoding() + cells_of_kernels()
     if peers := absent_peers():
         say(f"not installed, so left out: {', '.join(peers)}")

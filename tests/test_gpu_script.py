@@ -26,8 +26,8 @@ sys.modules["gpu"] = gpu
 spec.loader.exec_module(gpu)
 
 
-def script(*arguments, **environment):
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True,
+def script(*arguments, cwd=None, **environment):
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, cwd=cwd,
                           env={**os.environ, **environment})
 
 
@@ -64,18 +64,18 @@ def test_wrong_arguments_are_an_error_of_one_line(arguments, words):
 
 def test_a_dry_run_measures_and_the_next_one_goes_on(tmp_path):
     out = tmp_path / "out"
-    arguments = ["decode", "--out", str(out), "--device", "cpu", "--tiny", "--commit", "abc"]
-    late = script(*arguments, "--minutes", "0.01")
+    arguments = ["decode", "--out", "out", "--device", "cpu", "--tiny", "--commit", "abc"]
+    late = script(*arguments, "--minutes", "0.01", cwd=tmp_path)
     assert late.returncode == 0 and "the same command goes on with 1 cells" in late.stdout
     assert "left: tiny-decode/1" in (out / "summary.md").read_text()
-    done = script(*arguments)
+    done = script(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert {row["cell"] for row in rows} == {"tiny-decode/1"} and {row["model"] for row in rows} == {
         "flash", "transformer++"}
     summary = (out / "summary.md").read_text()
     assert "- decode: 1 of 1 cells" in summary and "### Decoding" in summary
-    again = script(*arguments)
+    again = script(*arguments, cwd=tmp_path)
     assert again.returncode == 0 and "1 cells are measured already" in again.stdout
     assert len((out / "rows.jsonl").read_text().splitlines()) == len(rows)
     assert sorted(path.name for path in out.iterdir()) == ["progress.jsonl", "rows.jsonl", "summary.md"]
