@@ -182,11 +182,11 @@ class ChunkState:
 
     def close(self, at: NewToken) -> None:
         """Add the current document's tokens of the open chunk to the sum, in rows whose chunk is full."""
-        k_BCS, v_BCE = self.k_lin_BCS[at.full], self.v_BCE[at.full]
+        k_BCS, v_BCE, kv_BSE = self.k_lin_BCS[at.full], self.v_BCE[at.full], self.kv_BSE[at.full]
         if at.document_BC is not None:
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
-        kept_BSE = torch.where(at.weight_B11[at.full] > 0, self.kv_BSE[at.full], 0.0)
-        self.kv_BSE[at.full] = kept_BSE + torch.einsum("bcs,bce->bse", k_BCS, v_BCE)
+            kv_BSE = torch.where(at.weight_B11[at.full] > 0, kv_BSE, 0.0)
+        self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(k_BCS.mT, v_BCE))
 
     def step_back(self, rows: Tensor | slice) -> None:
         """Where local attention overlaps, the open chunk of these rows is now the one before the open one."""

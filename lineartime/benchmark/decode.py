@@ -322,13 +322,12 @@ def print_decode(rows: Sequence[Row]) -> None:
              f"processor time, {first['threads']} thread{'s' if first['threads'] > 1 else ''}")
     console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {timed}:\n"
                   f"averages over whole chunks ({first['block_tokens']} tokens, {first['repeats']} times), and the "
-                  "slowest token.\nA filled context was never read: its state, of one row here, holds random numbers.",
+                  "slowest token.\nA filled context was never read: its state holds random numbers. State: of a row.",
                   markup=False)
-    made = table("model", "context", "", "median", "max", "slowest", "state", width=22)
+    made = table("model", "type", "context", "", "median", "slowest", "state", width=14)
     for row in rows:
         times = row[clock_of(row) + "_ms"]
-        made.add_row(f"{row['label']}, {row['dtype']}", f"{row['context_tokens']:,}", row["context"],
-                     *(f"{times[key]:.2f}" for key in ("median", "max")),
+        made.add_row(row["label"], row["dtype"], f"{row['context_tokens']:,}", row["context"], f"{times['median']:.2f}",
                      f"{row['slowest_token_ms']['max']:.2f}", mib(row["state_bytes"]))
     console.print(made)
     for label, flat in flatness(rows).items():
