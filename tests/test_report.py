@@ -74,6 +74,15 @@ def test_each_sides_fastest_variant_counts_and_eager_meets_eager(tmp_path):
     assert "| Transformer++, unfused attention | float32 | fastest of each | 8.00 " in text
 
 
+def test_a_variant_that_only_flash_was_measured_in_is_marked(tmp_path):
+    rows = [made(), made(ms=50, variant="compiled"), made("transformer++", 100), made("flash-pytorch", 100),
+            made("flash-pytorch", 90, variant="compiled")]
+    text = ratio_table(only_table(tmp_path, rows))
+    assert "| Transformer++ | float32 | fastest of each | 2.00 (1.64-2.44)\\* |" in text
+    assert "| FLASH-pytorch | float32 | fastest of each | 1.80 (1.47-2.20) |" in text
+    assert text.endswith("\n\n\\* FLASH was measured compiled too, the other was not.")
+
+
 def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
     old, new = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
     rows = [made(ms=100, run="b", time=new), made("transformer++", 130, run="b", time=new),

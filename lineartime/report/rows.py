@@ -196,6 +196,16 @@ class Table:
         return None
 
 
+    def unmatched(self, ours: Cell, rival: Cell) -> list[str]:
+        """Variants that our side was measured in beside the rival, and the rival was not."""
+        def variants(cell: Cell) -> dict[str, None]:
+            return dict.fromkeys(other.variant for other in self.cells if (other.side, other.run, other.context)
+                                 == (cell.side, cell.run, cell.context))
+
+        theirs = variants(rival)
+        return [variant for variant in variants(ours) if variant not in theirs]
+
+
 def tables_of(cells: Sequence[Cell]) -> list[Table]:
     """Cells in tables. Where one context was measured with several numbers of tokens in a step, each number's rank
     makes a table: the largest ones stand together."""

@@ -139,8 +139,10 @@ def pair_dtypes(table: Table) -> list[str | None]:
 
 
 def ratio_table(table: Table) -> str:
-    """FLASH's speed over each rival, by context: each side's fastest, then both eager."""
+    """FLASH's speed over each rival, by context: each side's fastest, then both eager. A star marks where FLASH had a
+    variant that the other had not."""
     lines = []
+    unmatched: list[str] = []
     for ours, rival in opponents(table):
         if ours != "flash":
             continue
@@ -150,11 +152,16 @@ def ratio_table(table: Table) -> str:
                 pairs = [table.pair(ours, rival, context, dtype, variant) for context in table.contexts]
                 if any(pairs) and pairs not in shown:
                     shown.append(pairs)
-                    lines.append([side_name(rival), dtype or "fastest of each", how, *map(ratio_text, pairs)])
+                    ahead = [table.unmatched(*pair) if pair and not variant else [] for pair in pairs]
+                    unmatched += [each for alone in ahead for each in alone if each not in unmatched]
+                    lines.append([side_name(rival), dtype or "fastest of each", how,
+                                  *(ratio_text(pair) + "\\*" * bool(alone)
+                                    for pair, alone in zip(pairs, ahead, strict=True))])
     if not lines:
         return ""
     head = ["FLASH's speed over", "type", "how", *map(tokens, table.contexts)]
-    return markdown(head, without_repeats(lines))
+    note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
+    return markdown(head, without_repeats(lines)) + note
 
 
 def ratio_text(pair: tuple[Cell, Cell] | None) -> str:
