@@ -142,6 +142,22 @@ def test_generate_from_arguments_file_and_stdin(run: Path, tmp_path: Path, call:
     assert call("generate", run, "The", "--seed", 5)[1] == call("generate", run, "The", "--seed", 5)[1]
 
 
+def test_generate_in_another_type_and_as_it_would_be_captured(run: Path, call: Call,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    from lineartime import generate
+
+    how = ["--max-new-tokens", 12, "--temperature", 0]
+    plain = call("generate", run, "The quick", *how)[1]
+    assert call("generate", run, "The quick", *how, "--capture")[1] == plain
+    seen, prefill = [], generate.prefill
+    monkeypatch.setattr(generate, "prefill",
+                        lambda model, *args: seen.append(str(model.embed.weight.dtype)) or prefill(model, *args))
+    assert call("generate", run, "The quick", *how, "--precision", "bfloat16")[0] == 0
+    assert seen == ["torch.bfloat16"]
+    code, _, error = call("generate", run, "The", "--precision", "int8")
+    assert code == 2 and "it takes float32 or bfloat16" in error
+
+
 def test_generate_ends_before_a_stop_text(run: Path, call: Call) -> None:
     """For one prompt, which streams, and for two, which do not."""
     how = ["--seed", 1, "--max-new-tokens", 30]

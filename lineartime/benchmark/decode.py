@@ -322,9 +322,9 @@ def print_decode(rows: Sequence[Row]) -> None:
              f"processor time, {first['threads']} thread{'s' if first['threads'] > 1 else ''}")
     console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {timed}:\n"
                   f"averages over whole chunks ({first['block_tokens']} tokens, {first['repeats']} times), and the "
-                  "slowest token.\nA filled context was never read: its state holds random numbers. State: of a row.",
+                  "slowest token.\nA filled context was never read: its state holds random numbers.",
                   markup=False)
-    made = table("model", "type", "context", "", "median", "slowest", "state", width=14)
+    made = table("model", "type", "context", "", "median", "slowest", "state a row", width=14)
     for row in rows:
         times = row[clock_of(row) + "_ms"]
         made.add_row(row["label"], row["dtype"], f"{row['context_tokens']:,}", row["context"], f"{times['median']:.2f}",
