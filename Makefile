@@ -6,7 +6,7 @@ help:
 	@echo "make test    run the tests; PYTEST_ARGS='tests/test_config.py -k toml' picks some"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
-	@echo "make bench   time training steps on this CPU beside other models', in a quarter of an hour; make bench-all the rest"
+	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
 	@echo "make gpu     tests and measurements on a GPU, STAGE=tests, step, decode or kernels; into OUT=out/gpu, resumable"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove .venv and caches, not what was trained (out/)"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from functools import partial
 
 import pytest
@@ -56,6 +57,7 @@ def here(monkeypatch):
         def close(self):
             pass
 
+    monkeypatch.setattr(step.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(step, "Worker", Here)
     monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
     monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": 1e11, "peak_flops_from": "measured GEMM"})
@@ -191,6 +193,35 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     rows = benchmark_step(cells("flash", "performer"), repeats=2)
     assert [order for _, order in here if order and "warm" in order] == [{"warm": 1, "release": True}] * 4
     assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
+
+
+@pytest.mark.parametrize(("available", "at_once"), [(4e9, 2), (1e6, 1)])
+def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, available, at_once):
+    busy, most, timed = [], [], []
+
+    class Slow:
+        def __init__(self, job, arguments):
+            self.label = arguments["label"]
+
+        def ask(self, order):
+            (timed if "warm" in order else busy).append(self.label)
+            most.append((len(timed) > 0, len(busy) + len(timed)))
+            time.sleep(0.05)
+            (timed if "warm" in order else busy).remove(self.label)
+            return {"above_import_mib": 10.0, "peak_mib": 20.0, "check": {}, "settings": {}, "n_parameters": 1,
+                    "times": {"cpu_ms": 1.0, "wall_ms": 1.0}}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(step, "Worker", Slow)
+    monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
+    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": None, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(step, "available_bytes", lambda: available)
+    rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
+    assert max(n for during, n in most if not during) == at_once
+    assert {n for during, n in most if during} == {1} and rows[0]["mfu"] is None
 
 
 def test_together_measures_all_contexts_of_a_type_side_by_side(here):

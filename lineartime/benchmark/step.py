@@ -1,9 +1,11 @@
 """Time and memory of whole training steps, the models in turn: forward, loss, backward, clipping, optimizer."""
 
 import math
+import os
 import tempfile
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -59,8 +61,8 @@ CHECKED_WHOLE = 2**14
 """Steps of at most so many tokens are checked as they are timed; larger ones by a short row, unless they are compiled:
 for what is compiled, another shape is another program."""
 
-WARM_UP = 3
-"""Steps before the first that is timed: of the check, of the optimizer too, and one in turn with the others."""
+WARM_UP = 2
+"""Steps before the first that is timed: that of the check, and one in turn with the others."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class Cell:
     @property
     def text(self) -> str:
         return f"{self.label.text}, context {self.config.context:,}, {self.precision}"
+
+    @property
+    def reference(self) -> object:
+        """Cells for which this is the same are compared with the same step."""
+        return without_variants(self.label), self.config, self.checked_shape
 
     @property
     def checked_shape(self) -> tuple[int, int]:
@@ -147,20 +154,32 @@ def measure_group(cells: Sequence[Cell], references: dict[object, Row], folder: 
     machine: Row = {"threads": threads, "device": device, "seed": seed}
     workers = [Worker("step", {"label": cell.label.text, "config": to_dict(cell.config), "n_rows": cell.n_rows,
                                "precision": cell.precision, **machine}) for cell in cells]
+
+    def make_reference(cell: Cell) -> Row:
+        plain, (n_rows, n_tokens) = without_variants(cell.label), cell.checked_shape
+        progress(f"{plain.text}, context {cell.config.context:,}: eager float32, to compare with")
+        path = str(folder / f"{uuid.uuid4().hex}.pt")
+        return {"path": path, **in_own_process("reference", {
+            "label": plain.text, "config": to_dict(cell.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
+            **machine})}
+
+    def prepare(cell: Cell, worker: Worker) -> Row:
+        progress(f"{cell.text}: check and warm-up")
+        wanted = references[cell.reference]
+        return wanted if "failed" in wanted else worker.ask({"wanted": wanted})
+
     try:
-        answers: list[Row] = []
-        for i, (cell, worker) in enumerate(zip(cells, workers, strict=True)):
-            plain, (n_rows, n_tokens) = without_variants(cell.label), cell.checked_shape
-            key = (plain, cell.config, n_rows, n_tokens)
-            if key not in references:
-                progress(f"{plain.text}, context {cell.config.context:,}: eager float32, to compare with")
-                path = str(folder / f"{len(references)}.pt")
-                references[key] = {"path": path, **in_own_process("reference", {
-                    "label": plain.text, "config": to_dict(cell.config), "n_rows": n_rows, "n_tokens": n_tokens,
-                    "path": path, **machine})}
-            progress(f"{cell.text}: check and warm-up ({i + 1} of {len(cells)})")
-            wanted = references[key]
-            answers.append(wanted if "failed" in wanted else worker.ask({"wanted": wanted}))
+        missing = list({cell.reference: cell for cell in cells if cell.reference not in references}.values())
+        if cells[0] in missing:
+            references[cells[0].reference] = make_reference(cells[0])
+            del missing[0]
+        answers = [prepare(cells[0], workers[0])]
+        # What follows is not timed: on a processor with cores to spare, several at once where memory is ample.
+        ample = 4 * answers[0].get("above_import_mib", math.inf) * 2**20 < available_bytes()
+        at_once = max((os.cpu_count() or 1) // threads, 1) if device == "cpu" and ample else 1
+        with ThreadPoolExecutor(at_once) as pool:
+            references |= zip((cell.reference for cell in missing), pool.map(make_reference, missing), strict=True)
+            answers += pool.map(prepare, cells[1:], workers[1:])
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
         hold = device == "cpu" and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * available_bytes()
         if device == "cpu" and not hold:
@@ -242,14 +261,16 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
     watch = Stopwatch(on)
     with attention_backend(on):
         checked = check_step(model, fields, train, seed, wanted)
-        model.zero_grad(set_to_none=True)
-        release_memory(on)
-        forget_peak(on)
-        step()
+        if wanted["shape"] == [n_rows, fields.context]:
+            optimizer.step()
+        else:
+            step()
         watch.wait()
         ready = {"check": checked, "settings": settings, "n_parameters": sum(p.numel() for p in model.parameters()),
                  **memory()}
+        model.zero_grad(set_to_none=True)
         release_memory(on)
+        forget_peak(on)
         order = yield ready
         while True:
             for _ in range(order["warm"]):
