@@ -144,6 +144,7 @@ def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
     log_p_BTV = peer(ids_BT).log_softmax(-1)
     torch.testing.assert_close(losses, -log_p_BTV.gather(-1, ids_BT[..., None])[..., 0])
     step.check_causal(peer, torch.randint(64, (1, 40)))
+    assert not any(layer.shift_tokens for layer in peer.body.layers)  # work that FLASH has not
 
 
 def test_what_is_compiled(monkeypatch):
