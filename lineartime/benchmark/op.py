@@ -251,7 +251,7 @@ def compare(label: str, found: Inputs, expected: Inputs, limit: float) -> Row:
 def print_op(rows: Sequence[Row]) -> None:
     """Print `benchmark_op`'s rows as a table."""
     console, first = Console(highlight=False), rows[0]
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 120)
     console.print(f"{first['op']}, forward and backward, {what_is_timed(first)}; {first['repeats']} rounds, "
                   f"run {first['run']}", markup=False)
     made = table("implementation", "rows", "context", "ms", "quartiles", "memory MiB", "GFLOP/s", "error", width=20)

@@ -169,16 +169,15 @@ def measure_group(cells: Sequence[Cell], references: dict[object, Row], folder: 
         return wanted if "failed" in wanted else worker.ask({"wanted": wanted})
 
     try:
-        missing = list({cell.reference: cell for cell in cells if cell.reference not in references}.values())
-        if cells[0] in missing:
+        missing = {cell.reference: cell for cell in cells if cell.reference not in references}
+        if missing.pop(cells[0].reference, None):
             references[cells[0].reference] = make_reference(cells[0])
-            del missing[0]
         answers = [prepare(cells[0], workers[0])]
         # What follows is not timed: on a processor with cores to spare, several at once where memory is ample.
         ample = 4 * answers[0].get("above_import_mib", math.inf) * 2**20 < available_bytes()
         at_once = max((os.cpu_count() or 1) // threads, 1) if device == "cpu" and ample else 1
         with ThreadPoolExecutor(at_once) as pool:
-            references |= zip((cell.reference for cell in missing), pool.map(make_reference, missing), strict=True)
+            references |= zip(missing, pool.map(make_reference, missing.values()), strict=True)
             answers += pool.map(prepare, cells[1:], workers[1:])
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
         hold = device == "cpu" and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * available_bytes()
@@ -397,7 +396,7 @@ def step_cells(labels: Sequence[str], contexts: Sequence[int], precisions: Seque
 def print_step(rows: Sequence[Row]) -> None:
     """Print `benchmark_step`'s rows as tables, one for each run."""
     console = Console(highlight=False)
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 120)
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]
         first = mine[0]
