@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Names of `mallopt(3)`."""
 
 
@@ -13,21 +13,23 @@ def choose_settings(device: torch.device) -> dict[str, str]:
     """Choose float32 precision and the allocator's habits for `device`; returns what was chosen, for people and rows.
 
     float32 products stay float32 products: "high" would make them TF32 or sums of bfloat16 where the hardware has
-    those. On a CPU with glibc, memory that a step frees is kept for the next one: otherwise large tensors go back to
-    the system and each of their pages is cleared and mapped again, step after step."""
+    those. On a CPU with glibc, tensors of up to 32 MiB come from a heap that is kept: otherwise they go back to the
+    system when they are freed, and each of their pages is cleared and mapped again, step after step. Larger ones come
+    from the system and go back to it, for in a heap the holes between them would take more than they do."""
     torch.set_float32_matmul_precision("highest")
     chosen = {"float32_matmul": "highest"}
     if device.type == "cpu":
-        chosen["allocator"] = "keeps freed memory" if keep_freed_memory() else "as it is"
+        chosen["allocator"] = "keeps up to 32 MiB" if keep_freed_memory() else "as it is"
     return chosen
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to serve large tensors from its heap and never to shrink it; False where there is none."""
+    """Tell glibc's malloc to serve tensors of up to 32 MiB, the most it takes, from a heap that never shrinks; False
+    where there is no glibc."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    wanted = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 * 2**20))
+    wanted = ((M_MMAP_THRESHOLD, 32 * 2**20), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 * 2**20))
     return all([libc.mallopt(name, value) == 1 for name, value in wanted])
