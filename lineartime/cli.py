@@ -133,9 +133,10 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
         make_task = NextToken if config.model.causal else MaskedTokens
         task = make_task(config, open_split(data, "train"), open_split(data, "validation"))
         tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
+        where = ready_device(device)
         with TrainingBar(config) as bar:
             model = fit(run, new_model(config), task, documents={"tokenizer.json": tokenizer_json},
-                        device=pick_device(device), stop=stop, on_step=bar.show, warn=bar.warn)
+                        device=where, stop=stop, on_step=bar.show, warn=bar.warn)
         stop.check("the last step is saved; the same command evaluates")
         result = finish(run, model, data, stop)
         write_atomically(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
@@ -369,7 +370,7 @@ def finetune(
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
                       max_answer_tokens, negatives, epochs, given)
     with StopSignal().listening() as stop:
-        result = run_all(plan, pick_device(device), stop, Terminal())
+        result = run_all(plan, ready_device(device), stop, Terminal())
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
     best, overlap = result["best"], result["word_overlap"]
@@ -846,6 +847,15 @@ def whole_numbers(text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise UsageError("wrong value", text, "it takes whole numbers from 1, with commas")
     return numbers
+
+
+def ready_device(name: str | None) -> "torch.device":
+    """`pick_device`, with the process set up for it and a line that says how."""
+    from lineartime.machine import choose_settings
+
+    device = pick_device(name)
+    say(f"on {device.type}: " + ", ".join(f"{what} {how}" for what, how in choose_settings(device).items()))
+    return device
 
 
 def pick_device(name: str | None) -> "torch.device":
