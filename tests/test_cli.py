@@ -194,7 +194,9 @@ def test_benchmark_writes_a_row_per_measurement(tmp_path: Path, call: Call) -> N
                         "--set", "chunk_size=16", "--set", "vocab_size=50", "--json", tmp_path / "rows.jsonl")
     assert code == 0, err
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 and all(row["commit"] and row["command"] for row in rows)
+    assert {(row["model"], row["context_tokens"]) for row in rows} == {
+        (model, n) for model in ("flash", "transformer++") for n in (64, 128)}
+    assert all(row["commit"] and row["command"] for row in rows)
 
 
 def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
