@@ -326,7 +326,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     it is above the limit.
 
     Each parameter's gradient is measured against its own norm: new weights let attention contribute little, and what is
-    wrong with it would be lost in the whole. One that is nearly 0 is measured against 1e-7 of the whole norm; and that of
+    wrong with it would be lost in the whole. One that is nearly 0 is measured against 1e-9 of the whole; and that of
     a single number, a sum over all tokens that cancels, may be ten times as far off."""
     n_rows, n_tokens = wanted["shape"]
     task, limit = random_task(config, n_rows, n_tokens, seed), LIMITS[train.precision]
@@ -339,7 +339,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
         if name in expected:
             assert p.grad is not None
             difference, size = (x.double().norm().item() for x in (p.grad.cpu() - expected[name], expected[name]))
-            mine = difference / max(size, 1e-7 * norm) / (10 if p.numel() == 1 else 1)
+            mine = difference / max(size, 1e-9 * norm) / (10 if p.numel() == 1 else 1)
             if not mine <= error:
                 error, worst = mine, name
     if not error <= limit:
