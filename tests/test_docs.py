@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SOURCES = {path.name: path for folder in ("tests", "lineartime", "lineartime/ops")
            for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"}
 NAME = re.compile(r"`(\w+\.py):{1,2}([\w.]+)`")
