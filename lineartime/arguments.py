@@ -1,0 +1,59 @@
+"""What arguments of several verbs look like, and what they mean. Nothing heavy is imported before it is needed."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lineartime.errors import UsageError
+from lineartime.terminal import say
+
+if TYPE_CHECKING:
+    import torch
+
+Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
+                                                   help="Any field; `none` switches one off.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """`1e-4,7e-5` as numbers above 0."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value < 1 for value in values):
+        raise UsageError("wrong value", text, "it takes numbers between 0 and 1, with commas")
+    return values
+
+
+def whole_numbers(text: str) -> list[int]:
+    """`1024,2048` as numbers from 1."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UsageError("wrong value", text, "it takes whole numbers from 1, with commas")
+    return numbers
+
+
+def ready_device(name: str | None) -> "torch.device":
+    """`pick_device`, with the process set up for it and a line that says how."""
+    from lineartime.machine import choose_settings
+
+    device = pick_device(name)
+    say(f"on {device.type}: " + ", ".join(f"{what} {how}" for what, how in choose_settings(device).items()))
+    return device
+
+
+def pick_device(name: str | None) -> "torch.device":
+    """The device asked for, else cuda where there is one. Raises UsageError for one that is not there."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise UsageError("unknown device", name, "one of cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no such device here", name, "use --device cpu")
+    return torch.device(name)
