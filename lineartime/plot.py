@@ -162,6 +162,8 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
     loss by position in the document, at the shortest context and at the longest.
 
     files: label to what `lineartime evaluate --contexts` wrote. Raises DataError for anything else."""
+    from matplotlib.ticker import LogLocator
+
     uses = {label: read_context_use(path) for label, path in files.items()}
     colour = dict(zip(uses, itertools.cycle(COLOURS), strict=False))
     with drawing(out_png, width=12, height=4.8) as figure:
@@ -187,6 +189,7 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
             label_positions(axes)
             axes.set_xlabel(name)
             axes.legend(loc="best")
+        right.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
     return out_png
 
 

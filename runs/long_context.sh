@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A small FLASH trained on rows of 64K tokens of books, then the same held-out tokens scored with 512 to 262,144 tokens of their
-# book before them: does it use its context? docs/guides/long-context.md. About half an hour on one idle core, 3 GiB.
+# book before them: does it use its context? docs/guides/long-context.md. About half an hour on one core, 5 GiB.
 # usage: runs/long_context.sh BOOKS OUT     BOOKS: a folder with train/, validation/ and test/, one .txt per book
 # The two longest books of train/ are held out with those of test/: few books are long enough for the longest context.
 # Stopped and started again, it goes on.
