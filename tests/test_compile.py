@@ -21,7 +21,7 @@ MODELS = {
 
 
 def gradients(model, rows_BT, dtype):
-    """The loss and the gradients of all parameters by name, the products in `dtype`. Memory that is free is full of NaN:
+    """The loss and the gradients of all parameters by name, the products in `dtype`. What is free is full of NaN:
     compiled code that reads what nobody wrote has been seen."""
     model.zero_grad(set_to_none=True)
     freed = [torch.full((2**n,), math.nan) for n in range(12, 21) for _ in range(4)]
