@@ -38,7 +38,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def ready_device(name: str | None) -> "torch.device":
-    """`pick_device`, with the process set up for it and a line that says how."""
+    """`pick_device`, and a line that says what was chosen for it."""
     from lineartime.machine import choose_settings
 
     device = pick_device(name)
@@ -47,13 +47,16 @@ def ready_device(name: str | None) -> "torch.device":
 
 
 def pick_device(name: str | None) -> "torch.device":
-    """The device asked for, else cuda where there is one. Raises UsageError for one that is not there."""
+    """The device asked for, else cuda where there is one, with the process set up for it (see `machine`). Raises
+    UsageError for one that is not there."""
     import torch
 
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
+    from lineartime.machine import choose_settings
+
+    if name is not None and name not in ("cpu", "cuda"):
         raise UsageError("unknown device", name, "one of cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("no such device here", name, "use --device cpu")
-    return torch.device(name)
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    choose_settings(device)
+    return device
