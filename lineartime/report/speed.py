@@ -35,7 +35,9 @@ def speed_section(cells: Sequence[Cell], n_old: int = 0, *, shown: Sequence[str]
         if table.benchmark != "memory" and any(cell.peak_mib for cell in table.cells):
             parts.append(folded("Peak memory, MiB", value_table(table, memory_text)))
         if any(cell.row.get("mfu") for cell in table.cells):
-            parts.append(folded("Share of the peak rate that the model's own FLOPs take", value_table(table, mfu_text)))
+            heading = ("Share of the peak rate that the model's FLOPs take; causal squares are counted whole, and "
+                       "fused attention skips half of them")
+            parts.append(folded(heading, value_table(table, mfu_text)))
         if any(cell.row.get("state_bytes") for cell in table.cells):
             parts.append(folded("Decoding state, MiB", value_table(table, state_text)))
         parts.append(caption(table))
@@ -153,14 +155,16 @@ def ratio_table(table: Table) -> str:
                 if any(pairs) and pairs not in shown:
                     shown.append(pairs)
                     ahead = [table.unmatched(*pair) if pair and not variant else [] for pair in pairs]
-                    unmatched += [each for alone in ahead for each in alone if each not in unmatched]
+                    unmatched += [each for alone in ahead for each in alone]
                     lines.append([side_name(rival), dtype or "fastest of each", how,
                                   *(ratio_text(pair) + "\\*" * bool(alone)
                                     for pair, alone in zip(pairs, ahead, strict=True))])
     if not lines:
         return ""
     head = ["FLASH's speed over", "type", "how", *map(tokens, table.contexts)]
-    note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
+    note = ""
+    if unmatched:
+        note = f"\n\n\\* FLASH was measured {listed(list(dict.fromkeys(unmatched)))} too, the other was not."
     return markdown(head, without_repeats(lines)) + note
 
 
