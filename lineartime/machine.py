@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of `mallopt(3)`."""
 
 
@@ -31,5 +31,5 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    wanted = ((M_MMAP_THRESHOLD, 32 * 2**20), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 * 2**20))
+    wanted = ((M_MMAP_THRESHOLD, 32 * 2**20), (M_TRIM_THRESHOLD, 2**31 - 1))
     return all([libc.mallopt(name, value) == 1 for name, value in wanted])

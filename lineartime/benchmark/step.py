@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lineartime.benchmark.measure import (
@@ -159,7 +160,7 @@ def measure_group(cells: Sequence[Cell], references: dict[object, Row], folder: 
     def make_reference(cell: Cell) -> Row:
         plain, (n_rows, n_tokens) = without_variants(cell.label), cell.checked_shape
         progress(f"{plain.text}, context {cell.config.context:,}: eager float32, to compare with")
-        path = str(folder / f"{uuid.uuid4().hex}.pt")
+        path = str(folder / f"{uuid.uuid4().hex}.safetensors")
         return {"path": path, **in_own_process("reference", {
             "label": plain.text, "config": to_dict(cell.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
             **machine})}
@@ -305,7 +306,8 @@ def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int,
     away = abs(loss - math.log(fields.vocab_size))
     if away > NEAR_UNIFORM:
         raise NumericsError("the loss of new weights is far from ln V", f"{label}: by {away:.3f} nats")
-    torch.save({name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}, path)
+    gradients = {name: p.grad.cpu().contiguous() for name, p in model.named_parameters() if p.grad is not None}
+    save_file(gradients, path)
     yield {"loss": loss, "shape": [n_rows, n_tokens]}
 
 
@@ -334,7 +336,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     device = next(model.parameters()).device
     batch = [torch.from_numpy(part).to(device) for part in task.batch(0)]
     loss, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
-    expected = torch.load(wanted["path"], mmap=True)
+    expected = load_file(wanted["path"])
     error, worst = abs(loss - wanted["loss"]) / wanted["loss"], "the loss"
     for name, p in model.named_parameters():
         if name in expected:
