@@ -1,6 +1,7 @@
 """Settings of the process that speed depends on: chosen by the program, printed, and stored with every measurement."""
 
 import ctypes
+import resource
 import sys
 
 import torch
@@ -25,8 +26,8 @@ def choose_settings(device: torch.device) -> dict[str, str]:
 
 def keep_freed_memory() -> bool:
     """Tell glibc's malloc to serve tensors of up to 32 MiB, the most it takes, from a heap that never shrinks; False
-    where there is no glibc."""
-    if not sys.platform.startswith("linux"):
+    where there is no glibc, or where the process may have only so much memory (`ulimit -v`), in which holes count."""
+    if not sys.platform.startswith("linux") or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
