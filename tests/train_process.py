@@ -69,6 +69,8 @@ def with_memory(function, more):
 def do_train(arguments, folder, wait_at=None, memory=None):
     """The command line, with what it prints in the file `printed`, and in training at most `memory` more bytes."""
     if memory is not None:
+        # From the start, as `ulimit -v` would: `machine.choose_settings` asks whether memory is limited.
+        resource.setrlimit(resource.RLIMIT_AS, (2**46, resource.getrlimit(resource.RLIMIT_AS)[1]))
         train.fit = with_memory(train.fit, memory)
     printed = os.open(Path(folder) / "printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
