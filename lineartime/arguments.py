@@ -37,18 +37,9 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def ready_device(name: str | None) -> "torch.device":
-    """`pick_device`, and a line that says what was chosen for it."""
-    from lineartime.machine import choose_settings
-
-    device = pick_device(name)
-    say(f"on {device.type}: " + ", ".join(f"{what} {how}" for what, how in choose_settings(device).items()))
-    return device
-
-
-def pick_device(name: str | None) -> "torch.device":
-    """The device asked for, else cuda where there is one, with the process set up for it (see `machine`). Raises
-    UsageError for one that is not there."""
+def pick_device(name: str | None, *, tell: bool = False) -> "torch.device":
+    """The device asked for, else cuda where there is one, with the process set up for it (see `machine`); tell: a line
+    says how. Raises UsageError for one that is not there."""
     import torch
 
     from lineartime.machine import choose_settings
@@ -58,5 +49,7 @@ def pick_device(name: str | None) -> "torch.device":
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("no such device here", name, "use --device cpu")
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    choose_settings(device)
+    chosen = choose_settings(device)
+    if tell:
+        say(f"on {device.type}: " + ", ".join(f"{what} {how}" for what, how in chosen.items()))
     return device

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lineartime import cli_speed
-from lineartime.arguments import Device, Setting, numbers, pick_device, ready_device, whole_numbers
+from lineartime.arguments import Device, Setting, numbers, pick_device, whole_numbers
 from lineartime.config import PRESETS, RunConfig, model_config, parse_setting, run_config
 from lineartime.errors import LineartimeError, ResourceError, UsageError
 from lineartime.settings import read_toml
@@ -132,7 +132,7 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
         make_task = NextToken if config.model.causal else MaskedTokens
         task = make_task(config, open_split(data, "train"), open_split(data, "validation"))
         tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
-        where = ready_device(device)
+        where = pick_device(device, tell=True)
         with TrainingBar(config) as bar:
             model = fit(run, new_model(config), task, documents={"tokenizer.json": tokenizer_json},
                         device=where, stop=stop, on_step=bar.show, warn=bar.warn)
@@ -369,7 +369,7 @@ def finetune(
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
                       max_answer_tokens, negatives, epochs, given)
     with StopSignal().listening() as stop:
-        result = run_all(plan, ready_device(device), stop, Terminal())
+        result = run_all(plan, pick_device(device, tell=True), stop, Terminal())
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
     best, overlap = result["best"], result["word_overlap"]

@@ -1,13 +1,18 @@
 """The verbs that measure and report: `lineartime benchmark ...` and `lineartime report ...`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lineartime.arguments import Device, Setting, pick_device, whole_numbers
 from lineartime.config import PRESETS, ModelConfig
 from lineartime.terminal import note, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lineartime.benchmark.measure import Row
 
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
 Models = Annotated[list[str] | None, typer.Argument(help=f"Models: {', '.join(PRESETS)}.")]
@@ -40,15 +45,13 @@ def benchmark_decode(
     state is filled with random numbers."""
     configs = benchmark_configs(models or ["flash", "transformer++"], task, settings or [])
     contexts = whole_numbers(lengths)
-    from lineartime.benchmark import decode, measure
+    from lineartime.benchmark import decode
 
     measured = decode.benchmark_decode(configs, contexts, batch_size=batch, dtype=precision,
                                        quadratic_up_to=quadratic_up_to, read_up_to=read_up_to, repeats=repeats,
                                        threads=threads, device=pick_device(device).type, capture=capture,
                                        progress=note)
-    decode.print_decode(measured)
-    if rows is not None:
-        measure.append_rows(rows, measured)
+    shown_and_kept(decode.print_decode, rows)(measured)
 
 
 Labels = Annotated[list[str] | None, typer.Argument(
@@ -110,20 +113,15 @@ def measure_steps(labels: list[str], contexts: str, precision: str, tokens: int,
     from lineartime.benchmark.cells import read_cells, shaped_config
 
     fields = read_cells(cells).shape(shape) if shape else {}
-    from lineartime.benchmark import measure, peers, step
+    from lineartime.benchmark import peers, step
 
     chosen = step.step_cells(labels, lengths, precision.split(","), tokens=tokens,
                              config_of=lambda preset: shaped_config(preset, task, fields, settings))
     for cell in chosen:
         peers.check_installed(cell.label)
 
-    def on_rows(made: list[measure.Row]) -> None:
-        step.print_step(made)
-        if rows is not None:
-            measure.append_rows(rows, made)
-
     step.benchmark_step(chosen, repeats=repeats, threads=threads, device=pick_device(device).type, together=together,
-                        benchmark=benchmark, progress=note, on_rows=on_rows)
+                        benchmark=benchmark, progress=note, on_rows=shown_and_kept(step.print_step, rows))
 
 
 @benchmark.command("op")
@@ -153,18 +151,12 @@ def benchmark_op(
 
     fields = read_cells(cells).shape(shape) if shape else {}
     from lineartime.benchmark import op as ops
-    from lineartime.benchmark.measure import Row, append_rows
 
     config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
 
-    def on_rows(made: list[Row]) -> None:
-        ops.print_op(made)
-        if rows is not None:
-            append_rows(rows, made)
-
     ops.benchmark_op(op, [replace(config, context=n) for n in lengths], tokens=tokens, precisions=precision.split(","),
                      only=only or [], repeats=repeats, threads=threads, device=pick_device(device).type, progress=note,
-                     on_rows=on_rows)
+                     on_rows=shown_and_kept(ops.print_op, rows))
 
 
 @benchmark.command("run")
@@ -188,19 +180,15 @@ def benchmark_run(
     from lineartime.benchmark import measure, step
 
     where = pick_device(device).type
+    rows.parent.mkdir(parents=True, exist_ok=True)
     for table in tables:
         config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
         chosen = step.step_cells(table.labels, table.contexts, table.precision, tokens=table.tokens, name=table.name,
                                  longest=table.longest, config_of=config_of)
         note(f"{table.name}: {len(chosen)} cells")
 
-        def on_rows(made: list[measure.Row]) -> None:
-            step.print_step(made)
-            rows.parent.mkdir(parents=True, exist_ok=True)
-            measure.append_rows(rows, made)
-
         step.benchmark_step(chosen, repeats=table.repeats, threads=threads, device=where, together=table.together,
-                            benchmark=table.benchmark, progress=note, on_rows=on_rows,
+                            benchmark=table.benchmark, progress=note, on_rows=shown_and_kept(step.print_step, rows),
                             there=[] if again else measure.rows_of_commit(rows))
 
 
@@ -217,16 +205,12 @@ def benchmark_loss(
     rows: Rows = None,
 ) -> None:
     """Time and memory of the head and the loss: with all logits, without them, and PyTorch's own where it has it."""
-    from lineartime.benchmark import loss, measure
-
-    def on_rows(made: list[measure.Row]) -> None:
-        loss.print_loss(made)
-        if rows is not None:
-            measure.append_rows(rows, made)
+    from lineartime.benchmark import loss
 
     loss.benchmark_loss(vocab_size=vocab_size, d_model=d_model, tokens=tokens, many_tokens=many_tokens,
                         precisions=precision.split(","), repeats=repeats, threads=threads,
-                        device=pick_device(device).type, progress=note, on_rows=on_rows)
+                        device=pick_device(device).type, progress=note,
+                        on_rows=shown_and_kept(loss.print_loss, rows))
 
 
 @benchmark.command("read")
@@ -247,6 +231,18 @@ def benchmark_read(
     memory.print_read(measured)
     if rows is not None:
         measure.append_rows(rows, [measured])
+
+
+def shown_and_kept(show: "Callable[[Sequence[Row]], None]", path: Path | None) -> "Callable[[list[Row]], None]":
+    """What to do with rows as they come: print them, and write them to the file if there is one."""
+    from lineartime.benchmark.measure import append_rows
+
+    def on_rows(rows: "list[Row]") -> None:
+        show(rows)
+        if path is not None:
+            append_rows(path, rows)
+
+    return on_rows
 
 
 def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict[str, ModelConfig]:

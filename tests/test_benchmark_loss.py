@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lineartime.benchmark import loss as loss_module
-from lineartime.benchmark.loss import benchmark_loss, compare, counted_bytes, implementations, plain, print_loss
-from lineartime.benchmark.measure import provenance
+from lineartime.benchmark.loss import benchmark_loss, counted_bytes, implementations, plain, print_loss
+from lineartime.benchmark.measure import compare, provenance
 from lineartime.errors import NumericsError, UsageError
 from lineartime.ops.cross_entropy import linear_cross_entropy
 

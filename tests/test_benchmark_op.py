@@ -5,7 +5,8 @@ import torch
 
 from lineartime.benchmark import op as op_module
 from lineartime.benchmark.cells import shaped_config
-from lineartime.benchmark.op import MODEL_OF, OPS, Op, benchmark_op, compare, measure_op, print_op, value_and_gradients
+from lineartime.benchmark.measure import compare
+from lineartime.benchmark.op import MODEL_OF, OPS, Op, benchmark_op, measure_op, print_op, value_and_gradients
 from lineartime.config import to_dict
 from lineartime.errors import NumericsError, UsageError
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lineartime.benchmark.measure import Row, clock_of, peak_rss_bytes, provenance, spread
+from lineartime.benchmark.measure import Row, clock_of, peak_rss_bytes, provenance, spread, what_is_timed
 from lineartime.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
 from lineartime.captured import CapturedStep
 from lineartime.config import ModelConfig, to_dict
@@ -318,9 +318,7 @@ def speedups(rows: Sequence[Row]) -> list[tuple[str, str, int, float]]:
 def print_decode(rows: Sequence[Row]) -> None:
     """Print `benchmark_decode`'s rows as a table, how flat each model's are, and how they compare."""
     console, first = Console(highlight=False), rows[0]
-    timed = (first["gpu"] if first["device"] == "cuda" else
-             f"processor time, {first['threads']} thread{'s' if first['threads'] > 1 else ''}")
-    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {timed}:\n"
+    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {what_is_timed(first)}:\n"
                   f"averages over whole chunks ({first['block_tokens']} tokens, {first['repeats']} times), and the "
                   "slowest token.\nA filled context was never read: its state holds random numbers.",
                   markup=False)

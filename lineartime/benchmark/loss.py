@@ -3,6 +3,7 @@
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,13 @@ from lineartime.benchmark.measure import (
     Row,
     Stopwatch,
     available_bytes,
-    forget_peak,
+    compare,
     in_own_process,
-    peak_bytes,
+    peak_of,
     provenance,
-    release_memory,
-    rss_bytes,
     what_is_timed,
 )
-from lineartime.errors import NumericsError, ResourceError
+from lineartime.errors import ResourceError
 from lineartime.info import table
 from lineartime.layers import at_least_float32
 from lineartime.machine import choose_settings
@@ -111,8 +110,9 @@ def measure_loss(sizes: Sequence[int], many_tokens: int, precision: str, repeats
     found: dict[str, Row] = {}
     for name, loss in every.items():
         check = compare(name, losses_and_gradients(loss, [t.requires_grad_() for t in few[:3]] + few[3:], precision),
-                        expected, LIMITS[precision])
-        peak, above = peak_of(loss, inputs, precision)
+                        expected, LIMITS[precision], what=f"mean loss and gradients of {CHECKED_TOKENS} tokens",
+                        against="the plain loss")
+        peak, above = peak_of(partial(losses_and_gradients, loss, inputs, precision), on)
         many = counted_bytes(loss, [many_tokens, *head], precision)
         found[name] = {"check": check, "peak_mib": mib(peak), "above_import_mib": mib(above),
                        "counted_mib": mib(counted_bytes(loss, sizes, precision)),
@@ -129,7 +129,8 @@ def measure_loss(sizes: Sequence[int], many_tokens: int, precision: str, repeats
         counted, n_inputs = found[name]["many_tokens"]["counted_mib"], 4 * many_tokens * (head[1] + 2) / 2**20
         if counted is not None and (counted + n_inputs) * 2**20 < available_bytes() / 2 and name == "by chunks":
             many_inputs = random_inputs(many_tokens, *head, device=on)
-            found[name]["many_tokens"]["measured_mib"] = mib(peak_of(loss, many_inputs, precision)[1])
+            _, above = peak_of(partial(losses_and_gradients, loss, many_inputs, precision), on)
+            found[name]["many_tokens"]["measured_mib"] = mib(above)
     yield {"settings": settings, "found": found}
 
 
@@ -149,27 +150,6 @@ def losses_and_gradients(loss: Loss, inputs: Sequence[Tensor], precision: str) -
     gradients = torch.autograd.grad(mean, inputs[:3])
     return dict(zip(("loss", "gradient of x", "gradient of W", "gradient of b"), (mean.detach(), *gradients),
                     strict=True))
-
-
-def compare(name: str, found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> Row:
-    """A row's "check": the largest relative error. Raises NumericsError where it is above the limit."""
-    errors = {key: ((found[key].double() - t).norm() / t.norm()).item() for key, t in expected.items()}
-    worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-    if not errors[worst] <= limit:
-        raise NumericsError("not what the plain loss gives", f"{name}, {worst}: relative error {errors[worst]:.2g}, "
-                            f"the limit is {limit:.2g}")
-    return {"what": f"mean loss and gradients of {CHECKED_TOKENS} tokens against the plain loss in float64",
-            "error": errors[worst], "worst": worst, "limit": limit}
-
-
-def peak_of(loss: Loss, inputs: Sequence[Tensor], precision: str) -> tuple[int, int]:
-    """The most memory there was in one forward and backward pass: in all, and above what there was before."""
-    device = inputs[0].device
-    release_memory(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else rss_bytes() or peak_bytes(device)
-    forget_peak(device)
-    losses_and_gradients(loss, inputs, precision)
-    return peak_bytes(device), peak_bytes(device) - before
 
 
 class LiveBytes(TorchDispatchMode):
@@ -216,7 +196,8 @@ def print_loss(rows: Sequence[Row]) -> None:
     console, first = Console(highlight=False), rows[0]
     console.width = max(console.width, 120)
     console.print(f"Head and loss of {first['tokens_per_step']:,} tokens, vocabulary {first['vocab_size']:,}, width "
-                  f"{first['d_model']}, {what_is_timed(first)}; {first['repeats']} rounds, run {first['run']}",
+                  f"{first['d_model']}, {what_is_timed(first)}, {first['dtype']}; {first['repeats']} rounds, run "
+                  f"{first['run']}",
                   markup=False)
     many = first["many_tokens"]["tokens"]
     made = table("implementation", "ms", "quartiles", "of plain", "MiB", "counted", f"{many:,} counted", "measured",

@@ -17,14 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lineartime.errors import ResourceError
+from lineartime.errors import NumericsError, ResourceError
 from lineartime.machine import choose_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +146,27 @@ def release_memory(device: torch.device) -> None:
         libc.malloc_trim(0)
 
 
+def peak_of(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """The most memory there was while `work` was done: in all, and above what there was before."""
+    release_memory(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else rss_bytes() or peak_rss_bytes()
+    forget_peak(device)
+    work()
+    return peak_bytes(device), peak_bytes(device) - before
+
+
+def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float, *,
+            what: str = "output and gradients", against: str = "the definition") -> Row:
+    """A row's "check": the largest relative error of tensors by name against float64. Raises NumericsError where it is
+    above the limit, or no number."""
+    errors = {key: ((found[key].double() - x).norm() / x.norm()).item() for key, x in expected.items()}
+    worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
+    if not errors[worst] <= limit:
+        raise NumericsError(f"not what {against} gives", f"{label}, {worst}: relative error {errors[worst]:.2g}, "
+                            f"the limit is {limit:.2g}")
+    return {"what": f"{what} against {against} in float64", "error": errors[worst], "worst": worst, "limit": limit}
+
+
 def available_bytes() -> int:
     """Memory that processes can still have, swap left out."""
     try:
@@ -211,8 +233,8 @@ def clock_of(row: Row) -> str:
 
 def what_is_timed(row: Row) -> str:
     if row["device"] != "cpu":
-        return f"{row['gpu']}, {row['dtype']}"
-    return f"processor time, {row['threads']} thread{'s' if row['threads'] > 1 else ''}, {row['dtype']}"
+        return row["gpu"]
+    return f"processor time, {row['threads']} thread{'s' if row['threads'] > 1 else ''}"
 
 
 def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None) -> Iterator[Row]:

@@ -16,24 +16,21 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime import ops
+from lineartime.benchmark.loss import plain
 from lineartime.benchmark.measure import (
     Row,
     Stopwatch,
-    forget_peak,
+    compare,
     in_own_process,
-    peak_bytes,
     peak_flops,
-    peak_rss_bytes,
+    peak_of,
     provenance,
-    release_memory,
-    rss_bytes,
     what_is_timed,
 )
 from lineartime.benchmark.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
-from lineartime.errors import NumericsError, ResourceError
+from lineartime.errors import ResourceError
 from lineartime.info import table
-from lineartime.layers import at_least_float32
 from lineartime.machine import choose_settings
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.reference import linear_attention
@@ -116,13 +113,13 @@ def softmax(config: ModelConfig) -> dict[str, Implementation]:
 
 
 def cross_entropy(config: ModelConfig) -> dict[str, Implementation]:
-    def plain(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(at_least_float32(F.linear(x, weight, bias)), targets, reduction="none").mean()
+    def with_logits(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+        return plain(x, weight, bias, targets).mean()
 
     def by_chunks(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(x, weight, bias, targets).mean()
 
-    return {"plain": plain, "without logits": by_chunks}
+    return {"plain": with_logits, "without logits": by_chunks}
 
 
 OPS: dict[str, Op] = {
@@ -209,12 +206,9 @@ def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequen
         found = []
         for label, function in ((each, every[each]) for each in only or every):
             check = compare(label, value_and_gradients(function, inputs, cotangent), expected, LIMITS[precision])
-            release_memory(on)
-            before = torch.cuda.memory_allocated() if on.type == "cuda" else rss_bytes() or peak_rss_bytes()
-            forget_peak(on)
-            value_and_gradients(function, inputs, cotangent)
+            peak, above = peak_of(functools.partial(value_and_gradients, function, inputs, cotangent), on)
             found.append({"implementation": label, "check": check, "flops": counter.get_total_flops(),
-                          "peak_mib": peak_bytes(on) / 2**20, "above_import_mib": (peak_bytes(on) - before) / 2**20})
+                          "peak_mib": peak / 2**20, "above_import_mib": above / 2**20})
         watches = [Stopwatch(on) for _ in found]
         for repeat in range(repeats):
             for i in range(len(found))[:: -1 if repeat % 2 else 1]:
@@ -237,22 +231,12 @@ def value_and_gradients(function: Implementation, inputs: Inputs, cotangent: Ten
     return {"output": out.detach(), **{f"gradient of {key}": g for key, g in zip(wanted, gradients, strict=True)}}
 
 
-def compare(label: str, found: Inputs, expected: Inputs, limit: float) -> Row:
-    """A row's "check": the largest relative error. Raises NumericsError where it is above the limit."""
-    errors = {key: ((found[key].double() - x).norm() / x.norm()).item() for key, x in expected.items()}
-    worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-    if not errors[worst] <= limit:
-        raise NumericsError("not what the definition gives", f"{label}, {worst}: relative error {errors[worst]:.2g}, "
-                            f"the limit is {limit:.2g}")
-    return {"what": "output and gradients against the definition in float64", "error": errors[worst], "worst": worst,
-            "limit": limit}
-
-
 def print_op(rows: Sequence[Row]) -> None:
     """Print `benchmark_op`'s rows as a table."""
     console, first = Console(highlight=False), rows[0]
     console.width = max(console.width, 120)
-    console.print(f"{first['op']}, forward and backward, {what_is_timed(first)}; {first['repeats']} rounds, "
+    console.print(f"{first['op']}, forward and backward, {what_is_timed(first)}, {first['dtype']}; "
+                  f"{first['repeats']} rounds, "
                   f"run {first['run']}", markup=False)
     made = table("implementation", "rows", "context", "ms", "quartiles", "memory MiB", "GFLOP/s", "error", width=20)
     for row in rows:

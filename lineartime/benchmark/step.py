@@ -404,7 +404,8 @@ def print_step(rows: Sequence[Row]) -> None:
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]
         first = mine[0]
-        console.print(f"Training step, {what_is_timed(first)}; {first['repeats']} rounds, run {run}", markup=False)
+        console.print(f"Training step, {what_is_timed(first)}, {first['dtype']}; {first['repeats']} rounds, run {run}",
+                      markup=False)
         made = table("model", "parameters", "context", "tokens/s", "ms per step", "quartiles", "peak MiB",
                      "above import", "MFU", width=22)
         for row in mine:
