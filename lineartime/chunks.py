@@ -3,11 +3,11 @@
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime import ops
 from lineartime.layers import RelPosBias
+from lineartime.ops.reference import to_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +35,6 @@ def unfold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:
     if n_heads == 1:
         return x_BTF
     return x_BTF.unflatten(0, (-1, n_heads)).movedim(1, -2).flatten(-2)
-
-
-def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
-    """`[B, T, ...]` as `[B, G, C, ...]`, filled up at the end."""
-    missing = -x_BT.shape[1] % chunk_size
-    if missing:
-        x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
-    return x_BT.unflatten(1, (-1, chunk_size))
 
 
 def bias_reach(chunk_size: int, overlap: bool) -> int:

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from lineartime import ops
 from lineartime.cache import ChunkState, Feed, KeyValueCache, NewToken, PrefixState, RowCache, with_room
-from lineartime.chunks import Chunking, to_chunks
+from lineartime.chunks import Chunking
 from lineartime.layers import RelPosBias, at_least_float32
 from lineartime.ops.baselines import prefix_read, relu_features, with_ones
-from lineartime.ops.reference import attention_weights, carried_states, chunk_means, read_states, score_scale
+from lineartime.ops.reference import (
+    attention_weights,
+    carried_states,
+    chunk_means,
+    read_states,
+    score_scale,
+    to_chunks,
+)
 
 WeighChunks = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The learned weight of chunks: summaries of queries `[B, P, S]` and keys `[B, L, S]` and the distance from the one to

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache
-from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, to_chunks, unfold_heads
+from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, unfold_heads
 from lineartime.decoding import empty_chunk_state, extend_chunks, extend_row
 from lineartime.layers import (
     ACTIVATIONS,
@@ -21,7 +21,7 @@ from lineartime.layers import (
     rope,
     rotary,
 )
-from lineartime.ops.reference import learned_chunk_weights
+from lineartime.ops.reference import learned_chunk_weights, to_chunks
 
 CHUNK_BIAS_LEN = 512
 """The n of the position bias between chunks: the rotated form, which has no last chunk."""

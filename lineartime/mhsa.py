@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache, PrefixState, RowCache
-from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, to_chunks, unfold_heads
+from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, unfold_heads
 from lineartime.decoding import (
     empty_chunk_state,
     extend_chunks,
@@ -29,6 +29,7 @@ from lineartime.layers import (
     rope,
     rotary,
 )
+from lineartime.ops.reference import to_chunks
 
 
 class MultiHeadAttention(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.layers import at_least_float32
+from lineartime.layers import at_least_float32, rope
 
 SCAN_BLOCK = 32
 """Chunks whose sums are one matrix product."""
@@ -18,6 +18,14 @@ def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
     """b[i, j] = w[j - i + n_queries - 1] as a matrix `[n_queries, n_keys]`, square by default."""
     n_keys = n_keys or n_queries
     return w[: n_queries - 1 + n_keys].unfold(0, n_keys, 1).flip(0)
+
+
+def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
+    """`[B, T, ...]` as `[B, G, C, ...]`, filled up at the end."""
+    missing = -x_BT.shape[1] % chunk_size
+    if missing:
+        x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
+    return x_BT.unflatten(1, (-1, chunk_size))
 
 
 def one_document(x_BGC: Tensor) -> Tensor:
@@ -291,3 +299,46 @@ def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: 
         lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
                                           segment_ids_BGC=segment_ids_BGC)
     return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
+
+
+def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """Heads from one base by scales and offsets (Eq. 5), each turned by its position (Code 3): heads_NBTS.
+
+    sin, cos: `[1 or B, T, S / 2]`."""
+    made_NBTS = z_BTS * gamma_NS[:, None, None] + beta_NS[:, None, None]
+    return rope(made_NBTS, sin, cos).to(z_BTS.dtype)
+
+
+def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+                              *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None) -> Tensor:
+    """A FLASH-Quad layer between its two projections (Code 6): silu, q and k from z, u * (relu(q k^T / n + b)^2 v).
+
+    uvz_BTF: u, v and z side by side, as the projection gives them, F = 2 E + S. gamma_2S, beta_2S: scale and offset of
+    q and of k. sin, cos: see `make_heads`. w: `[2 T - 1]`, see `toeplitz`. scale_len: n. Returns `[B, T, E]`."""
+    s = gamma_2S.shape[-1]
+    e = (uvz_BTF.shape[-1] - s) // 2
+    u_BTE, v_BTE, z_BTS = F.silu(uvz_BTF).split([e, e, s], dim=-1)
+    q_BTS, k_BTS = make_heads(z_BTS, gamma_2S, beta_2S, sin, cos)
+    segment_ids_B1T = None if segment_ids_BT is None else segment_ids_BT[:, None]
+    return u_BTE * quadratic_attention(q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], w, scale_len=scale_len,
+                                       causal=causal, segment_ids_BGC=segment_ids_B1T)[:, 0]
+
+
+def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
+                          chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
+                          pooling: str = "mean") -> Tensor:
+    """A FLASH layer between its two projections (Code 8): silu, four heads from z, u * (mixed chunk attention of v).
+
+    gamma_4S, beta_4S: scale and offset of q and k of the quadratic part, then of the linear part. w: `[2 C - 1]`, see
+    `toeplitz`. The rest as in `gated_quadratic_attention`, n is the chunk size. Returns `[B, T, E]`."""
+    s = gamma_4S.shape[-1]
+    e = (uvz_BTF.shape[-1] - s) // 2
+    u_BTE, v_BTE, z_BTS = F.silu(uvz_BTF).split([e, e, s], dim=-1)
+    if segment_ids_BT is None:
+        segment_ids_BT = torch.zeros(uvz_BTF.shape[:2], dtype=torch.long, device=uvz_BTF.device)
+    heads = [to_chunks(head_BTS, chunk_size) for head_BTS in make_heads(z_BTS, gamma_4S, beta_4S, sin, cos)]
+    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = heads
+    out_BGCE = mixed_chunk_attention(
+        q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
+        causal=causal, segment_ids_BGC=to_chunks(segment_ids_BT, chunk_size, fill=-1), pooling=pooling)
+    return u_BTE * out_BGCE.flatten(1, 2)[:, : u_BTE.shape[1]]

@@ -1,0 +1,107 @@
+"""What the kernels share: heads made from their base, scores and masks of a tile, sums along diagonals.
+
+A kernel is a program that runs once per tile of its output, all of them side by side. Letters as everywhere; a trailing
+1 or 2 marks the first or the second half of the 128 dimensions of a head, which RoPE turns against one another: a
+product over a head is the sum of two products over halves. Numbers are float32 between a load and a product, and in the
+inputs' type when they enter one; products add up in float32.
+"""
+
+import triton
+import triton.language as tl
+
+HALF: tl.constexpr = tl.constexpr(64)
+"""Half of `query_key_dim`, which is 128 wherever the kernels run."""
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b. Float32 is multiplied as float32, not as the shorter type of the matrix units."""
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def silu_slope(x):
+    """The derivative of silu."""
+    s = tl.sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def load_base(z_row, token, n_tokens, F):
+    """silu of z's two halves for the tokens of a row, 0 past its end. z_row: where z of the row's first token is."""
+    at = z_row + token[:, None].to(tl.int64) * F + tl.arange(0, HALF)[None, :]
+    there = token[:, None] < n_tokens
+    z1 = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    z2 = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    return silu(z1), silu(z2)
+
+
+@triton.jit
+def load_angles(sin_row, cos_row, token, n_tokens):
+    """sin and cos of the tokens' positions."""
+    at = token[:, None].to(tl.int64) * HALF + tl.arange(0, HALF)[None, :]
+    there = token[:, None] < n_tokens
+    sin = tl.load(sin_row + at, mask=there, other=0.0).to(tl.float32)
+    return sin, tl.load(cos_row + at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def make_head(z1, z2, gamma, beta, head, sin, cos, kind: tl.constexpr):
+    """One head (Eq. 5 and Code 3): scale, offset and turn of z, by halves and in type `kind`."""
+    at = head * 2 * HALF + tl.arange(0, HALF)
+    x1 = z1 * tl.load(gamma + at).to(tl.float32)[None, :] + tl.load(beta + at).to(tl.float32)[None, :]
+    x2 = z2 * tl.load(gamma + at + HALF).to(tl.float32)[None, :] + tl.load(beta + at + HALF).to(tl.float32)[None, :]
+    return (x1 * cos - x2 * sin).to(kind), (x2 * cos + x1 * sin).to(kind)
+
+
+@triton.jit
+def visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """True where a query sees a key: not past the row's end, not later when causal, and of its document.
+
+    query, key: indices in the row, one as a column and the other as a row; documents likewise, -1 for padding."""
+    visible = (query < n_tokens) & (key < n_tokens)
+    if CAUSAL:
+        visible = visible & (key <= query)
+    if DOCUMENTS:
+        visible = visible & (query_document == key_document) & (key_document >= 0)
+    return visible
+
+
+@triton.jit
+def relu_tile(a1, a2, b1, b2, w, distance, visible, scale):
+    """relu(a b^T * scale + bias) where visible, else 0: its square is the weight, twice it the square's slope.
+
+    a, b: halves of queries and of keys, or the other way round. w: where the bias of distance 0 is. distance: key minus
+    query, which is never looked up where it is not visible."""
+    score = dot(a2, tl.trans(b2), dot(a1, tl.trans(b1), None))
+    score = score * scale + tl.load(w + distance, mask=visible, other=0.0).to(tl.float32)
+    return tl.where(visible, tl.maximum(score, 0.0), 0.0)
+
+
+@triton.jit
+def load_rows(x_row, token, column, n_tokens, width, stride):
+    """A tile of rows `token` and columns `column`, 0 past the row's end and past its width."""
+    there = (token[:, None] < n_tokens) & (column[None, :] < width)
+    return tl.load(x_row + token[:, None].to(tl.int64) * stride + column[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def store_rows(x_row, token, column, n_tokens, width, stride, tile):
+    """The inverse of `load_rows`."""
+    there = (token[:, None] < n_tokens) & (column[None, :] < width)
+    tl.store(x_row + token[:, None].to(tl.int64) * stride + column[None, :], tile.to(x_row.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def diagonal_sums(tile, N_ROWS: tl.constexpr, N_COLUMNS: tl.constexpr, N_SUMS: tl.constexpr):
+    """Sums along the diagonals of a tile: entry d is that of column - row = d - (N_ROWS - 1), 0 where there is none.
+
+    N_SUMS: a power of two, N_ROWS + N_COLUMNS - 1 at least. Each row is shifted so that diagonals become columns."""
+    column = tl.arange(0, N_ROWS)[:, None] + tl.arange(0, N_SUMS)[None, :] - (N_ROWS - 1)
+    there = (column >= 0) & (column < N_COLUMNS)
+    return tl.sum(tl.where(there, tl.gather(tile, tl.where(there, column, 0), 1), 0.0), 0)
