@@ -94,7 +94,8 @@ def load_rows(x_row, token, column, n_tokens, width, stride):
 def store_rows(x_row, token, column, n_tokens, width, stride, tile):
     """The inverse of `load_rows`."""
     there = (token[:, None] < n_tokens) & (column[None, :] < width)
-    tl.store(x_row + token[:, None].to(tl.int64) * stride + column[None, :], tile.to(x_row.dtype.element_ty), mask=there)
+    at = x_row + token[:, None].to(tl.int64) * stride + column[None, :]
+    tl.store(at, tile.to(x_row.dtype.element_ty), mask=there)
 
 
 @triton.jit
