@@ -1,4 +1,5 @@
 PYTHON ?= python3
+TRITON = triton==3.6.0; sys_platform == "linux"
 TOO_OLD = error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) -V 2>/dev/null || echo missing); name another with make PYTHON=...
 
 help:
@@ -39,6 +40,8 @@ env: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(TOO_OLD)" >&2; exit 1; }
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
 	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,peers]'
+	@.venv/bin/python -c 'import triton' 2>/dev/null || \
+		.venv/bin/python -m pip install --disable-pip-version-check --no-input '$(TRITON)'
 	@touch $@
 
 clean:
