@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.layers import at_least_float32, rope
+from lineartime.ops.cross_entropy import product_type
 
 SCAN_BLOCK = 32
 """Chunks whose sums are one matrix product."""
@@ -342,3 +343,20 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
         causal=causal, segment_ids_BGC=to_chunks(segment_ids_BT, chunk_size, fill=-1), pooling=pooling)
     return u_BTE * out_BGCE.flatten(1, 2)[:, : u_BTE.shape[1]]
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
+             eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """x + delta, or x itself without one, and the norm of it over its last axis (Code 5).
+
+    x, delta: `[..., D]`. weight `[D]` with bias `[D]` is LayerNorm; a scalar weight without bias is `layers.ScaleNorm`.
+    The sum has the type in which torch adds the two. The norm is taken in float32 at least and returned in the type of
+    products: the sum's own, or that of autocast, to which a linear layer would cast it anyhow."""
+    total = x if delta is None else x + delta
+    kind = torch.promote_types(total.dtype, weight.dtype)
+    if bias is not None:
+        normed = F.layer_norm(total.to(kind), weight.shape, weight.to(kind), bias.to(kind), eps)
+    else:
+        wide = at_least_float32(total)
+        normed = weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return total, normed.to(product_type(total))
