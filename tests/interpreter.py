@@ -1,11 +1,17 @@
 """Triton's kernels on a processor: its interpreter, made to round and multiply bfloat16 as a GPU does."""
 
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
 import numpy as np
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+del os.environ["TRITON_INTERPRET"]  # not for the processes that tests start
 triton.knobs.runtime.interpret = True
+assert isinstance(tl.zeros, interpreter.InterpretedFunction), "Triton was imported before: import this first"
 
 
 def as_float32(handle: interpreter.TensorHandle) -> np.ndarray:
@@ -23,7 +29,8 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def mend() -> None:
-    """The interpreter truncates to bfloat16, and multiplies matrices of its bit patterns."""
+    """The interpreter truncates to bfloat16, multiplies matrices of its bit patterns, and counts loops in a way that
+    NumPy no longer takes."""
     builder = interpreter.InterpreterBuilder
     cast, convert, dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
 
@@ -42,6 +49,13 @@ def mend() -> None:
             return dot(self, a, b, acc, *rest)
         return interpreter.TensorHandle(np.matmul(as_float32(a), as_float32(b)) + acc.data, acc.dtype.scalar)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
     builder.cast_impl, builder.create_dot = to_bfloat16_or(cast), multiply
     builder.create_fp_to_fp = to_bfloat16_or(convert)
 

@@ -1,0 +1,203 @@
+"""The residual addition and the norm behind it in one kernel, and its gradient in another.
+
+The definition is `reference.add_norm`. Both kernels wait for memory and for nothing else: forward reads what is added
+and writes the sum and its norm, backward reads the gradients of these two and the sum, and writes one gradient.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineartime.ops.cross_entropy import product_type
+
+MAX_WIDTH = 8192
+"""The widest row: a program holds whole rows in registers."""
+
+TILE = 4096
+"""Numbers in a tile of rows, but for rows that are longer."""
+
+MAX_PROGRAMS = 512
+"""Programs of the backward kernel: each adds up a share of the weight's gradient, torch the shares. One number for all
+devices, so that sums are taken in one order everywhere."""
+
+
+@triton.jit
+def tile_of_rows(start, n_rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the numbers of ROWS rows from `start` on are, which are there, and the rows themselves."""
+    row, column = start + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at = row[:, None].to(tl.int64) * D + column[None, :]
+    return at, (row[:, None] < n_rows) & (column[None, :] < D), row
+
+
+@triton.jit
+def add_norm_rows(x, delta, weight, bias, total, normed, stats, n_rows, D, eps, ROWS: tl.constexpr,
+                  BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER_NORM: tl.constexpr):
+    """A program takes ROWS rows. stats: 1 / root of the variance, then the mean, which ScaleNorm takes for 0."""
+    at, there, row = tile_of_rows(tl.program_id(0) * ROWS, n_rows, D, ROWS, BLOCK)
+    wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        # The norm is that of the sum as it is kept, which is all that backward has.
+        kept = (wide + tl.load(delta + at, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, kept, mask=there)
+        wide = kept.to(tl.float32)
+    if LAYER_NORM:
+        mean = tl.sum(wide, 1) / D
+        tl.store(stats + n_rows + row, mean, mask=row < n_rows)
+        wide = tl.where(there, wide - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+    tl.store(stats + row, rstd, mask=row < n_rows)
+    out = wide * rstd[:, None]
+    if LAYER_NORM:
+        column = tl.arange(0, BLOCK)
+        out *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    else:
+        out *= tl.load(weight).to(tl.float32)
+    tl.store(normed + at, out.to(normed.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def add_norm_rows_backward(dnormed, dtotal, total, weight, stats, dx, ddelta, sums, n_rows, n_tiles_each, D,
+                           ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TWO_TYPES: tl.constexpr,
+                           LAYER_NORM: tl.constexpr):
+    """A program takes `n_tiles_each` tiles of rows and adds up their share of the weight's gradient, then of the bias's."""
+    program, n_programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    if LAYER_NORM:
+        gain = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    else:
+        gain = tl.load(weight).to(tl.float32)
+    dweight, dbias = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(n_tiles_each):
+        at, there, row = tile_of_rows((program * n_tiles_each + tile) * ROWS, n_rows, D, ROWS, BLOCK)
+        d = tl.load(dnormed + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(total + at, mask=there, other=0.0).to(tl.float32)
+        rstd = tl.load(stats + row, mask=row < n_rows, other=0.0)[:, None]
+        if LAYER_NORM:
+            x -= tl.load(stats + n_rows + row, mask=row < n_rows, other=0.0)[:, None]
+        x *= rstd
+        dweight += d * x
+        dbias += d
+        d *= gain
+        back = d - x * (tl.sum(d * x, 1) / D)[:, None]
+        if LAYER_NORM:
+            back -= (tl.sum(d, 1) / D)[:, None]
+        back *= rstd
+        if ADD:
+            back += tl.load(dtotal + at, mask=there, other=0.0).to(tl.float32)
+        tl.store(dx + at, back.to(dx.dtype.element_ty), mask=there)
+        if TWO_TYPES:
+            tl.store(ddelta + at, back.to(ddelta.dtype.element_ty), mask=there)
+    if LAYER_NORM:
+        tl.store(sums + program.to(tl.int64) * D + column, tl.sum(dweight, 0), mask=column < D)
+        tl.store(sums + (n_programs + program).to(tl.int64) * D + column, tl.sum(dbias, 0), mask=column < D)
+    else:
+        tl.store(sums + program, tl.sum(tl.sum(dweight, 1), 0))
+
+
+def tile_for(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and its warps, for rows of `width` numbers."""
+    block = max(triton.next_power_of_2(width), 16)
+    rows = max(TILE // block, 1)
+    return rows, block, max(rows * block // 512, 1)
+
+
+def forward(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None, normed_type: torch.dtype,
+            eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum (empty without delta), its norm, and the rows' numbers that backward needs."""
+    n_rows, width = x_ND.shape
+    rows, block, num_warps = tile_for(width)
+    total_ND, normed_ND, stats_KN = empty_outputs(x_ND, delta_ND, weight, bias, normed_type, eps)
+    add_norm_rows[(triton.cdiv(n_rows, rows),)](
+        x_ND, x_ND if delta_ND is None else delta_ND, weight, weight if bias is None else bias, total_ND, normed_ND,
+        stats_KN, n_rows, width, eps, rows, block, delta_ND is not None, bias is not None, num_warps=num_warps)
+    return total_ND, normed_ND, stats_KN
+
+
+def empty_outputs(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None,
+                  normed_type: torch.dtype, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What `forward` fills."""
+    total_ND = x_ND.new_empty(x_ND.shape if delta_ND is not None else 0)
+    stats_KN = x_ND.new_empty(1 if bias is None else 2, len(x_ND), dtype=torch.float32)
+    return total_ND, x_ND.new_empty(x_ND.shape, dtype=normed_type), stats_KN
+
+
+def backward(dnormed_ND: Tensor, dtotal_ND: Tensor | None, total_ND: Tensor, weight: Tensor, stats_KN: Tensor,
+             delta_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x, the same in delta's type (empty if that is x's), and those of weight and bias in one."""
+    n_rows, width = total_ND.shape
+    rows, block, num_warps = tile_for(width)
+    n_tiles = triton.cdiv(n_rows, rows)
+    n_tiles_each = max(triton.cdiv(n_tiles, MAX_PROGRAMS), 1)
+    n_programs = max(triton.cdiv(n_tiles, n_tiles_each), 1)
+    dx_ND, ddelta_ND, dgains = empty_gradients(dnormed_ND, dtotal_ND, total_ND, weight, stats_KN, delta_type)
+    layer_norm, two_types = len(stats_KN) == 2, len(ddelta_ND) > 0
+    sums = stats_KN.new_empty(len(dgains), n_programs, *weight.shape)
+    add_norm_rows_backward[(n_programs,)](
+        dnormed_ND, total_ND if dtotal_ND is None else dtotal_ND, total_ND, weight, stats_KN, dx_ND, ddelta_ND, sums,
+        n_rows, n_tiles_each, width, rows, block, dtotal_ND is not None, two_types, layer_norm, num_warps=num_warps)
+    torch.sum(sums, 1, out=dgains)
+    return dx_ND, ddelta_ND, dgains
+
+
+def empty_gradients(dnormed_ND: Tensor, dtotal_ND: Tensor | None, total_ND: Tensor, weight: Tensor, stats_KN: Tensor,
+                    delta_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What `backward` fills."""
+    ddelta_ND = total_ND.new_empty(0 if delta_type == total_ND.dtype else total_ND.shape, dtype=delta_type)
+    return torch.empty_like(total_ND), ddelta_ND, stats_KN.new_empty(len(stats_KN), *weight.shape)
+
+
+add_norm_forward = torch.library.custom_op("lineartime::add_norm", forward, mutates_args=())
+add_norm_forward.register_fake(empty_outputs)
+add_norm_backward = torch.library.custom_op("lineartime::add_norm_backward", backward, mutates_args=())
+add_norm_backward.register_fake(empty_gradients)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x_ND, delta_ND, weight, bias, _, _ = inputs
+    total_ND, _, stats_KN = output
+    ctx.save_for_backward(x_ND if delta_ND is None else total_ND, weight, stats_KN)
+    ctx.delta_type, ctx.bias_type = None if delta_ND is None else delta_ND.dtype, None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+def gradients(ctx: Any, dtotal_ND: Tensor | None, dnormed_ND: Tensor | None,
+              dstats_KN: Tensor | None) -> tuple[Tensor | None, ...]:
+    total_ND, weight, stats_KN = ctx.saved_tensors
+    if dnormed_ND is None:
+        return dtotal_ND, None if dtotal_ND is None else dtotal_ND.to(ctx.delta_type), None, None, None, None
+    delta_type = ctx.delta_type or total_ND.dtype
+    dx_ND, ddelta_ND, dgains = add_norm_backward(
+        dnormed_ND.contiguous(), None if dtotal_ND is None or ctx.delta_type is None else dtotal_ND.contiguous(),
+        total_ND, weight, stats_KN, delta_type)
+    ddelta_ND = dx_ND if delta_type == total_ND.dtype else ddelta_ND
+    return (dx_ND, None if ctx.delta_type is None else ddelta_ND, dgains[0].to(weight.dtype),
+            None if ctx.bias_type is None else dgains[1].to(ctx.bias_type), None, None)
+
+
+add_norm_forward.register_autograd(gradients, setup_context=keep)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
+             eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """`reference.add_norm` in one kernel: x + delta, or x itself without one, and the norm of it over its last axis.
+
+    x, delta: `[..., D]` of float32, bfloat16 or float16, D at most `MAX_WIDTH`. The sum, and the norm outside of
+    autocast, have x's type (that of both, as torch adds them, where delta's is the wider one). Under autocast the
+    residual stream is float32 and layers cast what they multiply: there the norm is returned in autocast's type, which
+    saves the cast, and the gradient of a shorter delta is written in delta's type by the same kernel. Without delta
+    the gradients of x as a stream and of its norm are added by autograd. Sums are taken in a fixed order; there is no
+    second derivative."""
+    width = x.shape[-1]
+    if width > MAX_WIDTH:
+        raise ValueError(f"a row of {width} numbers; the kernel takes {MAX_WIDTH}")
+    if delta is not None:
+        x = x.to(torch.promote_types(x.dtype, delta.dtype))
+        delta = delta.expand_as(x).reshape(-1, width).contiguous()
+    total_ND, normed_ND, _ = add_norm_forward(
+        x.reshape(-1, width).contiguous(), delta, weight.contiguous(), None if bias is None else bias.contiguous(),
+        product_type(x), eps)
+    return x if delta is None else total_ND.view(x.shape), normed_ND.view(x.shape)
