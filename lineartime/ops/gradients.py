@@ -63,7 +63,7 @@ def score_gradients_kernel(uvz, own_values, other_values, gamma, beta, sin, cos,
     z1, z2 = load_base(z_row, own, n_tokens, F)
     sin_tile, cos_tile = load_angles(sin_row, cos_row, own, n_tokens)
     own1, own2 = make_head(z1, z2, gamma, beta, own_head, sin_tile, cos_tile, kind)
-    own_document = None
+    own_document = own
     if DOCUMENTS:
         own_document = tl.load(documents + first + own, mask=own < n_tokens, other=-1)
     d1 = tl.zeros([BM, HALF], tl.float32)
@@ -85,21 +85,17 @@ def score_gradients_kernel(uvz, own_values, other_values, gamma, beta, sin, cos,
             column = e + tl.arange(0, BE)
             x = load_rows(own_row, own, column, n_tokens, E, E)
             dweight = dot(x, tl.trans(load_rows(other_row, other, column, n_tokens, E, E)), dweight)
-        z1, z2 = load_base(z_row, other, n_tokens, F)
-        sin_tile, cos_tile = load_angles(sin_row, cos_row, other, n_tokens)
-        other1, other2 = make_head(z1, z2, gamma, beta, 1 - own_head, sin_tile, cos_tile, kind)
-        other_document = None
+        y1, y2 = load_base(z_row, other, n_tokens, F)
+        other_sin, other_cos = load_angles(sin_row, cos_row, other, n_tokens)
+        other1, other2 = make_head(y1, y2, gamma, beta, 1 - own_head, other_sin, other_cos, kind)
+        other_document = other
         if DOCUMENTS:
-            other_document = tl.load(documents + first + other, mask=other < n_tokens, other=-1)[None, :]
-        if OF_QUERIES:
-            visible = visible_tile(own[:, None], other[None, :], own_document[:, None] if DOCUMENTS else None,
-                                   other_document, n_tokens, CAUSAL, DOCUMENTS)
-            distance = other[None, :] - own[:, None]
-        else:
-            visible = visible_tile(other[None, :], own[:, None], other_document,
-                                   own_document[:, None] if DOCUMENTS else None, n_tokens, CAUSAL, DOCUMENTS)
-            distance = own[:, None] - other[None, :]
-        relu = relu_tile(own1, own2, other1, other2, w + row_len - 1, distance, visible, scale)
+            other_document = tl.load(documents + first + other, mask=other < n_tokens, other=-1)
+        query, key = (own[:, None], other[None, :]) if OF_QUERIES else (other[None, :], own[:, None])
+        query_document = own_document[:, None] if OF_QUERIES else other_document[None, :]
+        key_document = other_document[None, :] if OF_QUERIES else own_document[:, None]
+        visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
+        relu = relu_tile(own1, own2, other1, other2, w + row_len - 1, key - query, visible, scale)
         dscore = 2.0 * relu * dweight
         if OF_QUERIES:
             n_others = tl.cdiv(row_len, BN)
@@ -108,12 +104,11 @@ def score_gradients_kernel(uvz, own_values, other_values, gamma, beta, sin, cos,
         d1 = dot(dscore.to(kind), other1, d1)
         d2 = dot(dscore.to(kind), other2, d2)
         if LINEAR:
-            query = own[:, None] if OF_QUERIES else other[None, :]
             share = tl.load(each + first + query, mask=query < n_tokens, other=0.0)
             dlinear = tl.where(visible, dweight * share, 0.0).to(kind)
-            other1, other2 = make_head(z1, z2, gamma, beta, 3 - own_head, sin_tile, cos_tile, kind)
-            l1 = dot(dlinear, other1, l1)
-            l2 = dot(dlinear, other2, l2)
+            linear1, linear2 = make_head(y1, y2, gamma, beta, 3 - own_head, other_sin, other_cos, kind)
+            l1 = dot(dlinear, linear1, l1)
+            l2 = dot(dlinear, linear2, l2)
 
     column = tl.arange(0, HALF)
     per_head = tl.num_programs(1).to(tl.int64) * T * 2 * HALF
