@@ -16,7 +16,7 @@ from lineartime.ops.cross_entropy import product_type
 MAX_WIDTH = 8192
 """The widest row: a program holds whole rows in registers."""
 
-TILE = 4096
+TILE = 2048
 """Numbers in a tile of rows, but for rows that are longer."""
 
 MAX_PROGRAMS = 512
@@ -25,18 +25,18 @@ devices, so that sums are taken in one order everywhere."""
 
 
 @triton.jit
-def tile_of_rows(start, n_rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the numbers of ROWS rows from `start` on are, which are there, and the rows themselves."""
-    row, column = start + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+def tile_of_rows(start, n_rows, D, BR: tl.constexpr, BD: tl.constexpr):
+    """Where the numbers of BR rows from `start` on are, which are there, and the rows themselves."""
+    row, column = start + tl.arange(0, BR), tl.arange(0, BD)
     at = row[:, None].to(tl.int64) * D + column[None, :]
     return at, (row[:, None] < n_rows) & (column[None, :] < D), row
 
 
 @triton.jit
-def add_norm_rows(x, delta, weight, bias, total, normed, stats, n_rows, D, eps, ROWS: tl.constexpr,
-                  BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER_NORM: tl.constexpr):
-    """A program takes ROWS rows. stats: 1 / root of the variance, then the mean, which ScaleNorm takes for 0."""
-    at, there, row = tile_of_rows(tl.program_id(0) * ROWS, n_rows, D, ROWS, BLOCK)
+def add_norm_rows(x, delta, weight, bias, total, normed, stats, n_rows, D, eps, BR: tl.constexpr,
+                  BD: tl.constexpr, ADD: tl.constexpr, LAYER_NORM: tl.constexpr):
+    """A program takes BR rows. stats: 1 / root of the variance, then the mean, which ScaleNorm takes for 0."""
+    at, there, row = tile_of_rows(tl.program_id(0) * BR, n_rows, D, BR, BD)
     wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     if ADD:
         # The norm is that of the sum as it is kept, which is all that backward has.
@@ -51,7 +51,7 @@ def add_norm_rows(x, delta, weight, bias, total, normed, stats, n_rows, D, eps, 
     tl.store(stats + row, rstd, mask=row < n_rows)
     out = wide * rstd[:, None]
     if LAYER_NORM:
-        column = tl.arange(0, BLOCK)
+        column = tl.arange(0, BD)
         out *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
         out += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     else:
@@ -61,18 +61,18 @@ def add_norm_rows(x, delta, weight, bias, total, normed, stats, n_rows, D, eps, 
 
 @triton.jit
 def add_norm_rows_backward(dnormed, dtotal, total, weight, stats, dx, ddelta, sums, n_rows, n_tiles_each, D,
-                           ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TWO_TYPES: tl.constexpr,
+                           BR: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, TWO_TYPES: tl.constexpr,
                            LAYER_NORM: tl.constexpr):
-    """A program takes `n_tiles_each` tiles of rows and adds up their share of the weight's gradient, then of the bias's."""
+    """A program takes `n_tiles_each` tiles of rows and adds up their share of the gradients of weight and bias."""
     program, n_programs = tl.program_id(0), tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BD)
     if LAYER_NORM:
         gain = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     else:
         gain = tl.load(weight).to(tl.float32)
-    dweight, dbias = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    dweight, dbias = tl.zeros([BR, BD], tl.float32), tl.zeros([BR, BD], tl.float32)
     for tile in range(n_tiles_each):
-        at, there, row = tile_of_rows((program * n_tiles_each + tile) * ROWS, n_rows, D, ROWS, BLOCK)
+        at, there, row = tile_of_rows((program * n_tiles_each + tile) * BR, n_rows, D, BR, BD)
         d = tl.load(dnormed + at, mask=there, other=0.0).to(tl.float32)
         x = tl.load(total + at, mask=there, other=0.0).to(tl.float32)
         rstd = tl.load(stats + row, mask=row < n_rows, other=0.0)[:, None]
@@ -102,7 +102,7 @@ def tile_for(width: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps, for rows of `width` numbers."""
     block = max(triton.next_power_of_2(width), 16)
     rows = max(TILE // block, 1)
-    return rows, block, max(rows * block // 512, 1)
+    return rows, block, max(rows * block // 256, 1)
 
 
 def forward(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None, normed_type: torch.dtype,
