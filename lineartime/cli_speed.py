@@ -126,7 +126,8 @@ def measure_steps(labels: list[str], contexts: str, precision: str, tokens: int,
 
 @benchmark.command("op")
 def benchmark_op(
-    op: Annotated[str, typer.Argument(help="mixed_chunk_attention, quadratic_attention, linear_attention, "
+    op: Annotated[str, typer.Argument(help="gated_chunk_attention, gated_quadratic_attention, add_norm, "
+                                           "mixed_chunk_attention, quadratic_attention, linear_attention, "
                                            "softmax_attention or linear_cross_entropy.")],
     contexts: Lengths = "2048",
     precision: Precision = "float32",

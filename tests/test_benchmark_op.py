@@ -6,7 +6,17 @@ import torch
 from lineartime.benchmark import op as op_module
 from lineartime.benchmark.cells import shaped_config
 from lineartime.benchmark.measure import compare
-from lineartime.benchmark.op import MODEL_OF, OPS, Op, benchmark_op, measure_op, print_op, value_and_gradients
+from lineartime.benchmark.op import (
+    KERNEL,
+    MODEL_OF,
+    OPS,
+    Op,
+    benchmark_op,
+    copy_rate,
+    measure_op,
+    print_op,
+    value_and_gradients,
+)
 from lineartime.config import to_dict
 from lineartime.errors import NumericsError, UsageError
 
@@ -23,7 +33,7 @@ def config_of(name: str):
 
 
 def measured(name: str, **options):
-    every = {"only": [each for each in OPS[name].implementations(config_of(name)) if each != "compiled"],
+    every = {"only": [each for each in OPS[name].implementations(config_of(name)) if each not in ("compiled", KERNEL)],
              "precision": "float32", "repeats": 2, "threads": 1, "device": "cpu", "seed": 0}
     return next(measure_op(name, to_dict(config_of(name)), 2, **every | options))["found"]
 
@@ -32,7 +42,8 @@ def measured(name: str, **options):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_implementation_agrees_with_the_definition_in_float64(name, precision):
     found = measured(name, precision=precision)
-    assert len(found) >= 1 and all(row["cpu_ms"]["n"] == 2 and row["flops"] > 0 for row in found)
+    assert len(found) >= 1 and all(row["cpu_ms"]["n"] == 2 for row in found)
+    assert all((row["flops"] > 0) == (name != "add_norm") for row in found)  # a norm has no products
     for row in found:
         assert (1e-9 if precision == "float32" else 1e-4) < row["check"]["error"] <= op_module.LIMITS[precision]
 
@@ -55,7 +66,7 @@ def test_an_implementation_that_differs_is_not_timed(monkeypatch, part):
 
 def test_what_is_not_a_number_is_no_agreement():
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    right = value_and_gradients(lambda x: x * 2, {"x": x}, torch.ones(3))
+    right = value_and_gradients(lambda x: x * 2, {"x": x}, [torch.ones(3)])
     wrong = {**right, "gradient of x": torch.full((3,), torch.nan)}
     assert compare("a", right, right, 1e-9)["error"] == 0
     with pytest.raises(NumericsError, match="gradient of x"):
@@ -72,6 +83,47 @@ def test_a_process_measures_an_op(capsys, monkeypatch):
         assert row["tokens_per_s"] == pytest.approx(96e3 / row["cpu_ms"]["median"])
     print_op(rows)
     assert "softmax_attention, forward and backward, processor time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gated_chunk_attention", "gated_quadratic_attention", "add_norm"])
+def test_forward_and_backward_are_timed_apart_where_bytes_are_known(name, monkeypatch, capsys):
+    monkeypatch.setattr(op_module, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
+    rows = benchmark_op(name, [config_of(name)], tokens=96, repeats=3, only=["reference"])
+    (row,) = rows
+    for part in ("forward", "backward"):
+        assert row[part]["ms"]["n"] == 3 and 0 < row[part]["ms"]["median"] < row["cpu_ms"]["max"] * 10
+        moved = row[part]["least_bytes_per_token"] * 96e3 / row[part]["ms"]["median"]
+        assert row[part]["copy_share"] == pytest.approx(moved / row["copy_bytes_per_s"])
+    print_op(rows)
+    assert "GB/s of a copy here" in capsys.readouterr().out
+
+
+def test_least_bytes_are_those_of_the_papers_model():
+    """Counted by hand for FLASH of 110 M in bfloat16: e = 1536, s = 128, and 128 x 1536 / 256 numbers of a state."""
+    config = shaped_config("flash")
+    found = OPS["gated_chunk_attention"].least_bytes(config, 2)
+    u = v = out = 2 * 1536
+    z, state = 2 * 128, 2 * 768
+    assert found["forward"] == (v + z) + (v + state) + (u + v + z + state) + out
+    assert found["backward"] == (out + u + z) + state + (u + v + z + out + state + state) + (u + v + z)
+    assert OPS["add_norm"].least_bytes(config, 2) == {"forward": 4 * 1536, "backward": 4 * 1536}
+
+
+def test_a_copy_reads_and_writes_at_some_rate():
+    assert 1e8 < copy_rate(torch.device("cpu")) < 1e13
+
+
+def test_what_stays_float32_and_what_has_no_gradient():
+    op = OPS["gated_chunk_attention"]
+    inputs = op_module.typed(op, op.inputs(config_of("gated_chunk_attention"), 1), torch.device("cpu"), torch.bfloat16)
+    assert {key for key, x in inputs.items() if x.dtype == torch.bfloat16} == {"uvz"}
+    assert {key for key, x in inputs.items() if not x.requires_grad} == {"sin", "cos"}
+
+
+def test_a_kernel_is_refused_on_a_processor():
+    with pytest.raises(UsageError, match="kernels run on a GPU: --only triton on cpu") as raised:
+        benchmark_op("add_norm", [config_of("add_norm")], only=["triton"])
+    assert "\n" not in str(raised.value)
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -1,7 +1,8 @@
 """Forward and backward of one op at the size a model gives it: every implementation beside its definition.
 
 An implementation is a function of tensors and of nothing else; all of an op's take the same. The first of them is the
-definition, which is also what outputs and gradients are checked against, in float64.
+definition, which is also what outputs and gradients are checked against, in float64. An op that knows the bytes it must
+move has forward and backward timed apart too, beside a copy: memory is what such an op waits for.
 """
 
 import functools
@@ -31,16 +32,20 @@ from lineartime.benchmark.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import ResourceError
 from lineartime.info import table
+from lineartime.layers import rotary
 from lineartime.machine import choose_settings
+from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.reference import linear_attention
 from lineartime.settings import require, require_name
 
 LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
 """Largest relative error of the output and of any gradient that is let pass, against the definition in float64."""
 
+KERNEL = "triton"
+"""What an implementation is called that runs on a GPU only."""
+
 Inputs = dict[str, Tensor]
-Implementation = Callable[..., Tensor]
+Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ class Op:
     """Its tensors for a model and a number of rows: normal numbers, and integers where it takes integers."""
     implementations: Callable[[ModelConfig], dict[str, Implementation]]
     """By name, the definition first."""
+    wide: tuple[str, ...] = ()
+    """Inputs that are float32 in a step of bfloat16 too."""
+    fixed: tuple[str, ...] = ()
+    """Inputs that have no gradient."""
+    least_bytes: Callable[[ModelConfig, int], dict[str, float]] | None = None
+    """What must be read and written for a token, numbers taking so many bytes: by "forward" and "backward"."""
 
 
 def chunked_inputs(config: ModelConfig, n_rows: int, names: Sequence[str]) -> Inputs:
@@ -99,7 +110,7 @@ def quadratic(config: ModelConfig) -> dict[str, Implementation]:
 
 def linear(config: ModelConfig) -> dict[str, Implementation]:
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return linear_attention(q, k, v, causal=config.causal)
+        return reference.linear_attention(q, k, v, causal=config.causal)
 
     return and_compiled(definition)
 
@@ -122,7 +133,86 @@ def cross_entropy(config: ModelConfig) -> dict[str, Implementation]:
     return {"plain": with_logits, "without logits": by_chunks}
 
 
+def gated_inputs(config: ModelConfig, n_rows: int) -> Inputs:
+    """What a GAU layer has between its projections. gamma and beta are larger than in a new layer: their product with z
+    must show in the scores."""
+    n_heads, n, s = (2, config.context, config.qk_width) if config.chunk_size is None else (
+        4, config.chunk_size, config.qk_width)
+    sin, cos = rotary(torch.arange(config.context)[None], s, torch.float32)
+    return {"uvz": torch.randn(n_rows, config.context, 2 * config.v_width + s), "gamma": torch.randn(n_heads, s),
+            "beta": torch.randn(n_heads, s), "sin": sin, "cos": cos, "w": torch.randn(2 * n - 1) * 0.02}
+
+
+def gated_chunks(config: ModelConfig) -> dict[str, Implementation]:
+    def definition(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
+        return reference.gated_chunk_attention(uvz, gamma, beta, sin, cos, w, chunk_size=config.scale_len,
+                                               causal=config.causal)
+
+    def kernel(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
+        from lineartime.ops.mixed_chunk import gated_chunk_attention
+
+        return gated_chunk_attention(uvz, gamma, beta, sin, cos, w, chunk_size=config.scale_len, causal=config.causal)
+
+    return {**and_compiled(definition), KERNEL: kernel}
+
+
+def gated_row(config: ModelConfig) -> dict[str, Implementation]:
+    def definition(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
+        return reference.gated_quadratic_attention(uvz, gamma, beta, sin, cos, w, scale_len=config.scale_len,
+                                                   causal=config.causal)
+
+    def kernel(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
+        from lineartime.ops.quadratic import gated_quadratic_attention
+
+        return gated_quadratic_attention(uvz, gamma, beta, sin, cos, w, scale_len=config.scale_len,
+                                         causal=config.causal)
+
+    return {**and_compiled(definition), KERNEL: kernel}
+
+
+def bytes_of_gated_chunks(config: ModelConfig, size: int) -> dict[str, float]:
+    """Of two kernels forward and two backward: chunk states go from the one to the other through memory.
+
+    Forward, v and z become silu(v) and states, then u, silu(v), z and states the output. Backward, u, z and the
+    output's gradient become the states' gradient; then all of these, silu(v) and states the gradients of u, v and z."""
+    e, s = config.v_width, config.qk_width
+    states = s * e / config.scale_len * (1 if config.causal else 2)
+    return {"forward": size * ((2 * e + s + states) + (2 * e + s + states + e)),
+            "backward": size * ((2 * e + s + states) + (3 * e + s + 2 * states) + (2 * e + s))}
+
+
+def bytes_of_gated_row(config: ModelConfig, size: int) -> dict[str, float]:
+    """Inputs read once and outputs written once: beside what is multiplied it is little."""
+    e, s = config.v_width, config.qk_width
+    return {"forward": size * (3 * e + s), "backward": size * (2 * (2 * e + s) + e)}
+
+
+def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
+    d = config.d_model
+    return {"x": torch.randn(n_rows * config.context, d), "delta": torch.randn(n_rows * config.context, d),
+            "weight": torch.randn(d), "bias": torch.randn(d)}
+
+
+def add_norm(config: ModelConfig) -> dict[str, Implementation]:
+    def kernel(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        from lineartime.ops import norm
+
+        return norm.add_norm(x, delta, weight, bias)
+
+    return {**and_compiled(reference.add_norm), KERNEL: kernel}
+
+
+def bytes_of_add_norm(config: ModelConfig, size: int) -> dict[str, float]:
+    """Two tensors read and two written, and back three read and one written."""
+    return {"forward": 4 * size * config.d_model, "backward": 4 * size * config.d_model}
+
+
 OPS: dict[str, Op] = {
+    "gated_chunk_attention": Op(gated_inputs, gated_chunks, ("gamma", "beta", "sin", "cos", "w"), ("sin", "cos"),
+                                bytes_of_gated_chunks),
+    "gated_quadratic_attention": Op(gated_inputs, gated_row, ("gamma", "beta", "sin", "cos", "w"), ("sin", "cos"),
+                                    bytes_of_gated_row),
+    "add_norm": Op(norm_inputs, add_norm, ("weight", "bias"), (), bytes_of_add_norm),
     "mixed_chunk_attention": Op(lambda config, n: with_bias(chunked_inputs(
         config, n, ("q_quad", "k_quad", "q_lin", "k_lin", "v"))), mixed_chunk),
     "quadratic_attention": Op(lambda config, n: with_bias(chunked_inputs(config, n, "qkv")), quadratic),
@@ -131,7 +221,8 @@ OPS: dict[str, Op] = {
     "linear_cross_entropy": Op(head_inputs, cross_entropy),
 }
 
-MODEL_OF = {"quadratic_attention": "flash-quad", "softmax_attention": "transformer++"}
+MODEL_OF = {"gated_quadratic_attention": "flash-quad", "quadratic_attention": "flash-quad",
+            "softmax_attention": "transformer++"}
 """The preset whose sizes an op has, where it is not FLASH."""
 
 
@@ -144,9 +235,12 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
 
     The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). A model and
     type is one process, in which the implementations take turns. Before a time counts, the output and every gradient
-    have been compared with those of the definition in float64. only: the implementations wanted, all by default. Raises
-    UsageError for an unknown op, implementation or type, ResourceError where the process dies."""
+    have been compared with those of the definition in float64. only: the implementations wanted, by default all that
+    the device can run. Raises UsageError for an unknown op, implementation or type and for a kernel on a processor,
+    ResourceError where the process dies."""
     require_name("op", name, OPS)
+    require(KERNEL not in only or device == "cuda", "kernels run on a GPU", f"--only {KERNEL} on {device}",
+            "leave it out, or take --device cuda")
     require(bool(configs) and min(repeats, threads, tokens) >= 1, "nothing to measure",
             f"{len(configs)} models, repeats = {repeats}, threads = {threads}, tokens = {tokens}")
     for precision in precisions:
@@ -163,8 +257,9 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
             if "failed" in answer:
                 raise ResourceError(f"{name} failed", f"context {config.context:,}, {precision}", answer["failed"])
             shared = {"run": uuid.uuid4().hex[:12], **provenance()}
-            made = [op_row(name, config, n_rows, precision, found, peak, threads, device, repeats)
-                    | {"settings": answer["settings"]} | shared for found in answer["found"]]
+            shared |= {key: answer[key] for key in ("settings", "copy_bytes_per_s") if key in answer}
+            made = [op_row(name, config, n_rows, precision, found, peak, threads, device, repeats) | shared
+                    for found in answer["found"]]
             on_rows(made)
             rows += made
     return rows
@@ -193,42 +288,97 @@ def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequen
     for each in only:
         require_name("implementation", each, every)
     definition = next(iter(every.values()))
-    made = op.inputs(fields, n_rows)
-    inputs = typed(made, on, getattr(torch, precision))
+    chosen = list(only) or [each for each in every if each != KERNEL or on.type == "cuda"]
+    inputs = typed(op, op.inputs(fields, n_rows), on, getattr(torch, precision))
     with attention_backend(on):
         # Of the rounded inputs, so that what is measured is the op's own error.
-        exact = typed(inputs, on, torch.float64)
-        cotangent = torch.randn_like(definition(**{key: x.detach() for key, x in exact.items()}))
-        expected = value_and_gradients(definition, exact, cotangent)
+        exact = typed(op, inputs, on, torch.float64)
+        cotangents = [torch.randn_like(out) for out in outputs(definition, exact)]
+        expected = value_and_gradients(definition, exact, cotangents)
         with FlopCounterMode(display=False) as counter:
-            value_and_gradients(definition, inputs, cotangent)
+            value_and_gradients(definition, inputs, cotangents)
         del exact
+        cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(definition, inputs), strict=True)]
         found = []
-        for label, function in ((each, every[each]) for each in only or every):
-            check = compare(label, value_and_gradients(function, inputs, cotangent), expected, LIMITS[precision])
-            peak, above = peak_of(functools.partial(value_and_gradients, function, inputs, cotangent), on)
+        for label in chosen:
+            check = compare(label, value_and_gradients(every[label], inputs, cotangents), expected, LIMITS[precision])
+            peak, above = peak_of(functools.partial(value_and_gradients, every[label], inputs, cotangents), on)
             found.append({"implementation": label, "check": check, "flops": counter.get_total_flops(),
                           "peak_mib": peak / 2**20, "above_import_mib": above / 2**20})
-        watches = [Stopwatch(on) for _ in found]
+        del expected
+        watches = [{part: Stopwatch(on) for part in ("both", "forward", "backward")} for _ in found]
         for repeat in range(repeats):
             for i in range(len(found))[:: -1 if repeat % 2 else 1]:
-                with watches[i].running():
-                    value_and_gradients(every[found[i]["implementation"]], inputs, cotangent)
-    yield {"settings": settings, "found": [row | watch.spreads() for row, watch in zip(found, watches, strict=True)]}
+                function = every[found[i]["implementation"]]
+                with watches[i]["both"].running():
+                    value_and_gradients(function, inputs, cotangents)
+                if op.least_bytes:
+                    with watches[i]["forward"].running():
+                        made = outputs(function, inputs)
+                    with watches[i]["backward"].running():
+                        gradients(made, inputs, cotangents)
+                    del made
+    rows = [row | watch["both"].spreads() for row, watch in zip(found, watches, strict=True)]
+    if op.least_bytes:
+        rate = copy_rate(on)
+        for row, watch in zip(rows, watches, strict=True):
+            row |= halves(watch, op.least_bytes(fields, getattr(torch, precision).itemsize), n_rows * fields.context,
+                          rate)
+        yield {"settings": settings, "found": rows, "copy_bytes_per_s": rate}
+    else:
+        yield {"settings": settings, "found": rows}
 
 
-def typed(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Copies on a device, numbers in a type and wanting a gradient, integers as they are."""
-    return {key: x.detach().to(device, dtype).requires_grad_() if x.is_floating_point() else x.to(device)
-            for key, x in inputs.items()}
+def halves(watches: dict[str, Stopwatch], least_bytes: dict[str, float], n_tokens: int, rate: float) -> Row:
+    """Forward and backward apart: times, the bytes that must be moved, and what share of a copy's rate that makes."""
+    row: Row = {}
+    for part, n_bytes in least_bytes.items():
+        spreads = watches[part].spreads()
+        ms = spreads[f"{spreads['clock']}_ms"]
+        row[part] = {"ms": ms, "least_bytes_per_token": n_bytes,
+                     "copy_share": n_bytes * n_tokens * 1e3 / ms["median"] / rate}
+    return row
 
 
-def value_and_gradients(function: Implementation, inputs: Inputs, cotangent: Tensor) -> Inputs:
-    """The output, and the gradient of its product with `cotangent` by every input that has one."""
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second that a copy in memory reads and writes: the best of seven."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
+    target, watch = torch.empty_like(source), Stopwatch(device)
+    for _ in range(8):
+        with watch.running():
+            target.copy_(source)
+    return 2e3 * source.nbytes / min((watch.gpu_ms or watch.cpu_ms)[1:])
+
+
+def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Copies on a device, numbers in a type (or float32 if that is wider) and wanting a gradient, but for integers and
+    what the op says."""
+    def copied(key: str, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x.to(device)
+        kind = torch.promote_types(dtype, torch.float32) if key in op.wide else dtype
+        return x.detach().to(device, kind).requires_grad_(key not in op.fixed)
+
+    return {key: copied(key, x) for key, x in inputs.items()}
+
+
+def outputs(function: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
     out = function(**inputs)
+    return (out,) if isinstance(out, Tensor) else out
+
+
+def gradients(outs: Sequence[Tensor], inputs: Inputs, cotangents: Sequence[Tensor]) -> Inputs:
+    """Of the sum of the outputs' products with `cotangents`, by every input that has one."""
     wanted = {key: x for key, x in inputs.items() if x.requires_grad}
-    gradients = torch.autograd.grad(out, list(wanted.values()), cotangent.to(out.dtype))
-    return {"output": out.detach(), **{f"gradient of {key}": g for key, g in zip(wanted, gradients, strict=True)}}
+    given = [x.to(out.dtype) for x, out in zip(cotangents, outs, strict=True)]
+    return dict(zip(wanted, torch.autograd.grad(outs, list(wanted.values()), given), strict=True))
+
+
+def value_and_gradients(function: Implementation, inputs: Inputs, cotangents: Sequence[Tensor]) -> Inputs:
+    """The outputs, and their `gradients`."""
+    outs = outputs(function, inputs)
+    found = {f"gradient of {key}": x for key, x in gradients(outs, inputs, cotangents).items()}
+    return {"output" if i == 0 else f"output {i + 1}": out.detach() for i, out in enumerate(outs)} | found
 
 
 def print_op(rows: Sequence[Row]) -> None:
@@ -246,3 +396,13 @@ def print_op(rows: Sequence[Row]) -> None:
                      f"{row['above_import_mib']:,.1f}",
                      f"{row['flops_per_token'] * row['tokens_per_s'] / 1e9:,.0f}", f"{row['check']['error']:.1g}")
     console.print(made)
+    shared = [row for row in rows if "forward" in row]
+    if shared:
+        rate = shared[0]["copy_bytes_per_s"]
+        console.print(f"Of the bytes that must be moved, at {rate / 1e9:,.0f} GB/s of a copy here:", markup=False)
+        made = table("implementation", "context", "forward ms", "share", "backward ms", "share", width=20)
+        for row in shared:
+            parts = [(f"{row[part]['ms']['median']:,.2f}", f"{row[part]['copy_share']:.0%}")
+                     for part in ("forward", "backward")]
+            made.add_row(row["implementation"], f"{row['context_tokens']:,}", *parts[0], *parts[1])
+        console.print(made)
