@@ -360,3 +360,29 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
         wide = at_least_float32(total)
         normed = weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return total, normed.to(product_type(total))
+
+
+def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
+                      bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
+                      offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """`gated_chunk_attention`, causal, for one new token per row whose past is in buffers: out_BE.
+
+    Writes the token's keys and value into the open chunk, k_quad_BCS, k_lin_BCS and v_BCE, at `offset_B`. It sees the
+    slots from `first_B` on, where its document begins (below 0 if in an earlier chunk), to its own, and `weight_B`
+    times kv_BSE, the sum of k v over closed chunks. bias_C: the position bias at key minus query position, C - 1
+    before, ..., the same. sin_BR, cos_BR: of the tokens' positions, R = S / 2. A chunk that is full is not closed."""
+    (c, s), e = k_quad_BCS.shape[1:], v_BCE.shape[-1]
+    u_BE, v_BE, z_BS = F.silu(uvz_BF).split([e, e, s], dim=-1)
+    heads_4B1S = make_heads(z_BS[:, None], gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])
+    q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4B1S
+    rows, slot_C = torch.arange(len(uvz_BF), device=uvz_BF.device), torch.arange(c, device=uvz_BF.device)
+    for buffer_BC, new_B in ((k_quad_BCS, k_quad_B1S[:, 0]), (k_lin_BCS, k_lin_B1S[:, 0]), (v_BCE, v_BE)):
+        buffer_BC[rows, offset_B] = new_B
+    distance_BC = slot_C - offset_B[:, None]
+    visible_BC = (distance_BC <= 0) & (slot_C >= first_B[:, None])
+    score_B1C = torch.add(bias_C[distance_BC.clamp(max=0) + c - 1][:, None], torch.bmm(q_quad_B1S, k_quad_BCS.mT),
+                          alpha=1 / c)
+    a_B1C = attention_weights(score_B1C, visible_BC[:, None], "relu2")
+    quad_B1E = torch.bmm(a_B1C.to(v_BCE.dtype), v_BCE)
+    linear_B1E = torch.bmm(q_lin_B1S * weight_B[:, None, None], kv_BSE)
+    return u_BE * (linear_B1E + quad_B1E)[:, 0].to(u_BE.dtype)

@@ -1,0 +1,128 @@
+"""FLASH's attention for one new token per row in one kernel. The definition is `reference.chunk_decode_step`.
+
+A program makes some columns of a row's output. All of a row's programs make its heads and its scores, which is little
+beside what each reads: its columns of the open chunk's values and of the sum over closed chunks. Where the token
+stands is read from the device, so that a CUDA graph can replay the launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineartime.ops.tiles import HALF, load_angles, load_base, load_rows, make_head, silu
+
+SLOTS = 32
+"""Slots of the open chunk read at a time."""
+
+STAGES = 3
+"""How many such reads are under way."""
+
+MANY_PROGRAMS = 256
+"""Enough programs to fill a GPU; below it they have fewer columns each."""
+
+
+@triton.jit
+def relu2(x):
+    x = tl.maximum(x, 0.0)
+    return x * x
+
+
+@triton.jit
+def decode_columns(uvz, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offset, first, weight, out, E, F,
+                   C: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, N_STAGES: tl.constexpr):
+    """A program makes BE columns of the output of a row, and writes as many of v; the first of a row writes k too."""
+    kind = v.dtype.element_ty
+    b = tl.program_id(1).to(tl.int64)
+    column, half, only = tl.program_id(0) * BE + tl.arange(0, BE), tl.arange(0, HALF), tl.arange(0, 1)
+    offset, first, weight = tl.load(offset + b).to(tl.int32), tl.load(first + b).to(tl.int32), tl.load(weight + b)
+    uvz_row, k_row, v_row = uvz + b * F, k_quad + b * C * 2 * HALF, v + b * C * E
+
+    z1, z2 = load_base(uvz_row + 2 * E, only, 1, F)
+    sin, cos = load_angles(sin + b * HALF, cos + b * HALF, only, 1)
+    q1, q2 = make_head(z1, z2, gamma, beta, 0, sin, cos, kind)
+    k1, k2 = make_head(z1, z2, gamma, beta, 1, sin, cos, kind)
+    there = column < E
+    new_v = silu(tl.load(uvz_row + E + column, mask=there, other=0.0).to(tl.float32)).to(kind)
+    tl.store(v_row + offset * E + column, new_v, mask=there)
+    if tl.program_id(0) == 0:
+        own = (offset * 2 * HALF + half)[None, :]
+        tl.store(k_row + own, k1)
+        tl.store(k_row + own + HALF, k2)
+        l1, l2 = make_head(z1, z2, gamma, beta, 3, sin, cos, kind)
+        tl.store(k_lin + b * C * 2 * HALF + own, l1)
+        tl.store(k_lin + b * C * 2 * HALF + own + HALF, l2)
+
+    # The token itself from registers: another program may be writing its key just now.
+    q1, q2 = q1.to(tl.float32), q2.to(tl.float32)
+    own_score = tl.sum(tl.sum(q1 * k1.to(tl.float32) + q2 * k2.to(tl.float32), 1), 0) / C + tl.load(bias + C - 1)
+    added = tl.zeros([BC, BE], tl.float32)
+    for start in tl.range(tl.maximum(first, 0) // BC * BC, offset, BC, num_stages=N_STAGES):
+        slot = start + tl.arange(0, BC)
+        seen = (slot >= first) & (slot < offset)
+        at = k_row + slot[:, None] * 2 * HALF + half[None, :]
+        product = q1 * tl.load(at, mask=seen[:, None], other=0.0)
+        product += q2 * tl.load(at + HALF, mask=seen[:, None], other=0.0)
+        score = tl.sum(product, 1) / C + tl.load(bias + C - 1 - offset + slot, mask=seen, other=0.0)
+        value = tl.load(v_row + slot[:, None] * E + column[None, :], mask=seen[:, None] & there[None, :], other=0.0)
+        added += tl.where(seen, relu2(score), 0.0)[:, None] * value
+    made = relu2(own_score) * new_v + tl.sum(added, 0)
+    if weight > 0:  # the sum means nothing where the document has no closed chunk
+        l1, l2 = make_head(z1, z2, gamma, beta, 2, sin, cos, kind)
+        kv_row = kv + b * 2 * HALF * E
+        made += weight * tl.sum(tl.trans(l1).to(tl.float32) * load_rows(kv_row, half, column, HALF, E, E), 0)
+        made += weight * tl.sum(tl.trans(l2).to(tl.float32) * load_rows(kv_row + HALF * E, half, column, HALF, E, E), 0)
+    u = silu(tl.load(uvz_row + column, mask=there, other=0.0).to(tl.float32))
+    tl.store(out + b * E + column, (u * made).to(kind), mask=there)
+
+
+def columns_for(n_rows: int, width: int) -> int:
+    """Columns of a program's output: fewer where rows are few."""
+    for columns in (128, 64):
+        if n_rows * triton.cdiv(width, columns) >= MANY_PROGRAMS:
+            return columns
+    return 32
+
+
+def launch(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor, bias_C: Tensor,
+           k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor,
+           weight_B: Tensor) -> Tensor:
+    """One launch; arguments as in `reference.chunk_decode_step`, contiguous."""
+    n_rows, c, e = v_BCE.shape
+    out_BE, columns = uvz_BF.new_empty(n_rows, e), columns_for(n_rows, e)
+    decode_columns[(triton.cdiv(e, columns), n_rows)](
+        uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
+        weight_B, out_BE, e, uvz_BF.shape[1], c, SLOTS, columns, STAGES, num_warps=4)
+    return out_BE
+
+
+decode_op = torch.library.custom_op("lineartime::chunk_decode_step", launch,
+                                    mutates_args=("k_quad_BCS", "k_lin_BCS", "v_BCE"))
+
+
+@decode_op.register_fake
+def empty_output(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor, bias_C: Tensor,
+                 k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor,
+                 first_B: Tensor, weight_B: Tensor) -> Tensor:
+    return uvz_BF.new_empty(v_BCE.shape[::2])
+
+
+def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
+                      bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
+                      offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """`reference.chunk_decode_step` in one kernel, for S = 128: fills a slot of three buffers and returns out_BE.
+
+    uvz_BF and the buffers k_quad_BCS, k_lin_BCS and v_BCE, which are contiguous, have one type of float32, bfloat16 and
+    float16; kv_BSE is float32. For inference alone: raises RuntimeError where a gradient is wanted. How many columns a
+    program has, and with it how a sum is rounded, depends on the number of rows."""
+    buffers = k_quad_BCS, k_lin_BCS, v_BCE
+    inputs = uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, kv_BSE, weight_B
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
+        raise RuntimeError("chunk_decode_step has no gradient: call it under torch.no_grad()")
+    if k_quad_BCS.shape[-1] != 2 * HALF.value:
+        raise ValueError(f"keys of width {k_quad_BCS.shape[-1]}; the kernel takes {2 * HALF.value}")
+    if any(buffer.dtype != uvz_BF.dtype or not buffer.is_contiguous() for buffer in buffers):
+        raise ValueError("buffers must be contiguous and of uvz's type")
+    uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, kv_BSE, weight_B = (x.contiguous() for x in inputs)
+    return decode_op(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, *buffers, kv_BSE, offset_B.contiguous(),
+                     first_B.contiguous(), weight_B)
