@@ -71,9 +71,10 @@ def test_a_label_is_a_model_and_how_it_runs():
     assert parse_label(label.text) == label
     assert parse_label("fla:retention:compile").text == "fla:retention:compiled"
     assert parse_label("flash:checkpoint").variant == "eager+checkpointed"
+    assert parse_label("flash:compile:reference").text == "flash:reference:compiled"
     assert parse_label("flash-pytorch").preset == "flash"
     for wrong in ("flush", "flash:fused", "flash:unfused", "flash-quad:unfused", "performer:unfused",
-                  "flash-pytorch:checkpoint", "flash:"):
+                  "flash-pytorch:checkpoint", "flash-pytorch:reference", "transformer:unfused:reference", "flash:"):
         with pytest.raises(UsageError):
             parse_label(wrong)
 

@@ -239,6 +239,41 @@ def test_parts_are_compared_with_the_first_of_their_run(tmp_path):
     assert verdict(tmp_path, rows[:1], measure="part time", **common) == (None, "not measured")
 
 
+def test_an_aim_is_beyond_what_must_be(tmp_path):
+    rows = [made(), made("transformer++", 150)]
+    assert verdict(tmp_path, rows, aim=1.6)[1] == "met by 25%"
+    assert verdict(tmp_path, rows, aim=1.5)[1] == "met by 25%, and the aim"
+    assert "| at least 1.20, aim 1.60 | 1.50 |" in targets_table([target(aim=1.6)], cells_of(tmp_path, rows))
+
+
+def test_a_model_without_its_kernels_is_another_side(tmp_path):
+    rows = [made(ms=50, variant="compiled"), made(ms=60), made(ms=100, attention="reference"),
+            made(ms=80, attention="reference", variant="compiled")]
+    assert verdict(tmp_path, rows, over="flash/reference") == (1.6, "met by 33%")
+    assert verdict(tmp_path, rows, over="flash/reference", over_variant="eager") == (2.0, "met by 67%")
+    assert "|\n| FLASH without kernels | float32 | fastest of each | 1.60 " in ratio_table(only_table(tmp_path, rows))
+
+
+def test_targets_of_tokens_per_second_and_of_steps_of_so_many_tokens(tmp_path):
+    rows = [made(tokens_per_s=1000.0), made(ms=90, variant="compiled", tokens_per_s=1200.0),
+            made(context=8192, tokens_per_s=900.0), made(run="0", time="2025-01-01T00:00:00Z", tokens_per_s=9999.0)]
+    rate = {"measure": "rate", "over": None, "limit": 1000}
+    assert verdict(tmp_path, rows, **rate) == (1200, "met by 20%")
+    assert verdict(tmp_path, rows, **rate, last=None) == (900, "**missed** by 10%")
+    assert verdict(tmp_path, rows, **rate, tokens=2**18) == (None, "not measured")
+    rows[1]["tokens_per_step"] = 2**18
+    assert verdict(tmp_path, rows, **rate, tokens=2**18) == (1200, "met by 20%")
+
+
+def test_targets_of_a_copys_rate(tmp_path):
+    rows = [part(variant, 10, 1.0, benchmark="op") | {"forward": {"copy_share": share}}
+            for variant, share in (("reference", 0.2), ("triton", 0.6))]
+    common = {"benchmark": "op", "over": "linear_cross_entropy", "variant": "triton", "limit": 0.5, "first": 0,
+              "last": None, "parameters": (0, float("inf"))}
+    assert verdict(tmp_path, rows, measure="forward share", **common) == (0.6, "met by 20%")
+    assert verdict(tmp_path, rows, measure="backward share", **common) == (None, "not measured")
+
+
 def test_the_projects_targets_are_those_of_a_table(tmp_path):
     wanted = read_targets(ROOT / "benchmarks" / "targets.toml")
     speeds = {(each.over, each.dtype, each.first): each.limit for each in wanted if each.benchmark == "step"
@@ -249,7 +284,9 @@ def test_the_projects_targets_are_those_of_a_table(tmp_path):
     assert any("| 2K | at least 1.05 | 2.10 | met by 100% |" in line for line in lines)
 
 
-@pytest.mark.parametrize("text", ["target = 1", "[[target]]\nwhat = 'x'\nmeasure = 'speed'", "[[", "a = 1"])
+@pytest.mark.parametrize("text", [
+    "target = 1", "[[target]]\nwhat = 'x'\nmeasure = 'speed'", "[[", "a = 1",
+    "[[target]]\nwhat = 'x'\nmeasure = 'speed'\nat_least = {2048 = 1, 8192 = 2}\naim = {2048 = 2}"])
 def test_a_broken_file_of_targets_is_an_error_of_one_line(tmp_path, text):
     (tmp_path / "targets.toml").write_text(text)
     with pytest.raises(DataError, match="not a file of targets") as raised:

@@ -25,7 +25,7 @@ PEERS = {"flash-pytorch": ("flash", "flash_pytorch", "FLASH-pytorch"),
 """By name: the model of ours whose size it is given, what is imported, and what is installed."""
 
 VARIANTS = {"compile": "compiled", "compiled": "compiled", "checkpoint": "checkpointed", "checkpointed": "checkpointed",
-            "unfused": "unfused"}
+            "unfused": "unfused", "reference": "reference"}
 
 CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                   SDPBackend.MATH]
@@ -40,10 +40,12 @@ class Label:
     compiled: bool = False
     checkpointed: bool = False
     unfused: bool = False
+    reference: bool = False
+    """Our definitions where there are kernels too."""
 
     @property
     def text(self) -> str:
-        chosen = [name for name in ("unfused", "compiled", "checkpointed") if getattr(self, name)]
+        chosen = [name for name in ("unfused", "reference", "compiled", "checkpointed") if getattr(self, name)]
         return ":".join([self.model, *chosen])
 
     @property
@@ -68,6 +70,10 @@ def parse_label(text: str) -> Label:
     require(softmax or not label.unfused, "only the Transformers have a fused attention", text, "leave out :unfused")
     require(model not in PEERS or not label.checkpointed, "a peer has no activation checkpointing", text,
             "leave out :checkpoint")
+    require(model not in PEERS or not label.reference, "a peer has no definitions of ours", text,
+            "leave out :reference")
+    require(not (label.unfused and label.reference), "unfused attention is a definition already", text,
+            "leave out :reference")
     return label
 
 
@@ -102,6 +108,8 @@ def build(label: Label, config: ModelConfig) -> nn.Module:
     if label.model not in PEERS:
         model = LanguageModel(config)
         model.activation_checkpointing = label.checkpointed
+        if label.reference and hasattr(model, "set_impl"):
+            model.set_impl("reference")
         for layer in model.layers:
             if label.unfused and isinstance(layer, MultiHeadAttention):
                 layer.attend_softmax = MethodType(attend_unfused, layer)  # type: ignore[method-assign]
@@ -205,4 +213,4 @@ def compile_(model: nn.Module) -> None:
 
 def without_variants(label: Label) -> Label:
     """The model as its definition runs: eager, attention fused."""
-    return replace(label, compiled=False, checkpointed=False, unfused=False)
+    return replace(label, compiled=False, checkpointed=False, unfused=False, reference=False)

@@ -213,7 +213,8 @@ def step_row(cell: Cell, answer: Row, peak: Row, benchmark: str, device: str, th
     label, config, peer = cell.label, cell.config, peer_version(cell.label)
     softmax = (config.attn_type, config.attn_kernel) == ("quadratic", "softmax") and peer is None
     row: Row = {"benchmark": benchmark, "cell": cell.name, "model": label.model, "variant": label.variant,
-                **({"attention": "unfused" if label.unfused else "fused"} if softmax else {}), "label": label.text,
+                **({"attention": "unfused" if label.unfused else "fused"} if softmax else {}),
+                **({"attention": "reference"} if label.reference else {}), "label": label.text,
                 "config": None if peer else to_dict(config), **({"peer": peer} if peer else {}),
                 "n_parameters": answer.get("n_parameters", describe(config).n_parameters),
                 "context_tokens": config.context, "tokens_per_step": cell.tokens_per_step, "dtype": cell.precision,
@@ -298,6 +299,8 @@ def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int,
     model = build(parse_label(label), fields).to(on).train()
     if isinstance(model, LanguageModel):
         model.activation_checkpointing = True
+        if hasattr(model, "set_impl"):
+            model.set_impl("reference")
     if fields.causal:
         check_causal(model, torch.randint(fields.vocab_size, (1, min(n_tokens, 640)), device=on))
     task = random_task(fields, n_rows, n_tokens, seed)

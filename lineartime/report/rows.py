@@ -55,7 +55,8 @@ class Cell:
     """Of the table that it was measured for, up to a slash; empty for one without a name."""
     run: str
     side: str
-    """The model, and "model/unfused" for attention that is not fused: what is compared with what."""
+    """The model, "model/unfused" for attention that is not fused, and "model/reference" for our definitions where there
+    are kernels: what is compared with what."""
     variant: str
     context: int
     dtype: str
@@ -90,7 +91,8 @@ class Cell:
 def side_name(side: str) -> str:
     """What a person calls a side: "Transformer++, unfused"."""
     model, _, attention = side.partition("/")
-    return NAMES.get(model, model) + (f", {attention} attention" if attention else "")
+    words = {"": "", "unfused": ", unfused attention", "reference": " without kernels"}
+    return NAMES.get(model, model) + words[attention]
 
 
 def read_rows(path: Path) -> tuple[list[Cell], int]:
@@ -119,7 +121,7 @@ def read_rows(path: Path) -> tuple[list[Cell], int]:
 
 def cell_of(row: dict[str, Any]) -> Cell:
     """A row as `lineartime benchmark` writes it. Raises KeyError for what is missing."""
-    side = row["model"] + ("/unfused" if row.get("attention") == "unfused" else "")
+    side = row["model"] + (f"/{row['attention']}" if row.get("attention") in ("unfused", "reference") else "")
     tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
     ms = None
     if not row.get("failed"):
@@ -180,17 +182,18 @@ class Table:
         return next((cell for cell in reversed(found) if cell.ms), found[-1] if found else None)
 
     def pair(self, ours: str, rival: str, context: int, dtype: str | None, variant: str | None = None,
-             ) -> tuple[Cell, Cell] | None:
+             rival_variant: str | None = None) -> tuple[Cell, Cell] | None:
         """The cells of two sides in the newest run that has both: of one variant, or each side's fastest.
 
-        dtype None takes each side's fastest type too. A side that failed in every way is there as it failed."""
-        def fastest(side: str, run: str) -> Cell | None:
+        dtype None takes each side's fastest type too. rival_variant: the other side's alone. A side that failed in
+        every way is there as it failed."""
+        def fastest(side: str, run: str, variant: str | None) -> Cell | None:
             found = [cell for cell in self.cells if cell.side == side and cell.run == run and cell.context == context
                      and dtype in (None, cell.dtype) and variant in (None, cell.variant)]
             return min(found, key=lambda cell: cell.ms.median if cell.ms else math.inf, default=None)
 
         for run in reversed(list(dict.fromkeys(cell.run for cell in self.cells))):
-            mine, theirs = fastest(ours, run), fastest(rival, run)
+            mine, theirs = fastest(ours, run, variant), fastest(rival, run, rival_variant or variant)
             if mine and theirs:
                 return mine, theirs
         return None

@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Target:
     dtype: str | None = None
     over: str | None = None
     variant: str | None = None
+    over_variant: str | None = None
+    tokens: int | None = None
+    aim: float | None = None
 
     @property
     def where(self) -> str:
@@ -50,10 +53,14 @@ class Reached:
     def verdict(self, target: Target) -> str:
         if self.value is None:
             return self.at or "not measured"
-        met = self.value >= target.limit if target.at_least else self.value <= target.limit
+        def reaches(limit: float) -> bool:
+            return self.value >= limit if target.at_least else self.value <= limit  # type: ignore[operator]
+
+        met = reaches(target.limit)
+        aim = ", and the aim" if target.aim is not None and reaches(target.aim) else ""
         by = (f"{abs(self.value - target.limit):.3f}" if target.measure in ("slope", "flat")
               else f"{abs(self.value / target.limit - 1):.0%}")
-        return f"{'met' if met else '**missed**'} by {by}"
+        return f"{'met' if met else '**missed**'} by {by}{aim}"
 
 
 def read_targets(path: Path) -> list[Target]:
@@ -71,13 +78,17 @@ def targets_of(entry: dict[str, Any]) -> list[Target]:
     """A table of the file: one target, or one for each context that has a limit of its own."""
     if entry["measure"] not in MEASURES or ("at_least" in entry) == ("at_most" in entry):
         raise ValueError(f"target {entry['what']!r} needs a measure of {', '.join(MEASURES)} and one limit")
-    limits = entry["at_least" if "at_least" in entry else "at_most"]
-    spans = ([(int(context), int(context), limit) for context, limit in limits.items()] if isinstance(limits, dict)
-             else [(entry.get("from", 0), entry.get("to"), limits)])
+    limits, aims = entry["at_least" if "at_least" in entry else "at_most"], entry.get("aim")
+    if aims is not None and (aims.keys() if isinstance(aims, dict) else None) != (
+            limits.keys() if isinstance(limits, dict) else None):
+        raise ValueError(f"target {entry['what']!r} needs an aim for each limit")
+    spans = ([(int(context), int(context), limit, aims and aims[context]) for context, limit in limits.items()]
+             if isinstance(limits, dict) else [(entry.get("from", 0), entry.get("to"), limits, aims)])
     low, high = entry.get("parameters", (0, math.inf))
     return [Target(entry["what"], entry["measure"], entry["benchmark"], entry["device"], (low, high), first, last,
-                   float(limit), "at_least" in entry, entry.get("type"), entry.get("over"), entry.get("variant"))
-            for first, last, limit in spans]
+                   float(limit), "at_least" in entry, entry.get("type"), entry.get("over"), entry.get("variant"),
+                   entry.get("over_variant"), entry.get("tokens"), aim if aim is None else float(aim))
+            for first, last, limit, aim in spans]
 
 
 def targets_table(targets: Sequence[Target], cells: Sequence[Cell]) -> str:
@@ -87,6 +98,7 @@ def targets_table(targets: Sequence[Target], cells: Sequence[Cell]) -> str:
     for target in targets:
         reached = reach(target, tables)
         wanted = f"{'at least' if target.at_least else 'at most'} {limit_text(target.limit)}"
+        wanted += "" if target.aim is None else f", aim {limit_text(target.aim)}"
         value = "-" if reached.value is None else f"{limit_text(reached.value)}{reached.at and f' at {reached.at}'}"
         lines.append([target.what, target.dtype or "fastest of each", target.where, wanted, value,
                       reached.verdict(target)])
@@ -100,6 +112,9 @@ def limit_text(x: float) -> str:
 def reach(target: Target, tables: Sequence[Table]) -> Reached:
     """What the rows say of a target: of the tables of its machine and size, the one with the newest row that tells."""
     best = Reached(None, "")
+    if target.tokens:
+        tables = [replace(table, cells=mine) for table in tables
+                  if (mine := tuple(cell for cell in table.cells if cell.n_tokens == target.tokens))]
     for table in sorted(tables, key=lambda table: max(cell.row.get("time", "") for cell in table.cells)):
         size = target.parameters[0] <= table.n_parameters <= target.parameters[1]
         same = table.benchmark == target.benchmark or {table.benchmark, target.benchmark} <= {*STEPS}
@@ -124,7 +139,7 @@ def worst(target: Target, found: Sequence[tuple[float, str]], missing: str = "")
 def reached_speed(target: Target, table: Table) -> Reached:
     found, missing = [], ""
     for context in contexts_of(target, table):
-        if pair := table.pair(OURS, target.over or "", context, target.dtype):
+        if pair := table.pair(OURS, target.over or "", context, target.dtype, rival_variant=target.over_variant):
             both = ratio(pair[1], pair[0])
             if both:
                 found.append((both.value, tokens(context)))
@@ -140,6 +155,29 @@ def reached_memory(target: Target, table: Table) -> Reached:
                 found.append((pair[0].peak_mib / pair[1].peak_mib, tokens(context)))
             missing = missing or failure(pair)
     return worst(target, found, missing)
+
+
+def reached_rate(target: Target, table: Table) -> Reached:
+    """Tokens per second in each context's newest run, of the fastest variant."""
+    found, missing = [], ""
+    for context in contexts_of(target, table):
+        mine = [cell for cell in table.cells if cell.side == OURS and cell.context == context
+                and target.dtype in (None, cell.dtype)]
+        rates = [cell.row["tokens_per_s"] for cell in mine if cell.ms and cell.run == mine[-1].run]
+        if rates:
+            found.append((max(rates), tokens(context)))
+        elif mine:
+            missing = f"failed: {mine[-1].failed}"
+    return worst(target, found, missing)
+
+
+def reached_share(target: Target, table: Table) -> Reached:
+    """Of a copy's rate, at each context's newest row of the implementation `variant` of the op `over`."""
+    part = target.measure.removesuffix(" share")
+    shares = {cell.context: cell.row[part]["copy_share"] for cell in table.cells
+              if (cell.side, cell.variant) == (target.over, target.variant) and cell.ms and part in cell.row
+              and cell.context in contexts_of(target, table) and target.dtype in (None, cell.dtype)}
+    return worst(target, [(share, tokens(context)) for context, share in shares.items()])
 
 
 def reached_memory_mib(target: Target, table: Table) -> Reached:
@@ -212,4 +250,5 @@ def reached_flat(target: Target, table: Table) -> Reached:
 
 MEASURES: dict[str, Callable[[Target, Table], Reached]] = {
     "speed": reached_speed, "memory": reached_memory, "memory_mib": reached_memory_mib, "slope": reached_slope,
-    "flat": reached_flat, "part time": reached_part, "part memory": reached_part}
+    "flat": reached_flat, "part time": reached_part, "part memory": reached_part, "rate": reached_rate,
+    "forward share": reached_share, "backward share": reached_share}
