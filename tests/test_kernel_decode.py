@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import CHUNK, FLASH, random_ids, random_model, with_end
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from lineartime import generate
@@ -182,11 +183,15 @@ def test_a_model_decodes_by_it(dtype: torch.dtype, fused) -> None:
     assert error(logits(), expected.double()) <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
 def test_refused() -> None:
     inputs = make_inputs(torch.float32, ROWS[:2], 16)
     for wrong in ("gamma_4S", "kv_BSE"):
         with pytest.raises(RuntimeError, match="no gradient"):
             decode_step.chunk_decode_step(**inputs | {wrong: inputs[wrong].clone().requires_grad_()})
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        dual = forward_ad.make_dual(inputs["kv_BSE"], inputs["kv_BSE"])
+        decode_step.chunk_decode_step(**inputs | {"kv_BSE": dual})
     with torch.no_grad():
         decode_step.chunk_decode_step(**inputs | {"gamma_4S": inputs["gamma_4S"].clone().requires_grad_()})
     for wrong, change in (("v_BCE", torch.Tensor.bfloat16), ("k_lin_BCS", lambda x: x.mT.contiguous().mT)):

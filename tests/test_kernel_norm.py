@@ -4,7 +4,9 @@ import interpreter  # noqa: F401 - first, as it decides how kernels run
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lineartime.layers import make_norm
 from lineartime.ops import norm, reference
@@ -176,6 +178,29 @@ def test_compiled_in_one_graph() -> None:
     inputs = make_inputs((3, 5, 48), AUTOCAST, True)
     compiled = torch.compile(norm.add_norm, backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(run(compiled, inputs, AUTOCAST), run(norm.add_norm, inputs, AUTOCAST), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
+def test_functions_of_functions() -> None:
+    """`torch.func`: rows one by one as together; derivatives, which a custom op has not, are refused."""
+    x, delta, weight, bias = make_inputs((3, 48), torch.float32, True)
+
+    def square(x: Tensor) -> Tensor:
+        return norm.add_norm(x, delta, weight, bias)[1].square().sum()
+
+    rows = torch.func.vmap(lambda x, delta: norm.add_norm(x, delta, weight, bias)[1])(x, delta)
+    assert torch.equal(rows, norm.add_norm(x, delta, weight, bias)[1])
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        square(forward_ad.make_dual(x, x))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(square)(x)
+
+
+def test_checkpointed() -> None:
+    inputs = make_inputs((3, 48), AUTOCAST, True)
+    again = run(lambda *leaves: checkpoint(norm.add_norm, *leaves, use_reentrant=False), inputs, AUTOCAST)
+    for ours, theirs in zip(again, run(norm.add_norm, inputs, AUTOCAST), strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lineartime.ops.limits import refuse_forward_mode
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_rows, make_head, silu
 
 SLOTS = 32
@@ -119,6 +120,7 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
     inputs = uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, kv_BSE, weight_B
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
         raise RuntimeError("chunk_decode_step has no gradient: call it under torch.no_grad()")
+    refuse_forward_mode(*inputs, *buffers)
     if k_quad_BCS.shape[-1] != 2 * HALF.value:
         raise ValueError(f"keys of width {k_quad_BCS.shape[-1]}; the kernel takes {2 * HALF.value}")
     if any(buffer.dtype != uvz_BF.dtype or not buffer.is_contiguous() for buffer in buffers):

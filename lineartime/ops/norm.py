@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.cross_entropy import product_type
+from lineartime.ops.limits import refuse_forward_mode
 
 MAX_WIDTH = 8192
 """The widest row: a program holds whole rows in registers."""
@@ -194,6 +195,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     width = x.shape[-1]
     if width > MAX_WIDTH:
         raise ValueError(f"a row of {width} numbers; the kernel takes {MAX_WIDTH}")
+    refuse_forward_mode(x, delta, weight, bias)
     if delta is not None:
         x = x.to(torch.promote_types(x.dtype, delta.dtype))
         delta = delta.expand_as(x).reshape(-1, width).contiguous()
