@@ -10,23 +10,29 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("tests", "step", "decode", "kernels")
+STAGES = ("tests", "kernels", "step", "decode")
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
 FOR_TESTS = ("pytest", "hypothesis")
 PEERS = {"flash-pytorch": "flash_pytorch", "fla:retention": "fla", "fla:gla": "fla"}
-KERNELS = ("triton", "cuda")
-"""What an implementation written by hand is called in a row."""
+KERNEL = "triton"
+"""What a kernel of ours is called in a row."""
+
+AT_ONCE = 8
+"""Processes that tests are run in side by side: most of their time a processor compiles kernels."""
 
 FIRST_GUESS_S, TINY_GUESS_S = 75.0, 10.0
 """How long a cell is thought to take before one has been measured."""
@@ -48,54 +54,69 @@ def step(table: str, context: int, labels: str, tokens: int, *more: str, precisi
 
 
 def cells_of_steps() -> list[Cell]:
-    """110 M parameters at bfloat16 against Transformer++ first, then less telling ones."""
-    both = "flash:compiled flash transformer++:compiled transformer++"
-    unfused = "flash:compiled flash transformer++:unfused:compiled transformer++:unfused"
+    """110 M parameters at bfloat16, with kernels and without, against Transformer++ first, then less telling ones."""
+    ours = "flash:compiled flash"
+    definitions = f"{ours} flash:reference:compiled flash:reference transformer++:compiled"
+    peers = f"{ours} flash-pytorch:compiled flash-pytorch fla:retention fla:gla"
+    unfused = f"{ours} transformer++:unfused:compiled transformer++:unfused"
     latency = ("flash:compiled flash flash-quad:compiled flash-quad transformer++:unfused transformer++:compiled "
                "performer performer-matmul")
     presets = ("flash:compiled flash-quad:compiled mc-tfm++:compiled transformer++:compiled transformer+:compiled "
                "combiner:compiled performer-matmul:compiled")
     return [
-        *(step("gpu", context, both, 65536) for context in (2048, 8192)),
+        *(step("gpu", context, definitions, 65536) for context in (2048, 8192)),
+        step("gpu-peers", 2048, peers, 32768),
         *(step("gpu-unfused", context, unfused, 8192) for context in (2048, 8192)),
-        *(step("gpu", context, both, 65536) for context in (512, 4096, 16384, 32768)),
-        step("gpu", 131072, "flash:compiled transformer++:compiled flash:compiled:checkpoint", 131072),
-        *(step("gpu-unfused", context, unfused, 8192) for context in (512, 4096)),
-        Cell("step", "gpu-slope/bfloat16", ("step", "flash:compiled", "--contexts", "512,2048,16384,131072", "--tokens",
+        step("gpu", 131072, f"{ours} transformer++:compiled", 131072),
+        *(step("gpu", context, f"{ours} transformer++:compiled", 65536) for context in (32768, 16384, 4096, 512)),
+        Cell("step", "gpu-slope/bfloat16", ("step", *ours.split(), "--contexts", "512,2048,16384,131072", "--tokens",
                                             "131072", "--precision", "bfloat16", "--together")),
-        *(step("gpu-peers", context, "flash:compiled flash flash-pytorch:compiled flash-pytorch fla:retention fla:gla",
-               32768) for context in (2048, 8192, 16384)),
+        # The paper's batch in one pass.
+        step("gpu-whole-batch", 2048, ours, 2**18),
+        *(step("gpu-pg19", context, f"{ours} transformer++:compiled", 32768, "--task", "pg19")
+          for context in (2048, 8192)),
+        *(step("gpu-unfused", context, unfused, 8192) for context in (512, 4096)),
         *(step("gpu-presets", context, presets, 16384) for context in (2048, 8192)),
+        step("gpu-checkpointed", 131072, "flash:compiled:checkpoint flash:checkpoint", 131072),
+        *(step("gpu-peers", context, peers, 32768) for context in (8192, 16384)),
         # The paper's table of one accelerator: 512 x 4, 1024 x 2, 2048 x 1, 4096 x 1.
         *(step("gpu-paper-latency", context, latency, max(context, 2048)) for context in (512, 1024, 2048, 4096)),
-        *(step("gpu-pg19", context, "flash:compiled transformer++:compiled", 32768, "--task", "pg19")
-          for context in (2048, 8192, 32768)),
-        *(step("gpu", context, both, 65536, precision="float32") for context in (2048, 8192)),
+        step("gpu-pg19", 32768, f"{ours} transformer++:compiled", 32768, "--task", "pg19"),
+        *(step("gpu", context, definitions, 32768, precision="float32") for context in (2048, 8192)),
     ]
 
 
 def cells_of_decoding() -> list[Cell]:
-    def decode(table: str, batch: int, *more: str) -> Cell:
-        return Cell("decode", f"{table}/{batch}", ("decode", "flash", "transformer++", "--batch", str(batch), *more))
+    """64 rows at once, a CUDA graph for a token, first: with the context that is only FLASH's in one call with 2K."""
+    def decode(name: str, batch: int, *more: str) -> Cell:
+        return Cell("decode", name, ("decode", "flash", "transformer++", "--batch", str(batch), *more))
 
+    short = ("--precision", "bfloat16")
     return [
-        decode("gpu-decode", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072"),
-        decode("gpu-decode-captured", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072",
+        decode("gpu-decode-captured/64", 64, "--lengths", "2048,8192,131072", "--quadratic-up-to", "8192", "--capture",
+               *short),
+        decode("gpu-decode-captured/64-32K", 64, "--lengths", "32768", "--capture", *short),
+        decode("gpu-decode-captured/1", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072",
                "--capture"),
-        decode("gpu-decode", 64, "--lengths", "2048,8192,32768", "--precision", "bfloat16"),
-        decode("gpu-decode", 8, "--lengths", "2048,8192,32768,131072", "--precision", "bfloat16"),
-        decode("gpu-decode-pg19", 1, "--lengths", "2048,8192,32768", "--task", "pg19"),
+        decode("gpu-decode/64", 64, "--lengths", "2048,8192,131072", "--quadratic-up-to", "8192", *short),
+        decode("gpu-decode/1", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072"),
+        decode("gpu-decode/8", 8, "--lengths", "2048,8192,32768,131072", *short),
+        decode("gpu-decode-pg19/1", 1, "--lengths", "2048,8192,32768", "--task", "pg19"),
     ]
 
 
 def cells_of_kernels() -> list[Cell]:
-    def op(name: str, context: int, tokens: int) -> Cell:
-        return Cell("kernels", f"gpu-op/{name}-{context}", (
-            "op", name, "--contexts", str(context), "--tokens", str(tokens), "--precision", "bfloat16"))
+    """Kernels beside their definitions, then parts that have none."""
+    def op(name: str, context: int, tokens: int, *more: str) -> Cell:
+        return Cell("kernels", f"gpu-op/{name}-{'-'.join([str(context), *more[1:]])}", (
+            "op", name, "--contexts", str(context), "--tokens", str(tokens), "--precision", "bfloat16", *more))
 
-    return [op("mixed_chunk_attention", 8192, 65536), op("linear_cross_entropy", 2048, 32768),
+    return [op("gated_chunk_attention", 8192, 65536), op("gated_chunk_attention", 131072, 131072),
+            op("gated_chunk_attention", 8192, 65536, "--task", "pg19"), op("gated_quadratic_attention", 2048, 16384),
+            op("add_norm", 8192, 65536), op("gated_chunk_attention", 2048, 65536, "--task", "c4"),
+            op("gated_quadratic_attention", 8192, 16384), op("linear_cross_entropy", 2048, 32768),
             Cell("kernels", "gpu-loss/bfloat16", ("loss", "--precision", "bfloat16", "--tokens", "32768")),
-            op("softmax_attention", 8192, 8192), op("mixed_chunk_attention", 131072, 131072),
+            op("softmax_attention", 8192, 8192), op("mixed_chunk_attention", 8192, 65536),
             op("quadratic_attention", 2048, 16384), op("linear_attention", 8192, 65536)]
 
 
@@ -249,19 +270,38 @@ def run_cells(stage: str, cells: Sequence[Cell], out: Out, device: str, commit: 
 
 
 def run_tests(out: Out, tiny: bool, seconds: float) -> bool:
-    """The tests that need a GPU, their output in tests.txt; a dry run only collects them."""
+    """The tests that need a GPU, in several processes, their output in tests.txt; a dry run only collects them."""
     missing = absent(FOR_TESTS)
     if missing:
         say(f"tests: not run, {', '.join(missing)} is missing here")
         return False
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
-    ended = run([*command, *(["--collect-only"] if tiny else [])], seconds, out.folder / "tests.txt")
-    lines = (out.folder / "tests.txt").read_text(encoding="utf-8").strip().splitlines()
+    started, text = time.monotonic(), out.folder / "tests.txt"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    ended = run([*command, "tests/test_gpu.py", "--collect-only"], seconds, text)
+    lines = text.read_text(encoding="utf-8").strip().splitlines()
+    tests = [line for line in lines if "::" in line]
+    if tiny or ended or not tests:
+        last = lines[-1].strip("= ") if lines else "no output"
+        say(f"tests: only collected: {last}" + (f"; {ended}" if ended else ""))
+        return bool(tests) and not ended
+    n = max(min(AT_ONCE, (os.cpu_count() or 2) // 2, len(tests)), 1)
+    parts = [out.folder / f".tests-{i}.txt" for i in range(n)]
+    left = seconds - (time.monotonic() - started)
+    with ThreadPoolExecutor(n) as pool:
+        how = [each for each in pool.map(lambda i: run([*command, *tests[i::n]], left, parts[i]), range(n)) if each]
+    lines = [line for part in parts for line in part.read_text(encoding="utf-8").strip().splitlines()]
+    counts = Counter({"passed": 0})
+    for part in parts:
+        last = (part.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
+        for number, word in re.findall(r"(\d+) (passed|failed|errors?)\b", last):
+            counts[word.rstrip("s")] += int(number)
+        part.unlink()
+    summary = ", ".join(f"{number} {word}" for word, number in counts.items()) + f" of {len(tests)}"
+    text.write_text("\n".join([*lines, summary]) + "\n", encoding="utf-8")
     for line in [line for line in lines if line.startswith(("FAILED", "ERROR"))][:20]:
         say(f"tests: {line}")
-    say(f"tests: {'only collected: ' if tiny else ''}{lines[-1].strip('= ') if lines else 'no output'}"
-        + (f"; {ended}" if ended else ""))
-    return not ended
+    say(f"tests: {summary}" + (f"; {how[0]}" if how else ""))
+    return counts["passed"] == len(tests)
 
 
 def absent(packages: Sequence[str]) -> list[str]:
@@ -325,9 +365,9 @@ def main() -> int:
             guess_s = TINY_GUESS_S if given.tiny else FIRST_GUESS_S
             well &= run_cells(stage, cells, out, given.device, given.commit, deadline, guess_s)
         note = ""
-        if stage == "kernels" and not any(row.get("variant") in KERNELS for row in out.read(out.rows)):
-            note = ("kernels: there is no kernel written by hand yet; these are the definitions, as they are and as "
-                    "torch.compile makes them")
+        if stage == "kernels" and not any(row.get("variant") == KERNEL for row in out.read(out.rows)):
+            note = ("kernels: no kernel was measured; these are the definitions, as they are and as torch.compile "
+                    "makes them")
             say(note)
         out.summarise(cells, note)
         started = time.monotonic()

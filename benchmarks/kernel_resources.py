@@ -264,7 +264,8 @@ def case_text(cases: Sequence[dict[str, Any]]) -> str:
 
 def table(lines: Sequence[dict[str, Any]], archs: Sequence[int]) -> list[str]:
     """Lines of a Markdown table, the head first."""
-    head = ["kernel", "of", "tiles", "warps, stages", *(f"sm_{arch}: registers / spilled / KiB / tensor" for arch in archs)]
+    head = ["kernel", "of", "tiles", "warps, stages",
+            *(f"sm_{arch}: registers / spilled / KiB / tensor" for arch in archs)]
     made = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
     for line in lines:
         cells = [line["kernel"], f"{line['dtype']}, {case_text(line['cases'])}".rstrip(", "), line["tiles"],

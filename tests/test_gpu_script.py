@@ -45,8 +45,10 @@ def test_every_cell_is_one_that_the_benchmark_knows():
 
 def test_the_most_telling_comes_first():
     first = gpu.cells_of_steps()[0]
-    assert first.name == "gpu/2048-bfloat16" and first.arguments[:5] == (
-        "step", "flash:compiled", "flash", "transformer++:compiled", "transformer++")
+    assert first.name == "gpu/2048-bfloat16" and first.arguments[:6] == (
+        "step", "flash:compiled", "flash", "flash:reference:compiled", "flash:reference", "transformer++:compiled")
+    assert [cells()[0].name for cells in (gpu.cells_of_kernels, gpu.cells_of_decoding)] == [
+        "gpu-op/gated_chunk_attention-8192", "gpu-decode-captured/64"]
 
 
 def test_without_a_gpu_it_is_an_error_of_one_line(tmp_path):
@@ -55,7 +57,7 @@ def test_without_a_gpu_it_is_an_error_of_one_line(tmp_path):
     assert done.stderr == "error: no CUDA device here; --device cpu --tiny tries this script without one\n"
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["stpe"], "unknown stage: stpe; it is one of tests, step"),
+@pytest.mark.parametrize(("arguments", "words"), [(["stpe"], "unknown stage: stpe; it is one of tests, kernels"),
                                                   (["--before", "missing"], "cannot read the rows: missing")])
 def test_wrong_arguments_are_an_error_of_one_line(arguments, words):
     done = script(*arguments)
@@ -101,6 +103,29 @@ def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, monkeyp
     assert not gpu.run_cells("step", cells, out, "cpu", None, time.monotonic() + 100, 1.0)
     assert [line["cell"] for line in out.read(out.progress)] == ["a", "b", "c", "a"]
     assert out.measured() == {"b", "c"}
+
+
+def test_tests_are_shared_out_and_counted(tmp_path, monkeypatch, capsys):
+    """Each runs once; what failed is said, and what a process that ended early did not run is missed."""
+    given, names = [], [f"tests/test_gpu.py::test_{i}" for i in range(7)]
+
+    def run(command, seconds, output):
+        ids = [part for part in command if "::" in part]
+        given.extend(ids)
+        text = "\n".join(names) + "\n7 tests collected" if "--collect-only" in command else f"{len(ids)} passed in 1.0s"
+        if names[2] in ids:
+            text = f"FAILED {names[2]} - why\n1 failed, {len(ids) - 1} passed in 1.0s"
+        output.write_text(text + "\n")
+        return ""
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 6)
+    out = gpu.Out(tmp_path, None)
+    assert not gpu.run_tests(out, False, 100) and sorted(given) == names
+    assert f"tests: FAILED {names[2]} - why\ntests: 6 passed, 1 failed of 7\n" in capsys.readouterr().out
+    assert (tmp_path / "tests.txt").read_text().endswith("\n6 passed, 1 failed of 7\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["tests.txt"]
+    assert gpu.run_tests(out, True, 100) and "only collected: 7 tests collected" in capsys.readouterr().out
 
 
 def test_nothing_is_started_when_too_little_time_is_left(tmp_path, monkeypatch, capsys):
