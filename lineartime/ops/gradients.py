@@ -12,148 +12,227 @@ from torch import Tensor
 
 from lineartime.ops.tiles import (
     HALF,
-    diagonal_sums,
     dot,
     load_angles,
     load_base,
     load_rows,
     make_head,
-    relu_tile,
     silu,
     silu_slope,
     store_rows,
     visible_tile,
 )
 
-BASE_TILE = 64
-"""Tokens of a program that makes z's gradient."""
+BASE_TILE = 32
+"""Tokens of a program that makes heads, or z's gradient."""
+
+SCORES_AT_ONCE = 2**28
+"""How many gradients of scores are in memory at a time: those of 2^18 tokens in chunks of 1024."""
 
 
-def score_tile(kind: torch.dtype, linear: bool) -> tuple[int, int, int, int, int]:
-    """Own rows, others and columns of v of a tile of the scores' gradients, its warps, and stages of its loop."""
-    if kind == torch.float32:
-        return 32, 32, 32, 4, 2
-    return (64, 128, 64, 8, 2) if linear else (128, 128, 64, 8, 2)
+def score_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Queries, keys and columns of v of a tile of the scores' gradients, its warps, and stages of its loop."""
+    return (64, 64, 16, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 3)
+
+
+def head_tile(kind: torch.dtype) -> tuple[int, int, int, int]:
+    """Tokens of a tile of a head's gradient, those that it adds up at a time, its warps, and stages of its loop."""
+    return (64, 32, 8, 2) if kind == torch.float32 else (128, 64, 8, 3)
 
 
 @triton.jit
-def score_gradients_kernel(uvz, own_values, other_values, gamma, beta, sin, cos, w, documents, each, dheads, dw, T, E,
-                           F, row_len, angles_stride, scale, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
-                           DOCUMENTS: tl.constexpr, LINEAR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                           BE: tl.constexpr, N_SUMS: tl.constexpr):
-    """The gradient of the q of BM queries, from all the keys that they see, or with the sides changed of the k of BM
-    keys. values: of queries the gradient of the output, of keys v, so that their product is the weights' gradient."""
-    kind = uvz.dtype.element_ty
-    n_tiles = tl.cdiv(row_len, BM)
-    row, tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
-    if OF_QUERIES:
-        tile = n_tiles - 1 - tile  # those with the most keys begin first
-    start = row * row_len
+def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride, N: tl.constexpr, BT: tl.constexpr):
+    """All heads of BT tokens, rotated."""
+    start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
+    token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
+    angles = batch * angles_stride + start * HALF
+    z1, z2 = load_base(uvz + (batch * T + start) * F + 2 * E, token, left, F)
+    sin_tile, cos_tile = load_angles(sin + angles, cos + angles, token, left)
+    for head in tl.static_range(N):
+        made1, made2 = make_head(z1, z2, gamma, beta, head, sin_tile, cos_tile, heads.dtype.element_ty)
+        row = heads + ((head * tl.num_programs(1) + batch) * T + start) * 2 * HALF
+        store_rows(row, token, column, left, HALF, 2 * HALF, made1)
+        store_rows(row + HALF, token, column, left, HALF, 2 * HALF, made2)
+
+
+@triton.jit
+def differentiate_scores(heads, v, do, w, documents, each, dscores, dlinear, sums, n_batch, T, E, row_len, first_row,
+                         first_tile, n_query_tiles, scale, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+                         LINEAR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr):
+    """The gradients of the scores of BM queries and BN keys, 0 where one does not see the other, and their sums along
+    diagonals. A tile that causality hides altogether is not written."""
+    kind = heads.dtype.element_ty
+    n_key_tiles = tl.cdiv(row_len, BN)
+    n_tile, m_tile = tl.program_id(0) % n_key_tiles, tl.program_id(0) // n_key_tiles
+    row = first_row + m_tile // n_query_tiles
+    m, n = (first_tile + m_tile % n_query_tiles) * BM, n_tile * BN
+    n_rows = tl.cdiv(T, row_len)
+    start = row % n_rows * row_len
     n_tokens = tl.minimum(T - start, row_len)
-    if tile * BM >= n_tokens:
+    if (m >= n_tokens) | (n >= n_tokens) | (CAUSAL & (n >= m + BM)):
         return
-    first = tl.program_id(1).to(tl.int64) * T + start
-    z_row = uvz + first * F + 2 * E
-    angles = tl.program_id(1).to(tl.int64) * angles_stride + start.to(tl.int64) * HALF
-    sin_row, cos_row = sin + angles, cos + angles
-    own_row, other_row = own_values + first * E, other_values + first * E
-    own = tile * BM + tl.arange(0, BM)
-    own_head: tl.constexpr = 0 if OF_QUERIES else 1
+    first = (row // n_rows).to(tl.int64) * T + start
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
 
-    z1, z2 = load_base(z_row, own, n_tokens, F)
-    sin_tile, cos_tile = load_angles(sin_row, cos_row, own, n_tokens)
-    own1, own2 = make_head(z1, z2, gamma, beta, own_head, sin_tile, cos_tile, kind)
-    own_document = own
+    dweight = tl.zeros([BM, BN], tl.float32)
+    for e in range(0, E, BE):
+        column = e + tl.arange(0, BE)
+        x = load_rows(do + (first + m) * E, i, column, n_tokens - m, E, E)
+        y = load_rows(v + (first + n) * E, j, column, n_tokens - n, E, E)
+        dweight = dot(x, tl.trans(y), dweight)
+    query, key = (m + i)[:, None], (n + j)[None, :]
+    query_document, key_document = query, key
     if DOCUMENTS:
-        own_document = tl.load(documents + first + own, mask=own < n_tokens, other=-1)
-    d1 = tl.zeros([BM, HALF], tl.float32)
-    d2 = tl.zeros([BM, HALF], tl.float32)
+        query_document = tl.load(documents + first + query, mask=query < n_tokens, other=-1)
+        key_document = tl.load(documents + first + key, mask=key < n_tokens, other=-1)
+    visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
+    into = m_tile.to(tl.int64) * BM * n_key_tiles * BN + n
+    at = i[:, None] * (n_key_tiles * BN) + j[None, :]
+    score = tl.load(w + key - query)
+    for s in range(0, 2 * HALF, BE):
+        column = s + tl.arange(0, BE)
+        q = load_rows(heads + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
+        k = load_rows(heads + (n_batch.to(tl.int64) * T + first + n) * 2 * HALF, j, column, n_tokens - n, 2 * HALF,
+                      2 * HALF)
+        score = dot(q, tl.trans(k), score)
+    dscore = tl.where(visible, 2.0 * scale * tl.maximum(score, 0.0) * dweight, 0.0)
+    tl.store(dscores + into + at, dscore.to(kind))
     if LINEAR:
-        l1 = tl.zeros([BM, HALF], tl.float32)
-        l2 = tl.zeros([BM, HALF], tl.float32)
+        share = tl.load(each + first + query, mask=query < n_tokens, other=0.0)
+        tl.store(dlinear + into + at, tl.where(visible, dweight * share, 0.0).to(kind))
+    store_diagonal_sums(sums, m_tile.to(tl.int64) * n_key_tiles + n_tile, dscore, BM, BN)
 
+
+@triton.jit
+def store_diagonal_sums(sums, line, tile, BM: tl.constexpr, BN: tl.constexpr):
+    """Sums along the diagonals of a tile: of n BN entries of a line d is that of column - row = d - (n - 1) BN.
+
+    Each row is turned round by its number, which makes columns of the diagonals; those that wrapped round a column n
+    times are BN n diagonals further down."""
+    n: tl.constexpr = (BM + 2 * BN - 2) // BN
+    i, d = tl.arange(0, BM)[:, None], tl.arange(0, BN)
+    turned = tl.gather(tile, (i + d[None, :]) % BN, 1)
+    for p in tl.static_range(n):
+        total = tl.sum(tl.where((i + d[None, :]) // BN == p, turned, 0.0), 0)
+        tl.store(sums + line * n * BN + (n - 1 - p) * BN + d, total)
+
+
+@triton.jit
+def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first_query, n_queries, stride, scale,
+                       OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr,
+                       BK: tl.constexpr):
+    """The gradient of BM queries, dscores times the keys, or with the sides changed that of BM keys."""
+    n_rows, n_tiles = tl.cdiv(T, row_len), tl.cdiv(n_queries if OF_QUERIES else row_len, BM)
+    row = tl.program_id(0) // n_tiles
+    own = tl.program_id(0) % n_tiles * BM
+    start = (first_row + row) % n_rows * row_len
+    n_tokens = tl.minimum(T - start, row_len)
+    first = ((first_row + row) // n_rows).to(tl.int64) * T + start
     begin, end = 0, n_tokens
+    if OF_QUERIES:
+        own += first_query
+    else:
+        begin, end = first_query, tl.minimum(first_query + n_queries, n_tokens)
     if CAUSAL:
         if OF_QUERIES:
-            end = tl.minimum(tile * BM + BM, n_tokens)
+            end = tl.minimum(end, own + BM)
         else:
-            begin = tile * BM // BN * BN
-    for at in range(begin, end, BN):
-        other = at + tl.arange(0, BN)
-        dweight = tl.zeros([BM, BN], tl.float32)
-        for e in range(0, E, BE):
-            column = e + tl.arange(0, BE)
-            x = load_rows(own_row, own, column, n_tokens, E, E)
-            dweight = dot(x, tl.trans(load_rows(other_row, other, column, n_tokens, E, E)), dweight)
-        y1, y2 = load_base(z_row, other, n_tokens, F)
-        other_sin, other_cos = load_angles(sin_row, cos_row, other, n_tokens)
-        other1, other2 = make_head(y1, y2, gamma, beta, 1 - own_head, other_sin, other_cos, kind)
-        other_document = other
-        if DOCUMENTS:
-            other_document = tl.load(documents + first + other, mask=other < n_tokens, other=-1)
-        query, key = (own[:, None], other[None, :]) if OF_QUERIES else (other[None, :], own[:, None])
-        query_document = own_document[:, None] if OF_QUERIES else other_document[None, :]
-        key_document = other_document[None, :] if OF_QUERIES else own_document[:, None]
-        visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
-        relu = relu_tile(own1, own2, other1, other2, w + row_len - 1, key - query, visible, scale)
-        dscore = 2.0 * relu * dweight
+            begin = tl.maximum(begin, own // BK * BK)
+    if own >= n_tokens:
+        return
+    i, j, column = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, 2 * HALF)
+    dscores += row.to(tl.int64) * n_queries * stride
+    total = tl.zeros([BM, 2 * HALF], tl.float32)
+    for other in range(begin, end, BK):
         if OF_QUERIES:
-            n_others = tl.cdiv(row_len, BN)
-            line = ((tl.program_id(1) * tl.cdiv(T, row_len) + row) * n_tiles + tile).to(tl.int64) * n_others + at // BN
-            tl.store(dw + line * N_SUMS + tl.arange(0, N_SUMS), diagonal_sums(dscore, BM, BN, N_SUMS))
-        d1 = dot(dscore.to(kind), other1, d1)
-        d2 = dot(dscore.to(kind), other2, d2)
-        if LINEAR:
-            share = tl.load(each + first + query, mask=query < n_tokens, other=0.0)
-            dlinear = tl.where(visible, dweight * share, 0.0).to(kind)
-            linear1, linear2 = make_head(y1, y2, gamma, beta, 3 - own_head, other_sin, other_cos, kind)
-            l1 = dot(dlinear, linear1, l1)
-            l2 = dot(dlinear, linear2, l2)
+            x = tl.load(dscores + (own - first_query).to(tl.int64) * stride + other + i[:, None] * stride + j[None, :])
+        else:
+            x = tl.trans(tl.load(dscores + (other - first_query).to(tl.int64) * stride + own
+                                 + j[:, None] * stride + i[None, :]))
+        head = load_rows(other_heads + (first + other) * 2 * HALF, j, column, n_tokens - other, 2 * HALF, 2 * HALF)
+        total = dot(x, head, total)
+    total *= scale
+    into = dhead + (first + own) * 2 * HALF
+    if ADD:
+        total += load_rows(into, i, column, n_tokens - own, 2 * HALF, 2 * HALF).to(tl.float32)
+    store_rows(into, i, column, n_tokens - own, 2 * HALF, 2 * HALF, total)
 
-    column = tl.arange(0, HALF)
-    per_head = tl.num_programs(1).to(tl.int64) * T * 2 * HALF
-    dhead = dheads + own_head * per_head + first * 2 * HALF
-    store_rows(dhead, own, column, n_tokens, HALF, 2 * HALF, d1 * scale)
-    store_rows(dhead + HALF, own, column, n_tokens, HALF, 2 * HALF, d2 * scale)
-    if LINEAR:
-        dhead += 2 * per_head
-        l1 += load_rows(dhead, own, column, n_tokens, HALF, 2 * HALF).to(tl.float32)
-        l2 += load_rows(dhead + HALF, own, column, n_tokens, HALF, 2 * HALF).to(tl.float32)
-        store_rows(dhead, own, column, n_tokens, HALF, 2 * HALF, l1)
-        store_rows(dhead + HALF, own, column, n_tokens, HALF, 2 * HALF, l2)
+
+def make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """`reference.make_heads` from z before its silu: heads_NBTS."""
+    n_batch, n_tokens, f = uvz_BTF.shape
+    n_heads, s = gamma_NS.shape
+    heads_NBTS = torch.empty(n_heads, n_batch, n_tokens, s, dtype=uvz_BTF.dtype, device=uvz_BTF.device)
+    make_heads_kernel[triton.cdiv(n_tokens, BASE_TILE), n_batch](
+        uvz_BTF, gamma_NS, beta_NS, sin, cos, heads_NBTS, n_tokens, (f - s) // 2, f,
+        0 if len(sin) == 1 else n_tokens * s // 2, N=n_heads, BT=BASE_TILE, num_warps=8)
+    return heads_NBTS
 
 
 def score_gradients(uvz_BTF: Tensor, v_BTE: Tensor, do_BTE: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor,
                     cos: Tensor, w: Tensor, documents_BT: Tensor | None, each_BT: Tensor | None, dheads_NBTS: Tensor, *,
                     row_len: int, scale_len: int, causal: bool) -> Tensor:
-    """The gradients of relu(q k^T / n + b)^2 v, within rows of `row_len` tokens: returns dw, and writes those of the
-    rotated q and k to dheads_NBTS[0] and [1].
+    """The gradients of relu(q k^T / n + b)^2 v, within rows of `row_len` tokens: returns dw, float32 `[2 row_len - 1]`,
+    and writes those of the rotated q and k to dheads_NBTS[0] and [1].
 
     v_BTE: activated. do_BTE: the gradient of the product, before the gate. row_len: a chunk, or T; the last may be
     short. each_BT: where the weights also hold each[i] q_lin[i] k_lin[j] for all that i sees (float32); this part's
-    gradient is added to dheads_NBTS[2] and [3]. dw: float32 `[2 row_len - 1]`, from one line of sums along diagonals
-    for each tile of scores: row_len / 16 bytes a token with tiles of 128, as much as uvz itself for rows of 100K."""
+    gradient is added to dheads_NBTS[2] and [3].
+
+    A score's gradient takes a product over all of E and is wanted on both sides. So the scores' gradients go to memory,
+    SCORES_AT_ONCE of them at a time: whole rows, or some queries of one."""
     n_batch, n_tokens, e = v_BTE.shape
-    bm, bn, be, warps, stages = score_tile(uvz_BTF.dtype, each_BT is not None)
-    n_sums = triton.next_power_of_2(bm + bn - 1)
-    n_rows, n_own, n_others = triton.cdiv(n_tokens, row_len), triton.cdiv(row_len, bm), triton.cdiv(row_len, bn)
-    sums = torch.zeros(n_batch * n_rows, n_own, n_others, n_sums, dtype=torch.float32, device=uvz_BTF.device)
-    for of_queries in (True, False):
-        score_gradients_kernel[n_rows * n_own, n_batch](
-            uvz_BTF, do_BTE if of_queries else v_BTE, v_BTE if of_queries else do_BTE, gamma_NS, beta_NS, sin, cos, w,
-            documents_BT, each_BT, dheads_NBTS, sums, n_tokens, e, uvz_BTF.shape[2], row_len,
-            0 if len(sin) == 1 else n_tokens * 64, 1 / scale_len, OF_QUERIES=of_queries, CAUSAL=causal,
-            DOCUMENTS=documents_BT is not None, LINEAR=each_BT is not None, BM=bm, BN=bn, BE=be, N_SUMS=n_sums,
-            num_warps=warps, num_stages=stages)
-    return add_diagonals(sums.sum(0), bm, bn, row_len)
+    heads_NBTS = make_heads(uvz_BTF, gamma_NS, beta_NS, sin, cos)
+    bm, bn, be, warps, stages = score_tile(uvz_BTF.dtype)
+    own, others, head_warps, head_stages = head_tile(uvz_BTF.dtype)
+    n_rows, n_query_tiles = n_batch * triton.cdiv(n_tokens, row_len), triton.cdiv(row_len, bm)
+    n_keys = triton.cdiv(row_len, bn) * bn
+    tiles_at_once = max(SCORES_AT_ONCE // (bm * n_keys), 1)
+    n_tiles, rows_at_once = min(tiles_at_once, n_query_tiles), max(tiles_at_once // n_query_tiles, 1)
+    dq_BTS, dk_BTS = dheads_NBTS[:2]
+    in_parts = n_tiles < n_query_tiles
+    if in_parts:  # in float32 until the last part is added
+        dk_BTS = torch.zeros_like(dk_BTS, dtype=torch.float32)
+    w_padded = F.pad(w.float() * scale_len, [bm, bn])
+    dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
+
+    for first_row in range(0, n_rows, rows_at_once):
+        for first_tile in range(0, n_query_tiles, n_tiles):
+            n_now, tiles_now = min(rows_at_once, n_rows - first_row), min(n_tiles, n_query_tiles - first_tile)
+            dscores = torch.empty(n_now, tiles_now * bm, n_keys, dtype=uvz_BTF.dtype, device=uvz_BTF.device)
+            dlinear = None if each_BT is None else torch.empty_like(dscores)
+            sums = torch.zeros(n_now, tiles_now, n_keys // bn, (bm + 2 * bn - 2) // bn, bn, dtype=torch.float32,
+                               device=w.device)
+            differentiate_scores[n_now * tiles_now * (n_keys // bn),](
+                heads_NBTS, v_BTE, do_BTE, w_padded[bm + row_len - 1:], documents_BT, each_BT, dscores, dlinear, sums,
+                n_batch, n_tokens, e, row_len, first_row, first_tile, tiles_now, 1 / scale_len, CAUSAL=causal,
+                DOCUMENTS=documents_BT is not None, LINEAR=each_BT is not None, BM=bm, BN=bn, BE=be, num_warps=warps,
+                num_stages=stages)
+            dw += add_diagonals(sums.sum(0), bm, first_tile, row_len)
+            for of_queries in (True, False):
+                n_own = triton.cdiv(tiles_now * bm if of_queries else row_len, own)
+                side = 0 if of_queries else 1
+                parts = [(dscores, heads_NBTS[1 - side], dq_BTS if of_queries else dk_BTS, 1 / scale_len,
+                          in_parts and not of_queries)]
+                if dlinear is not None:
+                    parts.append((dlinear, heads_NBTS[3 - side], dheads_NBTS[2 + side], 1.0, True))
+                for given, other_head, into, scale, add in parts:
+                    differentiate_head[n_now * n_own,](
+                        given, other_head, into, n_tokens, row_len, first_row, first_tile * bm, tiles_now * bm, n_keys,
+                        scale, OF_QUERIES=of_queries, CAUSAL=causal, ADD=add, BM=own, BK=others, num_warps=head_warps,
+                        num_stages=head_stages)
+    if in_parts:
+        dheads_NBTS[1] = dk_BTS
+    return dw
 
 
-def add_diagonals(sums_QKD: Tensor, bm: int, bn: int, row_len: int) -> Tensor:
+def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> Tensor:
     """The sum of the scores' gradients along each diagonal of a row, from those of its tiles: dw."""
-    parts = sums_QKD.unflatten(2, (-1, bn)).transpose(1, 2).flatten(2)  # neighbours overlap by whole tiles
-    of_queries = add_shifted(parts.transpose(0, 1), bn)
+    n_query_tiles, _, n, bn = sums_QKND.shape
+    of_queries = add_shifted(sums_QKND.permute(2, 0, 1, 3).flatten(2), bn)
     total = add_shifted(of_queries.flip(0), bm)
-    return total[len(sums_QKD) * bm - row_len:][: 2 * row_len - 1]
+    before = (n - 1) * bn + (first_tile + n_query_tiles - 1) * bm + 1 - row_len  # entries below those of dw
+    return F.pad(total, [-before, before + 2 * row_len - 1 - len(total)])
 
 
 def add_shifted(lines: Tensor, step: int) -> Tensor:
