@@ -36,8 +36,9 @@ def score_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
 
 
 def head_tile(kind: torch.dtype) -> tuple[int, int, int, int]:
-    """Tokens of a tile of a head's gradient, those that it adds up at a time, its warps, and stages of its loop."""
-    return (64, 32, 8, 2) if kind == torch.float32 else (128, 64, 8, 3)
+    """Tokens of a tile of a head's gradient, those that it adds up at a time, its warps, and stages of its loop. Both
+    numbers of tokens divide those of a `score_tile`."""
+    return (64, 32, 8, 3) if kind == torch.float32 else (128, 64, 8, 3)
 
 
 @triton.jit
@@ -249,34 +250,31 @@ def add_shifted(lines: Tensor, step: int) -> Tensor:
 def base_gradient_kernel(uvz, dheads, gamma, beta, sin, cos, duvz, sums, T, E, F, angles_stride, N: tl.constexpr,
                          BT: tl.constexpr):
     """z's gradient for BT tokens of a row, and their sums for the gradients of scales and offsets."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    column = tl.arange(0, HALF)
-    batch = tl.program_id(1).to(tl.int64)
-    first, angles = batch * T, batch * angles_stride
+    start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
+    token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
+    first, angles = batch * T + start, batch * angles_stride + start * HALF
     z_row = uvz + first * F + 2 * E
-    z1 = load_rows(z_row, token, column, T, HALF, F).to(tl.float32)
-    z2 = load_rows(z_row + HALF, token, column, T, HALF, F).to(tl.float32)
-    sin_tile, cos_tile = load_angles(sin + angles, cos + angles, token, T)
-    dz1 = tl.zeros([BT, HALF], tl.float32)
-    dz2 = tl.zeros([BT, HALF], tl.float32)
-    program = batch * tl.num_programs(0) + tl.program_id(0)
+    z1 = load_rows(z_row, token, column, left, HALF, F).to(tl.float32)
+    z2 = load_rows(z_row + HALF, token, column, left, HALF, F).to(tl.float32)
+    sin_tile, cos_tile = load_angles(sin + angles, cos + angles, token, left)
+    dz1, dz2 = tl.zeros([BT, HALF], tl.float32), tl.zeros([BT, HALF], tl.float32)
+    sums_row = sums + (batch * tl.num_programs(0) + tl.program_id(0)) * N * 4 * HALF
     for head in tl.static_range(N):
         dhead = dheads + (head * tl.num_programs(1).to(tl.int64) * T + first) * 2 * HALF
-        turned1 = load_rows(dhead, token, column, T, HALF, 2 * HALF).to(tl.float32)
-        turned2 = load_rows(dhead + HALF, token, column, T, HALF, 2 * HALF).to(tl.float32)
+        turned1 = load_rows(dhead, token, column, left, HALF, 2 * HALF).to(tl.float32)
+        turned2 = load_rows(dhead + HALF, token, column, left, HALF, 2 * HALF).to(tl.float32)
         d1 = turned1 * cos_tile + turned2 * sin_tile
         d2 = turned2 * cos_tile - turned1 * sin_tile
         at = head * 2 * HALF + column
         dz1 += d1 * tl.load(gamma + at).to(tl.float32)[None, :]
         dz2 += d2 * tl.load(gamma + at + HALF).to(tl.float32)[None, :]
-        sums_of = sums + (program * 2 * N + head) * 2 * HALF + column
-        tl.store(sums_of, tl.sum(d1 * silu(z1), 0))
-        tl.store(sums_of + HALF, tl.sum(d2 * silu(z2), 0))
-        tl.store(sums_of + N * 2 * HALF, tl.sum(d1, 0))
-        tl.store(sums_of + (2 * N + 1) * HALF, tl.sum(d2, 0))
+        tl.store(sums_row + at, tl.sum(d1 * silu(z1), 0))
+        tl.store(sums_row + at + HALF, tl.sum(d2 * silu(z2), 0))
+        tl.store(sums_row + N * 2 * HALF + at, tl.sum(d1, 0))
+        tl.store(sums_row + N * 2 * HALF + at + HALF, tl.sum(d2, 0))
     dz_row = duvz + first * F + 2 * E
-    store_rows(dz_row, token, column, T, HALF, F, dz1 * silu_slope(z1))
-    store_rows(dz_row + HALF, token, column, T, HALF, F, dz2 * silu_slope(z2))
+    store_rows(dz_row, token, column, left, HALF, F, dz1 * silu_slope(z1))
+    store_rows(dz_row + HALF, token, column, left, HALF, F, dz2 * silu_slope(z2))
 
 
 def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor,
