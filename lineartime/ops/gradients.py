@@ -89,7 +89,7 @@ def differentiate_scores(heads, v, do, w, documents, each, dscores, dlinear, sum
     visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
     into = m_tile.to(tl.int64) * BM * n_key_tiles * BN + n
     at = i[:, None] * (n_key_tiles * BN) + j[None, :]
-    score = tl.load(w + key - query)
+    score = tl.load(w + (key - query))
     for s in range(0, 2 * HALF, BE):
         column = s + tl.arange(0, BE)
         q = load_rows(heads + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
@@ -288,5 +288,4 @@ def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, beta_N
     base_gradient_kernel[grid](uvz_BTF, dheads_NBTS, gamma_NS, beta_NS, sin, cos, duvz_BTF, sums, n_tokens,
                                (f - s) // 2, f, 0 if len(sin) == 1 else n_tokens * s // 2, N=n_heads, BT=BASE_TILE,
                                num_warps=8)
-    dgamma_NS, dbeta_NS = sums.sum(0)
-    return dgamma_NS, dbeta_NS
+    return sums[:, 0].sum(0), sums[:, 1].sum(0)
