@@ -191,9 +191,23 @@ def add_scale_norm(case: Case) -> Tensor:
     return total.sum() + normed.sum()
 
 
+def chunk_decode_step(case: Case) -> Tensor:
+    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias."""
+    from lineartime.ops.decode_step import chunk_decode_step
+
+    assert case.chunk is not None
+    n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
+    place = torch.zeros(n, dtype=torch.long)
+    return chunk_decode_step(
+        torch.zeros(n, 2 * D_INNER + S, dtype=kind), *(torch.zeros(4, S, dtype=kind) for _ in range(2)),
+        *(torch.zeros(n, S // 2, dtype=kind) for _ in range(2)), torch.zeros(c),
+        *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)), torch.zeros(n, S, D_INNER), place, place,
+        torch.zeros(n))
+
+
 OPS: dict[str, Callable[[Case], Tensor]] = {
     "gated_chunk_attention": gated_chunk_attention, "gated_quadratic_attention": gated_quadratic_attention,
-    "add_norm": add_layer_norm, "add_norm, one type": add_scale_norm}
+    "add_norm": add_layer_norm, "add_norm, one type": add_scale_norm, "chunk_decode_step": chunk_decode_step}
 
 
 def cases() -> list[Case]:
@@ -207,6 +221,7 @@ def cases() -> list[Case]:
     for dtype, causal, documents in itertools.product(DTYPES, (True, False), (True, False)):
         made.append(Case("gated_quadratic_attention", dtype, None, causal, documents))
     made += [Case(op, dtype, None, None, None) for op in ("add_norm", "add_norm, one type") for dtype in DTYPES]
+    made += [Case("chunk_decode_step", dtype, chunk, None, None) for dtype in DTYPES for chunk in CHUNKS]
     return sorted(made, key=lambda case: not case.default)
 
 
@@ -221,7 +236,9 @@ def measure(wanted: Sequence[Case], archs: Sequence[int], progress: Callable[[st
     for number, case in enumerate(wanted, 1):
         started, n_known = time.monotonic(), len(recorder.known)
         with recorder.recording() as launches:
-            OPS[case.op](case).sum().backward()
+            out = OPS[case.op](case)
+            if out.requires_grad:
+                out.sum().backward()
         rows += [{**asdict(case), **asdict(program)} for programs in launches for program in programs]
         progress(f"{number} of {len(wanted)}: {case.op}, {case.dtype}, {case.chunk}, causal {case.causal}, documents "
                  f"{case.documents}: {len(launches)} kernels, {len(recorder.known) - n_known} new programs, "
@@ -250,44 +267,43 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def case_text(cases: Sequence[dict[str, Any]]) -> str:
-    """Which calls a line is of: "C 128 256, causal, with documents"; what makes no difference is left out."""
-    words: list[str] = []
-    for name, texts in (("chunk", None), ("causal", {True: "causal", False: "bidirectional"}),
-                        ("documents", {True: "documents", False: "one document"})):
-        found = list(dict.fromkeys(case[name] for case in cases))
-        if texts is None:
-            words += ["C " + "/".join(str(n) for n in sorted(found))] * (found != [None])
-        else:
-            words += [texts[found[0]]] * (len(found) == 1 and found != [None])
+    """Which calls a line is of: "C 128/256, causal, documents"; what makes no difference is left out."""
+    chunks = sorted({case["chunk"] for case in cases if case["chunk"]})
+    words = ["C " + "/".join(map(str, chunks))] * bool(chunks)
+    for name, yes, no in (("causal", "causal", "bidirectional"), ("documents", "documents", "one document")):
+        found = {case[name] for case in cases}
+        words += [yes] * (found == {True}) + [no] * (found == {False})
     return ", ".join([*words, *["long rows"] * all(case["n_tokens"] >= LONG_ROW for case in cases)])
 
 
-def table(lines: Sequence[dict[str, Any]], archs: Sequence[int]) -> list[str]:
-    """Lines of a Markdown table, the head first."""
-    head = ["kernel", "of", "tiles", "warps, stages",
-            *(f"sm_{arch}: registers / spilled / KiB / tensor" for arch in archs)]
+def line_text(line: dict[str, Any]) -> str:
+    """A line of a table up to the type of what it is of: what every table that has its program shows alike."""
+    cells = [line["kernel"], line["tiles"], f"{line['warps']}, {line['stages']}"]
+    for registers, spilled, shared, tensor_cores in line["archs"].values():
+        cells.append(f"{registers} / {spilled and f'**{spilled}**'} / {shared / 1024:.3g} / {tensor_cores}")
+    return f"| {' | '.join(cells)} | {line['dtype']}"
+
+
+def table(lines: Sequence[dict[str, Any]], archs: Sequence[int]) -> str:
+    """As Markdown."""
+    head = ["kernel", "tiles", "warps, stages", *(f"sm_{arch}" for arch in archs), "of"]
     made = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
     for line in lines:
-        cells = [line["kernel"], f"{line['dtype']}, {case_text(line['cases'])}".rstrip(", "), line["tiles"],
-                 f"{line['warps']}, {line['stages']}"]
-        for arch in archs:
-            registers, spilled, shared, tensor_cores = line["archs"][arch]
-            cells.append(f"{registers} / {spilled and f'**{spilled}**'} / {shared / 1024:.3g} / {tensor_cores}")
-        made.append("| " + " | ".join(cells) + " |")
-    return made
+        made.append(", ".join(filter(None, [line_text(line), case_text(line["cases"])])) + " |")
+    return "\n".join(made)
 
 
 def section(rows: Sequence[dict[str, Any]], archs: Sequence[int]) -> str:
     """The place in the log: what training uses, then the rest, folded."""
     default = [row for row in rows if Case(**{name: row[name] for name in Case.__dataclass_fields__}).default]
-    parts = [f"Triton {triton.__version__}, {len({json.dumps(row, sort_keys=True) for row in rows}):,} programs."]
+    parts = [f"Triton {triton.__version__}, {len(rows):,} programs. For each architecture: registers of a thread / "
+             "bytes of it that spilled / KiB of shared memory / instructions on tensor cores."]
     for op in dict.fromkeys(row["op"] for row in rows):
         parts += [f"**{op}**, as a training run has it:",
-                  "\n".join(table(lines_of([row for row in default if row["op"] == op]), archs))]
+                  table(lines_of([row for row in default if row["op"] == op]), archs)]
         rest = [row for row in rows if row["op"] == op and row not in default]
         if rest:
-            parts += [f"<details><summary>{op}, the rest</summary>", "\n".join(table(lines_of(rest), archs)),
-                      "</details>"]
+            parts += [f"<details><summary>{op}, the rest</summary>", table(lines_of(rest), archs), "</details>"]
     return "\n\n".join(parts)
 
 
