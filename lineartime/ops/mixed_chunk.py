@@ -1,8 +1,8 @@
 """FLASH's attention in kernels: mixed chunk attention with all that stands around it, from a layer's first projection to
 its second. The definition is `reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
 
-A row is walked in a direction R: forwards, and when not causal backwards too. What a chunk hands on in a direction is
-the mean of k v over the tokens, so far, of the document that is open at the chunk's edge on that side.
+A row is walked in a direction R: forwards (0), and when not causal backwards too (1). What a chunk hands on is the mean
+of k v over the tokens, so far, of the document that goes on beyond its far edge.
 """
 
 from typing import Any, NamedTuple
@@ -13,151 +13,117 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.reference import to_chunks
-from lineartime.ops.tiles import (
-    HALF,
-    dot,
-    load_angles,
-    load_base,
-    load_rows,
-    make_head,
-    relu_tile,
-    silu,
-    silu_slope,
-    store_rows,
-    visible_tile,
-)
-
-NOWHERE = tl.constexpr(-2)
-"""The document beyond a row's ends."""
+from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
+from lineartime.ops.tiles import SIZE, dot, load_tile, relu_scores, silu, silu_slope, store_tile
 
 
 @triton.jit
-def load_edges(edges_row, g, r, n_chunks):
-    """The document at chunk g's far edge in direction r, and that at the edge by which direction r enters it."""
-    previous = tl.where(r == 0, g - 1, g + 1)
-    there = (previous >= 0) & (previous < n_chunks)
-    return tl.load(edges_row + g), tl.load(edges_row + previous, mask=there, other=NOWHERE)
-
-
-@triton.jit
-def sum_chunk(x_row, x_stride, gate_row, x_out_row, z_row, sin_row, cos_row, document_row, wanted, gamma, beta, g,
-              column, n_tokens, E, F, write, C: tl.constexpr, BC: tl.constexpr, BACKWARD: tl.constexpr,
-              DOCUMENTS: tl.constexpr):
-    """The sum of k v over the tokens of chunk g that belong to document `wanted`, or going back that of q do, by halves
-    of k. x_out gets v = silu of what is in x, or do = dout silu(u)."""
-    kind = x_out_row.dtype.element_ty
-    sum1 = tl.zeros([HALF, column.shape[0]], tl.float32)
-    sum2 = tl.zeros([HALF, column.shape[0]], tl.float32)
-    for start in tl.static_range(0, C, BC):
-        token = g * C + start + tl.arange(0, BC)
-        x = load_rows(x_row, token, column, n_tokens, E, x_stride).to(tl.float32)
-        if BACKWARD:
-            x *= silu(load_rows(gate_row, token, column, n_tokens, E, F).to(tl.float32))
+def reach_out(begins, ends, here, token, n_tokens, start, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """True for the tokens of a chunk whose document goes on beyond an edge, as a column: the chunk's far edge in
+    direction R, where they add to what is handed on. Those beyond the other edge read what was handed to the chunk."""
+    if DOCUMENTS:
+        if R == 0:
+            there = tl.load(ends + here + token, mask=token < n_tokens, other=0) > start + C
         else:
-            x = silu(x)
-        x = x.to(kind)
-        if write:
-            store_rows(x_out_row, token, column, n_tokens, E, E, x)
-        z1, z2 = load_base(z_row, token, n_tokens, F)
-        sin, cos = load_angles(sin_row, cos_row, token, n_tokens)
-        head1, head2 = make_head(z1, z2, gamma, beta, 2 if BACKWARD else 3, sin, cos, kind)
-        if DOCUMENTS:
-            document = tl.load(document_row + token, mask=token < n_tokens, other=-1)[:, None]
-            counts = (document == wanted) & (document >= 0)
-            head1, head2 = tl.where(counts, head1, 0.0), tl.where(counts, head2, 0.0)
-        sum1 = dot(tl.trans(head1), x, sum1)
-        sum2 = dot(tl.trans(head2), x, sum2)
-    return sum1, sum2
+            there = tl.load(begins + here + token, mask=token < n_tokens, other=start) < start
+    else:
+        there = token < n_tokens
+    return there[:, None]
 
 
 @triton.jit
-def walk_states(x, x_stride, uvz, z, sin, cos, angles_stride, gamma, beta, documents, edges, scales,
-                x_out, states, n_tokens, n_chunks, E, F, C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
-                BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
-    """What enters each chunk: a program walks a row chunk by chunk, for BE columns of a state.
+def pass_through(begins, ends, here, start, C: tl.constexpr):
+    """True where the document that enters a chunk is also the one that leaves it."""
+    return (tl.load(begins + here) < start) & (tl.load(ends + here) > start + C)
 
-    Forward, states[r, b, g] is the mean of k v that enters chunk g in direction r. Going back, the walk is turned round
-    and states[r, b, g] is the gradient of what chunk g adds to it. Not WHOLE: a program is one chunk, and its states
-    are its own sum alone, in float32, for `scan_states`."""
-    b, r = tl.program_id(1), tl.program_id(2)
-    column = tl.program_id(0) * BE + tl.arange(0, BE)
-    if not WHOLE:
-        b = b // n_chunks
-    first = b.to(tl.int64) * n_tokens
-    sin_row, cos_row = sin + b.to(tl.int64) * angles_stride, cos + b.to(tl.int64) * angles_stride
-    row = r * (tl.num_programs(1) if WHOLE else tl.num_programs(1) // n_chunks) + b
-    edges_row, scales_row = edges + row * n_chunks if DOCUMENTS else edges, scales + row * n_chunks
-    states_row = states + row.to(tl.int64) * n_chunks * 2 * HALF * E
-    half = tl.arange(0, HALF)
-    running1, running2 = tl.zeros([HALF, BE], tl.float32), tl.zeros([HALF, BE], tl.float32)
+
+@triton.jit
+def see(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
+        DOCUMENTS: tl.constexpr):
+    """The first and the last key of its chunk that a query sees, or query that sees a key: columns of indices."""
+    first, last = tl.zeros_like(token), tl.zeros_like(token) + n_tokens - 1
+    if DOCUMENTS:
+        first = tl.load(begins + here + token, mask=token < n_tokens, other=0) - start
+        last = tl.load(ends + here + token, mask=token < n_tokens, other=0) - start - 1
+    if CAUSAL and OF_QUERIES:
+        last = tl.minimum(token, last)
+    elif CAUSAL:
+        first = token
+    return first[:, None], last[:, None]
+
+
+@triton.jit
+def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_tokens, n_chunks, E, F,
+                C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
+                DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
+    """What enters each chunk in direction R: a program walks a row chunk by chunk, for BE columns of a state.
+
+    Forward, states[b, g] is the mean of k v that enters chunk g; x is v before its silu, x_out gets v. Going back, the
+    walk is turned round and states[b, g] is the gradient of what chunk g adds; x is the gradient of the output, x_out
+    gets that of what u is multiplied by. Not WHOLE: a program is one chunk, and states[b, g] is its own sum alone, in
+    float32, for `scan_states`."""
+    kind = x_out.dtype.element_ty
+    column, size = tl.program_id(0) * BE + tl.arange(0, BE), tl.arange(0, SIZE)
+    b = tl.program_id(1) if WHOLE else tl.program_id(1) // n_chunks
+    n_rows = tl.num_programs(1) if WHOLE else tl.num_programs(1) // n_chunks
+    head = heads + (2 if BACKWARD else 3) * n_rows.to(tl.int64) * n_tokens * SIZE
+    running = tl.zeros([SIZE, BE], tl.float32)
     for step in range(n_chunks if WHOLE else 1):
-        if WHOLE:
-            g = tl.where(r == (1 if BACKWARD else 0), step, n_chunks - 1 - step)
-        else:
+        if not WHOLE:
             g = tl.program_id(1) % n_chunks
-        scale, edge, before = tl.load(scales_row + g), 0, 0
-        if DOCUMENTS:
-            edge, before = load_edges(edges_row, g, r, n_chunks)
+        elif R == BACKWARD:
+            g = step
+        else:
+            g = n_chunks - 1 - step
+        here, n_here = b.to(tl.int64) * n_tokens + g * C, tl.minimum(n_tokens - g * C, C)
+        scale = tl.load(scales + b * n_chunks + g)
         if WHOLE:
-            state = states_row + g.to(tl.int64) * 2 * HALF * E
-            at_store = 1.0 if BACKWARD else scale
-            store_rows(state, half, column, HALF, E, E, running1 * at_store)
-            store_rows(state + HALF * E, half, column, HALF, E, E, running2 * at_store)
+            state = states + (b.to(tl.int64) * n_chunks + g) * SIZE * E
+            store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
             if DOCUMENTS:
-                running1, running2 = tl.where(edge == before, running1, 0.0), tl.where(edge == before, running2, 0.0)
-        sum1, sum2 = sum_chunk(
-            x + first * x_stride, x_stride, uvz + first * F, x_out + first * E, z + first * F, sin_row, cos_row,
-            documents + first if DOCUMENTS else documents, before if BACKWARD else edge, gamma, beta, g, column,
-            n_tokens, E, F, r == 0, C, BC, BACKWARD, DOCUMENTS)
-        at_sum = scale if BACKWARD else 1.0
-        running1 += sum1 * at_sum
-        running2 += sum2 * at_sum
+                running = tl.where(pass_through(begins, ends, here, g * C, C), running, 0.0)
+        own = tl.zeros([SIZE, BE], tl.float32)
+        for start in tl.static_range(0, C, BC):
+            token = start + tl.arange(0, BC)
+            x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
+            if BACKWARD:
+                x_tile *= silu(load_tile(uvz + here * F, token, column, n_here, F).to(tl.float32))
+            else:
+                x_tile = silu(x_tile)
+            if R == 0:
+                store_tile(x_out + here * E, token, column, n_here, E, x_tile)
+            head_tile = load_tile(head + here * SIZE, token, size, n_here, SIZE)
+            counts = reach_out(begins, ends, here, token, n_here, g * C, C, 1 - R if BACKWARD else R, DOCUMENTS)
+            head_tile = tl.where(counts, head_tile, 0.0)
+            own = dot(tl.trans(head_tile), x_tile.to(kind), own)
+        running += own * scale if BACKWARD else own
     if not WHOLE:
-        state = states_row + (tl.program_id(1) % n_chunks).to(tl.int64) * 2 * HALF * E
-        store_rows(state, half, column, HALF, E, E, running1)
-        store_rows(state + HALF * E, half, column, HALF, E, E, running2)
+        store_tile(states + tl.program_id(1).to(tl.int64) * SIZE * E, size, column, SIZE, E, running)
 
 
 @triton.jit
-def scan_states(sums, edges, scales, states, n_chunks, size, BLOCK: tl.constexpr, BACKWARD: tl.constexpr,
-                DOCUMENTS: tl.constexpr):
+def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C: tl.constexpr, BLOCK: tl.constexpr,
+                R: tl.constexpr, BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
     """The second level of `walk_states`, for rows of many chunks: from each chunk's own sum to what enters it. A program
     walks a row for BLOCK numbers of a state."""
-    b, r = tl.program_id(1), tl.program_id(2)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = r * tl.num_programs(1) + b
-    edges_row, scales_row = edges + row * n_chunks if DOCUMENTS else edges, scales + row * n_chunks
-    first = row.to(tl.int64) * n_chunks * size
+    b, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     running = tl.zeros([BLOCK], tl.float32)
     for step in range(n_chunks):
-        g = tl.where(r == (1 if BACKWARD else 0), step, n_chunks - 1 - step)
-        own = tl.load(sums + first + g.to(tl.int64) * size + at, mask=at < size)
-        state = running if BACKWARD else running * tl.load(scales_row + g)
-        tl.store(states + first + g.to(tl.int64) * size + at, state.to(states.dtype.element_ty), mask=at < size)
+        g = step if R == BACKWARD else n_chunks - 1 - step
+        here = (b * n_chunks + g) * size
+        own = tl.load(sums + here + at, mask=at < size)
+        state = running if BACKWARD else running * tl.load(scales + b * n_chunks + g)
+        tl.store(states + here + at, state.to(states.dtype.element_ty), mask=at < size)
         if DOCUMENTS:
-            edge, before = load_edges(edges_row, g, r, n_chunks)
-            running = tl.where(edge == before, running, 0.0)
+            first = b * n_tokens + g * C
+            running = tl.where(pass_through(begins, ends, first, g * C, C), running, 0.0)
         running += own
 
 
 @triton.jit
-def reads(document_row, edges, row, n_rows, n_chunks, g, token, n_tokens, R: tl.constexpr, AT_FAR: tl.constexpr,
-          DOCUMENTS: tl.constexpr):
-    """True for the tokens of chunk g that belong to the document by which direction R enters it, or AT_FAR by which it
-    leaves: a column."""
-    there = (token < n_tokens)[:, None]
-    if DOCUMENTS:
-        edge, before = load_edges(edges + (R * n_rows + row) * n_chunks, g, R, n_chunks)
-        document = tl.load(document_row + token, mask=token < n_tokens, other=-1)[:, None]
-        there = (document == (edge if AT_FAR else before)) & (document >= 0)
-    return there
-
-
-@triton.jit
-def attend_queries(uvz, v, states, gamma, beta, sin, cos, angles_stride, w, documents, edges, each, out, dout, duvz,
-                   dq_lin, n_tokens, n_chunks, E, F, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                   BE: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
+def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
+                   C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, KEPT: tl.constexpr,
+                   CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
     """BM queries of a chunk: out = u (P v + q_lin state), the weights P of all its keys made once and kept on the chip.
     Going back, dout to the gradients of u and of q_lin instead.
 
@@ -165,158 +131,158 @@ def attend_queries(uvz, v, states, gamma, beta, sin, cos, angles_stride, w, docu
     n_before = (tl.program_id(0) % (C // BM) * BM + BM + BN - 1) // BN if CAUSAL else C // BN
     for n in tl.static_range(1 if CAUSAL else C // BN, C // BN + 1):
         if n_before == n:
-            attend_queries_to(uvz, v, states, gamma, beta, sin, cos, angles_stride, w, documents, edges, each, out,
-                              dout, duvz, dq_lin, n_tokens, n_chunks, E, F, n, C, BM, BN, BE, CAUSAL, DOCUMENTS,
-                              BACKWARD)
+            attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens,
+                              n_chunks, E, F, n, C, BM, BN, BE, KEPT, CAUSAL, DOCUMENTS, BACKWARD)
 
 
 @triton.jit
-def attend_queries_to(uvz, v, states, gamma, beta, sin, cos, angles_stride, w, documents, edges, each, out, dout, duvz,
-                      dq_lin, n_tokens, n_chunks, E, F, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                      BN: tl.constexpr, BE: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
-                      BACKWARD: tl.constexpr):
-    """`attend_queries` to the first N tiles of keys."""
+def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
+                      N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+                      KEPT: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
+    """`attend_queries` to the first N tiles of keys. Rows are those of the chunk, tokens are counted from its start.
+
+    Only so many tiles of weights are KEPT at once: more keys come in rounds, and what a round leaves unfinished lies
+    where the result will be."""
     kind = uvz.dtype.element_ty
-    g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1), tl.num_programs(1)
-    first, n_directions = b.to(tl.int64) * n_tokens, 1 if CAUSAL else 2
-    z_row, document_row = uvz + first * F + 2 * E, documents + first if DOCUMENTS else documents
-    sin_row, cos_row = sin + b.to(tl.int64) * angles_stride, cos + b.to(tl.int64) * angles_stride
-    query = g * C + tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
-    z1, z2 = load_base(z_row, query, n_tokens, F)
-    sin_q, cos_q = load_angles(sin_row, cos_row, query, n_tokens)
-    q1, q2 = make_head(z1, z2, gamma, beta, 0, sin_q, cos_q, kind)
-    q_lin1, q_lin2 = make_head(z1, z2, gamma, beta, 2, sin_q, cos_q, kind)
-    query_document = tl.load(document_row + query, mask=query < n_tokens, other=-1) if DOCUMENTS else query
-    weights = ()
-    for j in tl.static_range(N):
-        key = g * C + j * BN + tl.arange(0, BN)
-        z1, z2 = load_base(z_row, key, n_tokens, F)
-        sin_k, cos_k = load_angles(sin_row, cos_row, key, n_tokens)
-        k1, k2 = make_head(z1, z2, gamma, beta, 1, sin_k, cos_k, kind)
-        key_document = tl.load(document_row + key, mask=key < n_tokens, other=-1) if DOCUMENTS else key
-        visible = visible_tile(query[:, None], key[None, :], query_document[:, None], key_document[None, :], n_tokens,
-                               CAUSAL, DOCUMENTS)
-        weight = relu_tile(q1, q2, k1, k2, w + C - 1, key[None, :] - query[:, None], visible, 1 / C)
-        weight *= weight
-        if not CAUSAL:
-            k1, k2 = make_head(z1, z2, gamma, beta, 3, sin_k, cos_k, kind)
-            linear = dot(q_lin2, tl.trans(k2), dot(q_lin1, tl.trans(k1), None))
-            share = tl.load(each + first + query, mask=query < n_tokens, other=0.0)[:, None]
-            weight += tl.where(visible, linear * share, 0.0)
-        weights = weights + (weight.to(kind),)
+    g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
+    start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
+    per_head, size, other = n_rows * n_tokens * SIZE, tl.arange(0, SIZE), tl.arange(0, BN)
+    head = heads + here * SIZE
+    query = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
+    first, last = see(begins, ends, here, query, n_here, start, True, CAUSAL, DOCUMENTS)
+    result, width = (duvz, F) if BACKWARD else (out, E)
+    for at_tile in tl.static_range(0, N, KEPT):
+        q = load_tile(head, query, size, n_here, SIZE)
+        weights = ()
+        for j in tl.static_range(at_tile, min(at_tile + KEPT, N)):
+            k = load_tile(head + per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
+            key = j * BN + other[None, :]
+            visible = (key >= first) & (key <= last)
+            weight = relu_scores(q, k, w + C - 1, key - query[:, None], visible, 1 / C)
+            weight *= weight
+            if not CAUSAL:
+                q_lin = load_tile(head + 2 * per_head, query, size, n_here, SIZE)
+                k_lin = load_tile(head + 3 * per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
+                share = tl.load(each + here + query, mask=query < n_here, other=1.0)[:, None]
+                weight = tl.where(visible, dot(q_lin, tl.trans(k_lin), weight / share) * share, 0.0)
+            weights = weights + (weight.to(kind),)  # noqa: RUF005
 
-    half = tl.arange(0, HALF)
-    dq1, dq2 = tl.zeros([BM, HALF], tl.float32), tl.zeros([BM, HALF], tl.float32)
-    for start in range(0, E, BE):
-        column = start + tl.arange(0, BE)
-        if BACKWARD:
-            u = load_rows(uvz + first * F, query, column, n_tokens, E, F).to(tl.float32)
-            dgated = load_rows(dout + first * E, query, column, n_tokens, E, E).to(tl.float32)
-            do = (dgated * silu(u)).to(kind)
-        acc = tl.zeros([BM, BE], tl.float32)
-        for r in tl.static_range(n_directions):
-            read = reads(document_row, edges, b, n_rows, n_chunks, g, query, n_tokens, r, False, DOCUMENTS)
-            state = states + ((r * n_rows + b).to(tl.int64) * n_chunks + g) * 2 * HALF * E
-            state1 = load_rows(state, half, column, HALF, E, E)
-            state2 = load_rows(state + HALF * E, half, column, HALF, E, E)
-            acc = dot(tl.where(read, q_lin1, 0.0), state1, acc)
-            acc = dot(tl.where(read, q_lin2, 0.0), state2, acc)
-            if BACKWARD:
-                do_read = tl.where(read, do, 0.0)
-                dq1, dq2 = dot(do_read, tl.trans(state1), dq1), dot(do_read, tl.trans(state2), dq2)
-        for j in tl.static_range(N):
-            key = g * C + j * BN + tl.arange(0, BN)
-            acc = dot(weights[j], load_rows(v + first * E, key, column, n_tokens, E, E), acc)
-        if BACKWARD:
-            store_rows(duvz + first * F, query, column, n_tokens, E, F, dgated * acc * silu_slope(u))
-        else:
-            u = load_rows(uvz + first * F, query, column, n_tokens, E, F).to(tl.float32)
-            store_rows(out + first * E, query, column, n_tokens, E, E, acc * silu(u))
-    if BACKWARD:
-        store_rows(dq_lin + first * 2 * HALF, query, half, n_tokens, HALF, 2 * HALF, dq1)
-        store_rows(dq_lin + first * 2 * HALF + HALF, query, half, n_tokens, HALF, 2 * HALF, dq2)
+        if at_tile == 0:
+            q_lin = load_tile(head + 2 * per_head, query, size, n_here, SIZE)
+            read = ()
+            for r in tl.static_range(1 if CAUSAL else 2):
+                read = read + (reach_out(begins, ends, here, query, n_here, start, C, 1 - r, DOCUMENTS),)  # noqa: RUF005
+            dq = tl.zeros([BM, SIZE], tl.float32)
+        for at in range(0, E, BE):
+            column = at + tl.arange(0, BE)
+            acc = tl.zeros([BM, BE], tl.float32)
+            if at_tile == 0:
+                if BACKWARD:
+                    u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
+                    dgated = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32)
+                    do = (dgated * silu(u)).to(kind)
+                for r in tl.static_range(1 if CAUSAL else 2):
+                    state = load_tile(states + ((r * n_rows + b) * n_chunks + g) * SIZE * E, size, column, SIZE, E)
+                    acc += tl.where(read[r], dot(q_lin, state, None), 0.0)
+                    if BACKWARD:
+                        dq = dot(do if CAUSAL else tl.where(read[r], do, 0.0), tl.trans(state), dq)
+            else:
+                acc += load_tile(result + here * width, query, column, n_here, width).to(tl.float32)
+            for j in tl.static_range(at_tile, min(at_tile + KEPT, N)):
+                v_tile = load_tile(v + (here + j * BN) * E, other, column, n_here - j * BN, E)
+                acc = dot(weights[j - at_tile], v_tile, acc)
+            if at_tile + KEPT >= N:
+                u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
+                if BACKWARD:  # u and dout are read a second time, as to keep them would take too many registers
+                    dgated = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32)
+                    acc *= dgated * silu_slope(u)
+                else:
+                    acc *= silu(u)
+            store_tile(result + here * width, query, column, n_here, width, acc)
+        if BACKWARD and at_tile == 0:
+            dq = tl.where(read[0], dq, 0.0) if CAUSAL else dq
+            store_tile(dq_lin + here * SIZE, query, size, n_here, SIZE, dq)
 
 
 @triton.jit
-def differentiate_keys(uvz, v, do, dstates, gamma, beta, sin, cos, angles_stride, w, documents, edges, each, duvz,
-                       dk_lin, n_tokens, n_chunks, E, F, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                       BE: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """BN keys of a chunk: the gradients of v and of k_lin. `attend_queries` turned on its side: here the weights of all
+def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
+                       C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, KEPT: tl.constexpr,
+                       CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """BM keys of a chunk: the gradients of v and of k_lin. `attend_queries` turned on its side: the weights of all
     queries are kept."""
-    n_after = C // BM - (tl.program_id(0) % (C // BN) * BN // BM if CAUSAL else 0)
-    for n in tl.static_range(1 if CAUSAL else C // BM, C // BM + 1):
+    n_after = C // BN - (tl.program_id(0) % (C // BM) * BM // BN if CAUSAL else 0)
+    for n in tl.static_range(1 if CAUSAL else C // BN, C // BN + 1):
         if n_after == n:
-            differentiate_keys_of(uvz, v, do, dstates, gamma, beta, sin, cos, angles_stride, w, documents, edges, each,
-                                  duvz, dk_lin, n_tokens, n_chunks, E, F, n, C, BM, BN, BE, CAUSAL, DOCUMENTS)
+            differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks,
+                                  E, F, n, C, BM, BN, BE, KEPT, CAUSAL, DOCUMENTS)
 
 
 @triton.jit
-def differentiate_keys_of(uvz, v, do, dstates, gamma, beta, sin, cos, angles_stride, w, documents, edges, each, duvz,
-                          dk_lin, n_tokens, n_chunks, E, F, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                          BN: tl.constexpr, BE: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """`differentiate_keys` by the last N tiles of queries."""
+def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
+                          N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+                          KEPT: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """`differentiate_keys` by the last N tiles of queries; see `attend_queries_to`."""
     kind = uvz.dtype.element_ty
-    g, b, n_rows = tl.program_id(0) // (C // BN), tl.program_id(1), tl.num_programs(1)
-    first, n_directions = b.to(tl.int64) * n_tokens, 1 if CAUSAL else 2
-    z_row, document_row = uvz + first * F + 2 * E, documents + first if DOCUMENTS else documents
-    sin_row, cos_row = sin + b.to(tl.int64) * angles_stride, cos + b.to(tl.int64) * angles_stride
-    key = g * C + tl.program_id(0) % (C // BN) * BN + tl.arange(0, BN)
-    z1, z2 = load_base(z_row, key, n_tokens, F)
-    sin_k, cos_k = load_angles(sin_row, cos_row, key, n_tokens)
-    k1, k2 = make_head(z1, z2, gamma, beta, 1, sin_k, cos_k, kind)
-    k_lin1, k_lin2 = make_head(z1, z2, gamma, beta, 3, sin_k, cos_k, kind)
-    key_document = tl.load(document_row + key, mask=key < n_tokens, other=-1) if DOCUMENTS else key
-    weights = ()
-    for i in tl.static_range(C // BM - N, C // BM):
-        query = g * C + i * BM + tl.arange(0, BM)
-        z1, z2 = load_base(z_row, query, n_tokens, F)
-        sin_q, cos_q = load_angles(sin_row, cos_row, query, n_tokens)
-        q1, q2 = make_head(z1, z2, gamma, beta, 0, sin_q, cos_q, kind)
-        query_document = tl.load(document_row + query, mask=query < n_tokens, other=-1) if DOCUMENTS else query
-        visible = visible_tile(query[None, :], key[:, None], query_document[None, :], key_document[:, None], n_tokens,
-                               CAUSAL, DOCUMENTS)
-        weight = relu_tile(k1, k2, q1, q2, w + C - 1, key[:, None] - query[None, :], visible, 1 / C)
-        weight *= weight
-        if not CAUSAL:
-            q1, q2 = make_head(z1, z2, gamma, beta, 2, sin_q, cos_q, kind)
-            linear = dot(k_lin2, tl.trans(q2), dot(k_lin1, tl.trans(q1), None))
-            share = tl.load(each + first + query, mask=query < n_tokens, other=0.0)[None, :]
-            weight += tl.where(visible, linear * share, 0.0)
-        weights = weights + (weight.to(kind),)
+    g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
+    start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
+    per_head, size, other = n_rows * n_tokens * SIZE, tl.arange(0, SIZE), tl.arange(0, BN)
+    head = heads + here * SIZE
+    key = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
+    first, last = see(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
+    for at_tile in tl.static_range(C // BN - N, C // BN, KEPT):
+        k = load_tile(head + per_head, key, size, n_here, SIZE)
+        weights = ()
+        for i in tl.static_range(at_tile, min(at_tile + KEPT, C // BN)):
+            q = load_tile(head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
+            query = i * BN + other[None, :]
+            visible = (query >= first) & (query <= last)
+            weight = relu_scores(k, q, w + C - 1, key[:, None] - query, visible, 1 / C)
+            weight *= weight
+            if not CAUSAL:
+                k_lin = load_tile(head + 3 * per_head, key, size, n_here, SIZE)
+                q_lin = load_tile(head + 2 * per_head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
+                share = tl.load(each + here + query, mask=query < n_here, other=1.0)
+                weight = tl.where(visible, dot(k_lin, tl.trans(q_lin), weight / share) * share, 0.0)
+            weights = weights + (weight.to(kind),)  # noqa: RUF005
 
-    half = tl.arange(0, HALF)
-    dk1, dk2 = tl.zeros([BN, HALF], tl.float32), tl.zeros([BN, HALF], tl.float32)
-    for start in range(0, E, BE):
-        column = start + tl.arange(0, BE)
-        v_tile = load_rows(v + first * E, key, column, n_tokens, E, E)
-        acc = tl.zeros([BN, BE], tl.float32)
-        for r in tl.static_range(n_directions):
-            adds = reads(document_row, edges, b, n_rows, n_chunks, g, key, n_tokens, r, True, DOCUMENTS)
-            state = dstates + ((r * n_rows + b).to(tl.int64) * n_chunks + g) * 2 * HALF * E
-            state1 = load_rows(state, half, column, HALF, E, E)
-            state2 = load_rows(state + HALF * E, half, column, HALF, E, E)
-            acc = dot(tl.where(adds, k_lin1, 0.0), state1, acc)
-            acc = dot(tl.where(adds, k_lin2, 0.0), state2, acc)
-            v_added = tl.where(adds, v_tile, 0.0)
-            dk1, dk2 = dot(v_added, tl.trans(state1), dk1), dot(v_added, tl.trans(state2), dk2)
-        for i in tl.static_range(N):
-            query = g * C + (C // BM - N + i) * BM + tl.arange(0, BM)
-            acc = dot(weights[i], load_rows(do + first * E, query, column, n_tokens, E, E), acc)
-        v_before = load_rows(uvz + first * F + E, key, column, n_tokens, E, F).to(tl.float32)
-        store_rows(duvz + first * F + E, key, column, n_tokens, E, F, acc * silu_slope(v_before))
-    store_rows(dk_lin + first * 2 * HALF, key, half, n_tokens, HALF, 2 * HALF, dk1)
-    store_rows(dk_lin + first * 2 * HALF + HALF, key, half, n_tokens, HALF, 2 * HALF, dk2)
+        if at_tile == C // BN - N:
+            k_lin = load_tile(head + 3 * per_head, key, size, n_here, SIZE)
+            adds = ()
+            for r in tl.static_range(1 if CAUSAL else 2):
+                adds = adds + (reach_out(begins, ends, here, key, n_here, start, C, r, DOCUMENTS),)  # noqa: RUF005
+            dk = tl.zeros([BM, SIZE], tl.float32)
+        for at in range(0, E, BE):
+            column = at + tl.arange(0, BE)
+            acc = tl.zeros([BM, BE], tl.float32)
+            if at_tile == C // BN - N:
+                v_tile = load_tile(v + here * E, key, column, n_here, E)
+                for r in tl.static_range(1 if CAUSAL else 2):
+                    state = load_tile(dstates + ((r * n_rows + b) * n_chunks + g) * SIZE * E, size, column, SIZE, E)
+                    acc += tl.where(adds[r], dot(k_lin, state, None), 0.0)
+                    dk = dot(v_tile if CAUSAL else tl.where(adds[r], v_tile, 0.0), tl.trans(state), dk)
+            else:
+                acc += load_tile(duvz + here * F + E, key, column, n_here, F).to(tl.float32)
+            for i in tl.static_range(at_tile, min(at_tile + KEPT, C // BN)):
+                do_tile = load_tile(do + (here + i * BN) * E, other, column, n_here - i * BN, E)
+                acc = dot(weights[i - at_tile], do_tile, acc)
+            if at_tile + KEPT >= C // BN:
+                acc *= silu_slope(load_tile(uvz + here * F + E, key, column, n_here, F).to(tl.float32))
+            store_tile(duvz + here * F + E, key, column, n_here, F, acc)
+        if at_tile == C // BN - N:
+            dk = tl.where(adds[0], dk, 0.0) if CAUSAL else dk
+            store_tile(dk_lin + here * SIZE, key, size, n_here, SIZE, dk)
 
 
 class Documents(NamedTuple):
     """What the kernels are told of the documents in rows."""
 
     ids_BT: Tensor | None
-    """The document of each token, int32, -1 for padding; None where a row is one document."""
-    edges_RBG: Tensor | None
-    """The document at each chunk's far edge in each direction: its last one, and when not causal its first one."""
+    begins_BT: Tensor | None
+    """Where in its row each token's document begins, and behind which token it ends; int32. Padding is a document
+    without tokens. None where a row is one document."""
+    ends_BT: Tensor | None
     scales_RBG: Tensor
-    """1 / tokens that the mean which enters a chunk is taken over, 0 where there are none."""
+    """1 / tokens that the mean which enters a chunk is taken over, 0 where there are none; for each direction."""
     each_BT: Tensor | None
     """When not causal: 1 / tokens of each token's document."""
 
@@ -324,53 +290,43 @@ class Documents(NamedTuple):
 def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
                       pooling: str, device: torch.device) -> Documents:
     """The tables for rows of `n_tokens`. segment_ids_BT: as in `reference.gated_chunk_attention`."""
-    n_chunks = -(-n_tokens // chunk_size)
+    chunk_G = torch.arange(0, n_tokens, chunk_size, device=device)
 
     def share(count: Tensor) -> Tensor:
         return torch.where(count > 0, 1.0 if pooling == "sum" else 1.0 / count.clamp(min=1), 0.0).float()
 
     if segment_ids_BT is None:
-        chunk_G = torch.arange(n_chunks, device=device)
-        before_G, total = chunk_size * chunk_G, torch.full((), n_tokens, device=device)
-        if causal:
-            return Documents(None, None, share(before_G).expand(1, n_rows, n_chunks).contiguous(), None)
-        seen_RG = torch.stack([chunk_G > 0, chunk_G < n_chunks - 1])
-        scales_RBG = (seen_RG * share(total))[:, None].expand(2, n_rows, n_chunks).contiguous()
-        return Documents(None, None, scales_RBG, share(total).expand(n_rows, n_tokens).contiguous())
-    ids_BT = segment_ids_BT.int()
-    ids_BGC = to_chunks(ids_BT, chunk_size, fill=-1)
-    last_BG = ids_BGC.amax(-1)
+        ids_BT, begins_BT, ends_BT = None, None, None
+        begin_BG, count_BT = chunk_G.new_zeros(n_rows, len(chunk_G)), chunk_G.new_full((n_rows, n_tokens), n_tokens)
+    else:
+        ids_BT, token_T = segment_ids_BT.int(), torch.arange(n_tokens, dtype=torch.int32, device=device)
+        changes_BT = ids_BT[:, 1:] != ids_BT[:, :-1]
+        begins_BT = torch.where(F.pad(changes_BT, [1, 0], value=True), token_T, 0).cummax(1).values
+        ends_BT = torch.where(F.pad(changes_BT, [0, 1], value=True), token_T + 1, n_tokens)
+        ends_BT = ends_BT.flip(1).cummin(1).values.flip(1)
+        begins_BT, ends_BT = (torch.where(ids_BT >= 0, x, token_T).contiguous() for x in (begins_BT, ends_BT))
+        begin_BG, count_BT = begins_BT[:, ::chunk_size], ends_BT - begins_BT
     if causal:
-        own_BG = ((ids_BGC == last_BG[..., None]) & (ids_BGC >= 0)).sum(-1)
-        sum_BG = own_BG.cumsum(1)
-        begins_BG = last_BG != F.pad(last_BG[:, :-1], [1, 0], value=-2)
-        before_BG = torch.where(begins_BG, sum_BG - own_BG, 0).cummax(1).values
-        count_BG = F.pad((sum_BG - before_BG)[:, :-1], [1, 0])
-        return Documents(ids_BT, last_BG[None], share(count_BG)[None], None)
-    beyond = torch.iinfo(torch.int32).max
-    first_BG = torch.where(ids_BGC >= 0, ids_BGC, beyond).amin(-1)
-    first_BG = torch.where(first_BG == beyond, -1, first_BG)
-    number_BT = (ids_BT != F.pad(ids_BT[:, :-1], [1, 0], value=-2)).cumsum(1) - 1
-    count_BT = torch.zeros_like(number_BT).scatter_add_(1, number_BT, (ids_BT >= 0).long()).gather(1, number_BT)
+        return Documents(ids_BT, begins_BT, ends_BT, share(chunk_G - begin_BG)[None], None)
     each_BT = share(count_BT)
-    before_BG = F.pad(each_BT[:, chunk_size - 1 :: chunk_size][:, : n_chunks - 1], [1, 0])
-    after_BG = F.pad(each_BT[:, chunk_size::chunk_size], [0, 1])
-    return Documents(ids_BT, torch.stack([last_BG, first_BG]), torch.stack([before_BG, after_BG]), each_BT)
+    before_BG = torch.where(begin_BG < chunk_G, each_BT[:, ::chunk_size], 0.0)
+    return Documents(ids_BT, begins_BT, ends_BT, torch.stack([before_BG, F.pad(before_BG[:, 1:], [0, 1])]), each_BT)
 
 
 class Tiles(NamedTuple):
-    """The size of a kernel's tiles: queries, keys, columns of v; and how a program is run."""
+    """The size of a kernel's tiles: its own rows, those of the other side, columns of v; and how a program is run."""
 
-    queries: int
+    rows: int
     keys: int
     columns: int
     n_warps: int
     n_stages: int
+    kept: int = 1
 
 
 STATE_TILES = {torch.float32: Tiles(64, 64, 32, 4, 1), torch.bfloat16: Tiles(64, 64, 64, 4, 2)}
 """Of `walk_states`, whose keys come by so many at a time."""
-ATTENTION_TILES = {torch.float32: Tiles(64, 64, 32, 8, 1), torch.bfloat16: Tiles(128, 128, 64, 8, 2)}
+ATTENTION_TILES = {torch.float32: Tiles(64, 64, 32, 8, 1, 4), torch.bfloat16: Tiles(128, 128, 64, 8, 2, 2)}
 """Of `attend_queries` and `differentiate_keys`."""
 SCAN_BLOCK = 1024
 MANY_CHUNKS, FEW_PROGRAMS = 32, 264
@@ -382,92 +338,81 @@ def tiles_for(tiles: dict[torch.dtype, Tiles], dtype: torch.dtype) -> Tiles:
     return tiles[torch.float32 if dtype == torch.float32 else torch.bfloat16]
 
 
-def make_states(uvz_BTF: Tensor, x_BTE: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor,
-                documents: Documents, chunk_size: int, backward: bool) -> tuple[Tensor, Tensor]:
+def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: Documents, chunk_size: int,
+                backward: bool) -> tuple[Tensor, Tensor]:
     """v = silu(x), and the mean of k v that enters each chunk; or when going back do = x silu(u), and the gradient of
     what each chunk adds to it: x_out_BTE and states_RBGSE, in the type of uvz.
 
     x_BTE: v before silu, or the gradient of the output."""
     n_rows, n_tokens, f = uvz_BTF.shape
-    s, e = gamma_4S.shape[-1], x_BTE.shape[-1]
+    s, e = heads_4BTS.shape[-1], x_BTE.shape[-1]
     n_directions, _, n_chunks = documents.scales_RBG.shape
     x_out_BTE = uvz_BTF.new_empty(n_rows, n_tokens, e)
     states_RBGSE = uvz_BTF.new_empty(n_directions, n_rows, n_chunks, s, e)
     tiles = tiles_for(STATE_TILES, uvz_BTF.dtype)
     n_tiles = triton.cdiv(e, tiles.columns)
-    whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows * n_directions >= FEW_PROGRAMS
-    sums = states_RBGSE if whole else torch.empty_like(states_RBGSE, dtype=torch.float32)
+    whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows >= FEW_PROGRAMS
     n_places = n_rows if whole else n_rows * n_chunks
-    has_documents = documents.ids_BT is not None
-    walk_states[n_tiles, n_places, n_directions](
-        x_BTE, x_BTE.stride(1), uvz_BTF, uvz_BTF[..., 2 * e :], sin, cos, angles_stride(sin), gamma_4S, beta_4S,
-        documents.ids_BT, documents.edges_RBG, documents.scales_RBG, x_out_BTE, sums, n_tokens, n_chunks, e, f,
-        C=chunk_size, BE=tiles.columns, BC=tiles.keys, BACKWARD=backward, DOCUMENTS=has_documents, WHOLE=whole,
-        num_warps=tiles.n_warps, num_stages=tiles.n_stages)
-    if not whole:
-        scan_states[triton.cdiv(s * e, SCAN_BLOCK), n_rows, n_directions](
-            sums, documents.edges_RBG, documents.scales_RBG, states_RBGSE, n_chunks, s * e, BLOCK=SCAN_BLOCK,
-            BACKWARD=backward, DOCUMENTS=has_documents)
+    begins, ends = documents.begins_BT, documents.ends_BT
+    for r in range(n_directions):
+        scales, states = documents.scales_RBG[r], states_RBGSE[r]
+        sums = states if whole else torch.empty_like(states, dtype=torch.float32)
+        walk_states[n_tiles, n_places](
+            x_BTE, x_BTE.stride(1), uvz_BTF, heads_4BTS, begins, ends, scales, x_out_BTE, sums, n_tokens, n_chunks, e,
+            f, C=chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward, DOCUMENTS=ends is not None,
+            WHOLE=whole, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+        if not whole:
+            scan_states[triton.cdiv(s * e, SCAN_BLOCK), n_rows](
+                sums, begins, ends, scales, states, n_tokens, n_chunks, s * e, C=chunk_size, BLOCK=SCAN_BLOCK, R=r,
+                BACKWARD=backward, DOCUMENTS=ends is not None)
     return x_out_BTE, states_RBGSE
 
 
-def angles_stride(sin: Tensor) -> int:
-    """From one row's angles to the next row's: 0 where all rows have the same."""
-    return 0 if sin.shape[0] == 1 else sin.stride(0)
-
-
-def widths(uvz_BTF: Tensor, gamma_NS: Tensor) -> tuple[int, int]:
-    """E and S."""
-    s = gamma_NS.shape[-1]
-    return (uvz_BTF.shape[-1] - s) // 2, s
+def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: Documents, out: Tensor | None,
+            dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int, causal: bool) -> None:
+    """Run `attend_queries`: into `out`, or of `dout` into `duvz` and `dq_lin`."""
+    tiles, n_chunks = tiles_for(ATTENTION_TILES, uvz.dtype), states.shape[2]
+    attend_queries[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
+        uvz, heads, v, states, w, documents.begins_BT, documents.ends_BT, documents.each_BT, out, dout, duvz, dq_lin,
+        uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
+        BE=tiles.columns, KEPT=tiles.kept, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None, BACKWARD=dout is not None,
+        num_warps=tiles.n_warps, num_stages=tiles.n_stages)
 
 
 @torch.library.custom_op("lineartime::gated_chunk_attention", mutates_args=())
 def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, ids: Tensor | None,
-            edges: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool) -> Tensor:
+            begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
+            causal: bool) -> Tensor:
     """`gated_chunk_attention` of contiguous tensors; ids to each: see `Documents`."""
-    e, _ = widths(uvz, gamma)
-    documents = Documents(ids, edges, scales, each)
-    v, states = make_states(uvz, uvz[..., e : 2 * e], gamma, beta, sin, cos, documents, chunk_size, backward=False)
+    e, documents = (uvz.shape[-1] - gamma.shape[-1]) // 2, Documents(ids, begins, ends, scales, each)
+    heads = make_heads(uvz, gamma, beta, sin, cos)
+    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False)
     out = uvz.new_empty(*uvz.shape[:2], e)
-    queries(uvz, v, states, gamma, beta, sin, cos, w, documents, out, None, None, None, chunk_size, causal)
+    queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
     return out
-
-
-def queries(uvz: Tensor, v: Tensor, states: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-            documents: Documents, out: Tensor | None, dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None,
-            chunk_size: int, causal: bool) -> None:
-    """Run `attend_queries`: into `out`, or of `dout` into `duvz` and `dq_lin`."""
-    tiles, n_chunks = tiles_for(ATTENTION_TILES, uvz.dtype), states.shape[2]
-    attend_queries[n_chunks * (chunk_size // tiles.queries), uvz.shape[0]](
-        uvz, v, states, gamma, beta, sin, cos, angles_stride(sin), w, documents.ids_BT, documents.edges_RBG,
-        documents.each_BT, out, dout, duvz, dq_lin, uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size,
-        BM=tiles.queries, BN=tiles.keys, BE=tiles.columns, CAUSAL=causal, DOCUMENTS=documents.ids_BT is not None,
-        BACKWARD=dout is not None, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
 
 
 @forward.register_fake
 def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
-    return uvz.new_empty(*uvz.shape[:2], widths(uvz, gamma)[0])
+    return uvz.new_empty(*uvz.shape[:2], (uvz.shape[-1] - gamma.shape[-1]) // 2)
 
 
 @torch.library.custom_op("lineartime::gated_chunk_attention_backward", mutates_args=())
 def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-             ids: Tensor | None, edges: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
-             causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+             ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
+             chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta and w. What the forward pass made is made again, but for its output."""
-    from lineartime.ops.gradients import base_gradient, score_gradients
-    e, s = widths(uvz, gamma)
-    documents = Documents(ids, edges, scales, each)
-    v, states = make_states(uvz, uvz[..., e : 2 * e], gamma, beta, sin, cos, documents, chunk_size, backward=False)
-    do, dstates = make_states(uvz, dout, gamma, beta, sin, cos, documents, chunk_size, backward=True)
-    duvz, dheads = torch.empty_like(uvz), uvz.new_empty(4, *uvz.shape[:2], s)
-    queries(uvz, v, states, gamma, beta, sin, cos, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
+    e, documents = dout.shape[-1], Documents(ids, begins, ends, scales, each)
+    heads = make_heads(uvz, gamma, beta, sin, cos)
+    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False)
+    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True)
+    duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
+    queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
     tiles, n_chunks = tiles_for(ATTENTION_TILES, uvz.dtype), states.shape[2]
-    differentiate_keys[n_chunks * (chunk_size // tiles.keys), uvz.shape[0]](
-        uvz, v, do, dstates, gamma, beta, sin, cos, angles_stride(sin), w, ids, edges, each, duvz, dheads[3],
-        uvz.shape[1], n_chunks, e, uvz.shape[-1], C=chunk_size, BM=tiles.queries, BN=tiles.keys, BE=tiles.columns,
-        CAUSAL=causal, DOCUMENTS=ids is not None, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+    differentiate_keys[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
+        uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dheads[3], uvz.shape[1], n_chunks, e, uvz.shape[-1],
+        C=chunk_size, BM=tiles.rows, BN=tiles.keys, BE=tiles.columns, KEPT=tiles.kept, CAUSAL=causal, DOCUMENTS=ids is not None,
+        num_warps=tiles.n_warps, num_stages=tiles.n_stages)
     dw = score_gradients(uvz, v, do, gamma, beta, sin, cos, w, ids, each, dheads, row_len=chunk_size,
                          scale_len=chunk_size, causal=causal)
     return duvz, *base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz), dw
@@ -488,7 +433,7 @@ def differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     uvz, gamma, beta, sin, cos, w, *documents = ctx.saved_tensors
     duvz, dgamma, dbeta, dw = backward(dout.contiguous(), uvz, gamma, beta, sin, cos, w, *documents, ctx.chunk_size,
                                        ctx.causal)
-    return duvz, dgamma, dbeta, None, None, dw, *[None] * 6
+    return duvz, dgamma, dbeta, None, None, dw, *[None] * 7
 
 
 forward.register_autograd(differentiate, setup_context=keep)

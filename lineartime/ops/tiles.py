@@ -11,6 +11,7 @@ import triton.language as tl
 
 HALF: tl.constexpr = tl.constexpr(64)
 """Half of `query_key_dim`, which is 128 wherever the kernels run."""
+SIZE: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
@@ -33,8 +34,8 @@ def silu_slope(x):
 
 @triton.jit
 def load_base(z_row, token, n_tokens, F):
-    """silu of z's two halves for the tokens of a row, 0 past its end. z_row: where z of the row's first token is."""
-    at = z_row + token[:, None].to(tl.int64) * F + tl.arange(0, HALF)[None, :]
+    """silu of z's two halves for some tokens, 0 past `n_tokens`. z_row: where z of token 0 is; see `load_rows`."""
+    at = z_row + token[:, None] * F + tl.arange(0, HALF)[None, :]
     there = token[:, None] < n_tokens
     z1 = tl.load(at, mask=there, other=0.0).to(tl.float32)
     z2 = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
@@ -44,7 +45,7 @@ def load_base(z_row, token, n_tokens, F):
 @triton.jit
 def load_angles(sin_row, cos_row, token, n_tokens):
     """sin and cos of the tokens' positions."""
-    at = token[:, None].to(tl.int64) * HALF + tl.arange(0, HALF)[None, :]
+    at = token[:, None] * HALF + tl.arange(0, HALF)[None, :]
     there = token[:, None] < n_tokens
     sin = tl.load(sin_row + at, mask=there, other=0.0).to(tl.float32)
     return sin, tl.load(cos_row + at, mask=there, other=0.0).to(tl.float32)
@@ -85,16 +86,19 @@ def relu_tile(a1, a2, b1, b2, w, distance, visible, scale):
 
 @triton.jit
 def load_rows(x_row, token, column, n_tokens, width, stride):
-    """A tile of rows `token` and columns `column`, 0 past the row's end and past its width."""
+    """A tile of rows `token` and columns `column`, 0 past `n_tokens` and `width`.
+
+    Offsets are 32 bits, as wider ones take twice the registers: x_row is moved, in 64 bits, to where they are small."""
     there = (token[:, None] < n_tokens) & (column[None, :] < width)
-    return tl.load(x_row + token[:, None].to(tl.int64) * stride + column[None, :], mask=there, other=0.0)
+    at = x_row + token[:, None] * stride + column[None, :]
+    return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
 def store_rows(x_row, token, column, n_tokens, width, stride, tile):
     """The inverse of `load_rows`."""
     there = (token[:, None] < n_tokens) & (column[None, :] < width)
-    at = x_row + token[:, None].to(tl.int64) * stride + column[None, :]
+    at = x_row + token[:, None] * stride + column[None, :]
     tl.store(at, tile.to(x_row.dtype.element_ty), mask=there)
 
 
@@ -106,3 +110,31 @@ def diagonal_sums(tile, N_ROWS: tl.constexpr, N_COLUMNS: tl.constexpr, N_SUMS: t
     column = tl.arange(0, N_ROWS)[:, None] + tl.arange(0, N_SUMS)[None, :] - (N_ROWS - 1)
     there = (column >= 0) & (column < N_COLUMNS)
     return tl.sum(tl.where(there, tl.gather(tile, tl.where(there, column, 0), 1), 0.0), 0)
+
+
+@triton.jit
+def relu_scores(a, b, w, distance, visible, scale):
+    """relu(a b^T * scale + bias) where visible, else 0: its square is the weight, twice it the square's slope.
+
+    a, b: queries and keys, or keys and queries. w: where the bias of distance 0 is. distance: key minus query."""
+    bias = tl.load(w + distance).to(tl.float32)
+    score = dot(a, tl.trans(b), bias / scale) * scale  # the product is added where the bias is: registers are dear
+    return tl.where(visible, tl.maximum(score, 0.0), 0.0)
+
+
+@triton.jit
+def load_tile(first, row, column, n_rows, stride, AGAIN: tl.constexpr = False):
+    """A tile of rows and columns, 0 from row `n_rows` on. first: where row 0 is.
+
+    Offsets are 32 bits, as wider ones take twice the registers. Best are tiles that differ in `first` alone."""
+    at = first + row[:, None] * stride + column[None, :]
+    if AGAIN:  # will be read again: another instruction, so that the compiler does not keep it in registers instead
+        return tl.load(at, mask=row[:, None] < n_rows, other=0.0, eviction_policy="evict_last")
+    return tl.load(at, mask=row[:, None] < n_rows, other=0.0)
+
+
+@triton.jit
+def store_tile(first, row, column, n_rows, stride, tile):
+    """The inverse of `load_tile`."""
+    at = first + row[:, None] * stride + column[None, :]
+    tl.store(at, tile.to(first.dtype.element_ty), mask=row[:, None] < n_rows)
