@@ -1,8 +1,8 @@
 """FLASH-Quad's attention in kernels, from a layer's first projection to its second, forward and backward. The
 definition is `reference.gated_quadratic_attention`.
 
-Weights are made where they are used and never leave the chip. A program makes some columns of the output, so those of
-all columns are made E / 256 times: a third of the products, and nothing to keep but the inputs.
+Each weight enters E products of either pass, so weights go to memory, as many as fit a buffer at a time, and are read
+as one side of a product of matrices. They are made again where they are wanted again: that is 128 products of E + 128.
 """
 
 from typing import Any
@@ -13,94 +13,139 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lineartime.ops import gradients
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
 from lineartime.ops.limits import refuse_forward_mode
 from lineartime.ops.tiles import HALF, dot, load_rows, silu, silu_slope, store_rows, visible_tile
 
 
-def tiles_for(kind: torch.dtype) -> tuple[int, int, int, int, int, int]:
-    """Own rows, others, columns of v in either half and of a head at a time, warps, and stages of the loop."""
-    return (64, 32, 32, 32, 8, 2) if kind == torch.float32 else (128, 64, 128, 128, 8, 2)
+def weight_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Own rows and others of a tile of weights, columns of a head at a time, warps, and stages of the loop."""
+    return (64, 64, 16, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 2)
+
+
+def sum_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Own rows and columns of a tile of sums, others at a time, warps, and stages of the loop. Rows and others divide
+    those of a `weight_tile`."""
+    return (64, 64, 16, 8, 2) if kind == torch.float32 else (128, 256, 64, 8, 3)
 
 
 @triton.jit
-def attend(heads, values, w, documents, gate, dout, out, T, E, gate_stride, out_stride, scale, OF_QUERIES: tl.constexpr,
-           BACKWARD: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-           BE: tl.constexpr, BS: tl.constexpr):
-    """Twice BE columns of the sum of all values (v) by their weights for BM queries, times the gate silu(u), or
-    BACKWARD the gradient of u from it. With the sides changed, of values (do) by their weights for BM keys: the
-    gradient of v.
+def weigh(heads, w, documents, weights, n_batch, first_row, first_own, T, row_stride, stride, scale,
+          OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+          BS: tl.constexpr):
+    """The weights of BN keys for BM queries, or with the sides changed of BM keys for BN queries: 0 where one does not
+    see the other. A tile that causality hides altogether is not written."""
+    n_others = tl.cdiv(T, BN)
+    into, other = tl.program_id(0) // n_others * BM, tl.program_id(0) % n_others * BN
+    own = first_own + into
+    if CAUSAL:
+        if (other >= own + BM) if OF_QUERIES else (own >= other + BN):
+            return
+    first = (first_row + tl.program_id(1)).to(tl.int64) * T
+    own_heads, other_heads = heads + (first + own) * 2 * HALF, heads + (first + other) * 2 * HALF
+    if OF_QUERIES:
+        other_heads += n_batch.to(tl.int64) * T * 2 * HALF
+    else:
+        own_heads += n_batch.to(tl.int64) * T * 2 * HALF
+    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    query, key = (own + i[:, None], other + j[None, :]) if OF_QUERIES else (other + j[None, :], own + i[:, None])
+    score = tl.load(w + (key - query))
+    for s in range(0, 2 * HALF, BS):
+        part = s + tl.arange(0, BS)
+        x = load_rows(own_heads, i, part, T - own, 2 * HALF, 2 * HALF)
+        y = load_rows(other_heads, j, part, T - other, 2 * HALF, 2 * HALF)
+        score = dot(x, tl.trans(y), score)
+    query_document, key_document = query, key
+    if DOCUMENTS:
+        query_document = tl.load(documents + first + query, mask=query < T, other=-1)
+        key_document = tl.load(documents + first + key, mask=key < T, other=-1)
+    visible = visible_tile(query, key, query_document, key_document, T, CAUSAL, DOCUMENTS)
+    relu = tl.where(visible, tl.maximum(score * scale, 0.0), 0.0)
+    at = tl.program_id(1).to(tl.int64) * row_stride + into.to(tl.int64) * stride + other
+    tl.store(weights + at + i[:, None] * stride + j[None, :], (relu * relu).to(weights.dtype.element_ty))
+
+
+@triton.jit
+def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_stride, stride, gate_stride, out_stride,
+           OF_QUERIES: tl.constexpr, BACKWARD: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
+           BK: tl.constexpr):
+    """BE columns of the sum of all values (v) by their weights for BM queries, times the gate silu(u), or BACKWARD the
+    gradient of u from it. With the sides changed, of values (do) by their weights for BM keys: the gradient of v.
 
     gate: u, or v, before silu."""
-    n_columns = tl.cdiv(E, 2 * BE)
-    own, column1 = tl.program_id(0) // n_columns, tl.program_id(0) % n_columns * 2 * BE + tl.arange(0, BE)
-    column2 = column1 + BE
-    if OF_QUERIES:
-        own = tl.num_programs(0) // n_columns - 1 - own  # those with the most keys begin first
-    own *= BM
-    first = tl.program_id(1).to(tl.int64) * T
-    n_all = tl.num_programs(1).to(tl.int64) * T
-    own_heads, other_heads = heads, heads + n_all * 2 * HALF
-    if not OF_QUERIES:
-        own_heads, other_heads = other_heads, own_heads
-    own_heads += (first + own) * 2 * HALF
-    i, j = tl.arange(0, BM), tl.arange(0, BN)
-    own_document = tl.load(documents + first + own + i, mask=own + i < T, other=-1) if DOCUMENTS else i
+    n_columns = tl.cdiv(E, BE)
+    into, first_column = tl.program_id(0) // n_columns * BM, tl.program_id(0) % n_columns * BE
+    if OF_QUERIES:  # those with the most keys begin first
+        into = (tl.num_programs(0) // n_columns - 1) * BM - into
+    own = first_own + into
+    first = (first_row + tl.program_id(1)).to(tl.int64) * T
+    i, j, column = tl.arange(0, BM), tl.arange(0, BK), first_column + tl.arange(0, BE)
     begin, end = 0, T
     if CAUSAL:
         if OF_QUERIES:
             end = tl.minimum(own + BM, T)
         else:
-            begin = own // BN * BN
-
-    total1, total2 = tl.zeros([BM, BE], tl.float32), tl.zeros([BM, BE], tl.float32)
-    for other in range(begin, end, BN):
-        query, key = (own + i[:, None], other + j[None, :]) if OF_QUERIES else (other + j[None, :], own + i[:, None])
-        score = tl.load(w + (key - query))
-        for s in tl.static_range(0, 2 * HALF, BS):
-            part = s + tl.arange(0, BS)
-            x = load_rows(own_heads, i, part, T - own, 2 * HALF, 2 * HALF)
-            y = load_rows(other_heads + (first + other) * 2 * HALF, j, part, T - other, 2 * HALF, 2 * HALF)
-            score = dot(x, tl.trans(y), score)
-        other_document = tl.load(documents + first + other + j, mask=other + j < T, other=-1) if DOCUMENTS else j
-        query_document = own_document[:, None] if OF_QUERIES else other_document[None, :]
-        key_document = other_document[None, :] if OF_QUERIES else own_document[:, None]
-        visible = visible_tile(query, key, query_document, key_document, T, CAUSAL, DOCUMENTS)
-        relu = tl.where(visible, tl.maximum(score * scale, 0.0), 0.0)
-        weight = (relu * relu).to(values.dtype.element_ty)
-        total1 = dot(weight, load_rows(values + (first + other) * E, j, column1, T - other, E, E), total1)
-        total2 = dot(weight, load_rows(values + (first + other) * E, j, column2, T - other, E, E), total2)
+            begin = own // BK * BK
+    x_row = weights + tl.program_id(1).to(tl.int64) * row_stride + into.to(tl.int64) * stride
+    total = tl.zeros([BM, BE], tl.float32)
+    for other in range(begin, end, BK):
+        x = tl.load(x_row + other + i[:, None] * stride + j[None, :])
+        total = dot(x, load_rows(values + (first + other) * E, j, column, T - other, E, E), total)
 
     gate_row, out_row = gate + (first + own) * gate_stride, out + (first + own) * out_stride
     dout_row = dout + (first + own) * E if OF_QUERIES and BACKWARD else dout
-    finish(total1, gate_row, gate_stride, dout_row, out_row, out_stride, i, column1, T - own, E, OF_QUERIES, BACKWARD)
-    finish(total2, gate_row, gate_stride, dout_row, out_row, out_stride, i, column2, T - own, E, OF_QUERIES, BACKWARD)
+    # By quarters: a whole tile of gates beside one of sums is too much.
+    left, right = split_columns(total)
+    parts = split_columns(left) + split_columns(right)
+    for n in tl.static_range(4):
+        column = first_column + n * (BE // 4) + tl.arange(0, BE // 4)
+        finish(parts[n], gate_row, gate_stride, dout_row, out_row, out_stride, i, column, T - own, E, OF_QUERIES,
+               BACKWARD)
+
+
+@triton.jit
+def split_columns(tile):
+    """The left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2]), [0, 2, 1]))
 
 
 @triton.jit
 def finish(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, column, n_tokens, E,
            OF_QUERIES: tl.constexpr, BACKWARD: tl.constexpr):
-    """From a sum of values to what `attend` writes."""
+    """From a sum of values to what `add_up` writes."""
+    if BACKWARD and OF_QUERIES:
+        total *= load_rows(dout_row, i, column, n_tokens, E, E).to(tl.float32)
     gate = load_rows(gate_row, i, column, n_tokens, E, gate_stride).to(tl.float32)
-    if BACKWARD:
-        total *= silu_slope(gate)
-        if OF_QUERIES:
-            total *= load_rows(dout_row, i, column, n_tokens, E, E).to(tl.float32)
-    else:
-        total *= silu(gate)
+    total *= silu_slope(gate) if BACKWARD else silu(gate)
     store_rows(out_row, i, column, n_tokens, E, out_stride, total)
 
 
-def run(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
-        out: Tensor, scale_len: int, causal: bool, *, of_queries: bool, backward: bool) -> None:
-    """Launch `attend`. gate and out: contiguous but for the distance of tokens."""
+def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
+           out: Tensor, scale_len: int, causal: bool, *, of_queries: bool, backward: bool) -> None:
+    """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time: whole rows, or part of one.
+
+    gate and out: contiguous but for the distance of tokens."""
     n_batch, n_tokens, e = values.shape
-    bm, bn, be, bs, warps, stages = tiles_for(values.dtype)
-    w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)
-    attend[triton.cdiv(n_tokens, bm) * triton.cdiv(e, 2 * be), n_batch](
-        heads, values, w_padded[max(bm, bn) + n_tokens - 1:], documents, gate, dout, out, n_tokens, e, gate.stride(1),
-        out.stride(1), 1 / scale_len, OF_QUERIES=of_queries, BACKWARD=backward, CAUSAL=causal,
-        DOCUMENTS=documents is not None, BM=bm, BN=bn, BE=be, BS=bs, num_warps=warps, num_stages=stages)
+    bm, bn, bs, warps, stages = weight_tile(values.dtype)
+    own, be, bk, sum_warps, sum_stages = sum_tile(values.dtype)
+    w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
+    n_tiles, n_others = triton.cdiv(n_tokens, bm), triton.cdiv(n_tokens, bn)
+    tiles_at_once = max(gradients.SCORES_AT_ONCE // (bm * bn * n_others), 1)
+    rows_at_once, tiles_at_once = max(tiles_at_once // n_tiles, 1), min(tiles_at_once, n_tiles)
+    weights = values.new_empty(min(rows_at_once, n_batch), tiles_at_once * bm, n_others * bn)
+    for first_row in range(0, n_batch, rows_at_once):
+        n_rows = min(rows_at_once, n_batch - first_row)
+        for first_tile in range(0, n_tiles, tiles_at_once):
+            n_now = min(tiles_at_once, n_tiles - first_tile)
+            weigh[n_now * n_others, n_rows](
+                heads, w_padded, documents, weights, n_batch, first_row, first_tile * bm, n_tokens, weights.stride(0),
+                weights.stride(1), 1 / scale_len, OF_QUERIES=of_queries, CAUSAL=causal,
+                DOCUMENTS=documents is not None, BM=bm, BN=bn, BS=bs, num_warps=warps, num_stages=stages)
+            add_up[triton.cdiv(n_now * bm, own) * triton.cdiv(e, be), n_rows](
+                weights, values, gate, dout, out, first_row, first_tile * bm, n_tokens, e, weights.stride(0),
+                weights.stride(1), gate.stride(1), out.stride(1), OF_QUERIES=of_queries, BACKWARD=backward,
+                CAUSAL=causal, BM=own, BE=be, BK=bk, num_warps=sum_warps, num_stages=sum_stages)
 
 
 @torch.library.custom_op("lineartime::gated_quadratic_attention", mutates_args=())
@@ -108,9 +153,9 @@ def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, 
             scale_len: int, causal: bool) -> Tensor:
     """`gated_quadratic_attention` of contiguous tensors; documents: int32."""
     e = (uvz.shape[-1] - gamma.shape[-1]) // 2
+    heads, v = make_heads(uvz, gamma, beta, sin, cos), F.silu(uvz[..., e : 2 * e]).contiguous()
     out = uvz.new_empty(*uvz.shape[:2], e)
-    run(make_heads(uvz, gamma, beta, sin, cos), F.silu(uvz[..., e : 2 * e]).contiguous(), w, documents, uvz, None, out,
-        scale_len, causal, of_queries=True, backward=False)
+    attend(heads, v, w, documents, uvz, None, out, scale_len, causal, of_queries=True, backward=False)
     return out
 
 
@@ -128,8 +173,8 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
     u, v_before = uvz[..., :e], uvz[..., e : 2 * e]
     v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).contiguous()
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
-    run(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
-    run(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False, backward=True)
+    attend(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
+    attend(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False, backward=True)
     dw = score_gradients(uvz, v, do, gamma, beta, sin, cos, w, documents, None, dheads, row_len=uvz.shape[1],
                          scale_len=scale_len, causal=causal)
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
