@@ -57,12 +57,12 @@ def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride,
 
 
 @triton.jit
-def differentiate_scores(heads, v, do, w, documents, each, dscores, dlinear, sums, n_batch, T, E, row_len, first_row,
-                         first_tile, n_query_tiles, scale, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
-                         LINEAR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr):
+def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums, T, E, row_len, first_row, first_tile,
+                         n_query_tiles, scale, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, LINEAR: tl.constexpr,
+                         BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr):
     """The gradients of the scores of BM queries and BN keys, 0 where one does not see the other, and their sums along
     diagonals. A tile that causality hides altogether is not written."""
-    kind = heads.dtype.element_ty
+    kind = q.dtype.element_ty
     n_key_tiles = tl.cdiv(row_len, BN)
     n_tile, m_tile = tl.program_id(0) % n_key_tiles, tl.program_id(0) // n_key_tiles
     row = first_row + m_tile // n_query_tiles
@@ -92,10 +92,9 @@ def differentiate_scores(heads, v, do, w, documents, each, dscores, dlinear, sum
     score = tl.load(w + (key - query))
     for s in range(0, 2 * HALF, BE):
         column = s + tl.arange(0, BE)
-        q = load_rows(heads + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
-        k = load_rows(heads + (n_batch.to(tl.int64) * T + first + n) * 2 * HALF, j, column, n_tokens - n, 2 * HALF,
-                      2 * HALF)
-        score = dot(q, tl.trans(k), score)
+        x = load_rows(q + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
+        y = load_rows(k + (first + n) * 2 * HALF, j, column, n_tokens - n, 2 * HALF, 2 * HALF)
+        score = dot(x, tl.trans(y), score)
     dscore = tl.where(visible, 2.0 * scale * tl.maximum(score, 0.0) * dweight, 0.0)
     tl.store(dscores + into + at, dscore.to(kind))
     if LINEAR:
@@ -194,7 +193,7 @@ def score_gradients(uvz_BTF: Tensor, v_BTE: Tensor, do_BTE: Tensor, gamma_NS: Te
     in_parts = n_tiles < n_query_tiles
     if in_parts:  # in float32 until the last part is added
         dk_BTS = torch.zeros_like(dk_BTS, dtype=torch.float32)
-    w_padded = F.pad(w.float() * scale_len, [bm, bn])
+    w_padded = F.pad(w.float() * scale_len, [bm, bn])[bm + row_len - 1:]
     dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
 
     for first_row in range(0, n_rows, rows_at_once):
@@ -205,8 +204,8 @@ def score_gradients(uvz_BTF: Tensor, v_BTE: Tensor, do_BTE: Tensor, gamma_NS: Te
             sums = torch.zeros(n_now, tiles_now, n_keys // bn, (bm + 2 * bn - 2) // bn, bn, dtype=torch.float32,
                                device=w.device)
             differentiate_scores[n_now * tiles_now * (n_keys // bn),](
-                heads_NBTS, v_BTE, do_BTE, w_padded[bm + row_len - 1:], documents_BT, each_BT, dscores, dlinear, sums,
-                n_batch, n_tokens, e, row_len, first_row, first_tile, tiles_now, 1 / scale_len, CAUSAL=causal,
+                heads_NBTS[0], heads_NBTS[1], v_BTE, do_BTE, w_padded, documents_BT, each_BT, dscores, dlinear, sums,
+                n_tokens, e, row_len, first_row, first_tile, tiles_now, 1 / scale_len, CAUSAL=causal,
                 DOCUMENTS=documents_BT is not None, LINEAR=each_BT is not None, BM=bm, BN=bn, BE=be, num_warps=warps,
                 num_stages=stages)
             dw += add_diagonals(sums.sum(0), bm, first_tile, row_len)

@@ -31,7 +31,7 @@ def sum_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
 
 
 @triton.jit
-def weigh(heads, w, documents, weights, n_batch, first_row, first_own, T, row_stride, stride, scale,
+def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, row_stride, stride, scale,
           OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
           BS: tl.constexpr):
     """The weights of BN keys for BM queries, or with the sides changed of BM keys for BN queries: 0 where one does not
@@ -43,18 +43,15 @@ def weigh(heads, w, documents, weights, n_batch, first_row, first_own, T, row_st
         if (other >= own + BM) if OF_QUERIES else (own >= other + BN):
             return
     first = (first_row + tl.program_id(1)).to(tl.int64) * T
-    own_heads, other_heads = heads + (first + own) * 2 * HALF, heads + (first + other) * 2 * HALF
-    if OF_QUERIES:
-        other_heads += n_batch.to(tl.int64) * T * 2 * HALF
-    else:
-        own_heads += n_batch.to(tl.int64) * T * 2 * HALF
+    own_head += (first + own) * 2 * HALF
+    other_head += (first + other) * 2 * HALF
     i, j = tl.arange(0, BM), tl.arange(0, BN)
     query, key = (own + i[:, None], other + j[None, :]) if OF_QUERIES else (other + j[None, :], own + i[:, None])
     score = tl.load(w + (key - query))
     for s in range(0, 2 * HALF, BS):
         part = s + tl.arange(0, BS)
-        x = load_rows(own_heads, i, part, T - own, 2 * HALF, 2 * HALF)
-        y = load_rows(other_heads, j, part, T - other, 2 * HALF, 2 * HALF)
+        x = load_rows(own_head, i, part, T - own, 2 * HALF, 2 * HALF)
+        y = load_rows(other_head, j, part, T - other, 2 * HALF, 2 * HALF)
         score = dot(x, tl.trans(y), score)
     query_document, key_document = query, key
     if DOCUMENTS:
@@ -129,6 +126,7 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
     n_batch, n_tokens, e = values.shape
     bm, bn, bs, warps, stages = weight_tile(values.dtype)
     own, be, bk, sum_warps, sum_stages = sum_tile(values.dtype)
+    own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
     w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
     n_tiles, n_others = triton.cdiv(n_tokens, bm), triton.cdiv(n_tokens, bn)
     tiles_at_once = max(gradients.SCORES_AT_ONCE // (bm * bn * n_others), 1)
@@ -139,8 +137,8 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
         for first_tile in range(0, n_tiles, tiles_at_once):
             n_now = min(tiles_at_once, n_tiles - first_tile)
             weigh[n_now * n_others, n_rows](
-                heads, w_padded, documents, weights, n_batch, first_row, first_tile * bm, n_tokens, weights.stride(0),
-                weights.stride(1), 1 / scale_len, OF_QUERIES=of_queries, CAUSAL=causal,
+                own_head, other_head, w_padded, documents, weights, first_row, first_tile * bm, n_tokens,
+                weights.stride(0), weights.stride(1), 1 / scale_len, OF_QUERIES=of_queries, CAUSAL=causal,
                 DOCUMENTS=documents is not None, BM=bm, BN=bn, BS=bs, num_warps=warps, num_stages=stages)
             add_up[triton.cdiv(n_now * bm, own) * triton.cdiv(e, be), n_rows](
                 weights, values, gate, dout, out, first_row, first_tile * bm, n_tokens, e, weights.stride(0),
