@@ -1,5 +1,5 @@
-"""FLASH's attention in kernels: mixed chunk attention with all that stands around it, from a layer's first projection to
-its second. The definition is `reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
+"""FLASH's attention in kernels: mixed chunk attention with all that stands around it, between a layer's projections.
+The definition is `reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
 
 A row is walked in a direction R: forwards (0), and when not causal backwards too (1). What a chunk hands on is the mean
 of k v over the tokens, so far, of the document that goes on beyond its far edge.
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
+from lineartime.ops.limits import is_hopper, refuse_forward_mode
 from lineartime.ops.tiles import SIZE, dot, load_tile, relu_scores, silu, silu_slope, store_tile
 
 
@@ -83,7 +84,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
             if DOCUMENTS:
                 running = tl.where(pass_through(begins, ends, here, g * C, C), running, 0.0)
         own = tl.zeros([SIZE, BE], tl.float32)
-        for start in tl.static_range(0, C, BC):
+        for start in range(0, C, BC):
             token = start + tl.arange(0, BC)
             x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
             if BACKWARD:
@@ -104,8 +105,8 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
 @triton.jit
 def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C: tl.constexpr, BLOCK: tl.constexpr,
                 R: tl.constexpr, BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The second level of `walk_states`, for rows of many chunks: from each chunk's own sum to what enters it. A program
-    walks a row for BLOCK numbers of a state."""
+    """The second level of `walk_states`, for rows of many chunks: from each chunk's own sum to what enters it. A
+    program walks a row for BLOCK numbers of a state."""
     b, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     running = tl.zeros([BLOCK], tl.float32)
     for step in range(n_chunks):
@@ -123,26 +124,27 @@ def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C:
 @triton.jit
 def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, KEPT: tl.constexpr,
-                   CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
-    """BM queries of a chunk: out = u (P v + q_lin state), the weights P of all its keys made once and kept on the chip.
-    Going back, dout to the gradients of u and of q_lin instead.
+                   ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
+    """BM queries of a chunk: out = u (P v + q_lin state), the weights P made once and kept on the chip. Going back,
+    dout to the gradients of u and of q_lin instead.
 
-    How many tiles of keys there are must be known when the kernel is compiled: causality hides some."""
-    n_before = (tl.program_id(0) % (C // BM) * BM + BM + BN - 1) // BN if CAUSAL else C // BN
-    for n in tl.static_range(1 if CAUSAL else C // BN, C // BN + 1):
-        if n_before == n:
+    The weights of KEPT tiles of keys have room there: more keys take another ROUND, which goes on with what the one
+    before left in the place of the result; each round has one of the directions. How many tiles are kept must be known
+    when the kernel is compiled, and causality hides some: hence the cases."""
+    n_tiles = (tl.program_id(0) % (C // BM) * BM + BM + BN - 1) // BN if CAUSAL else C // BN
+    finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
+    for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
+        if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
             attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens,
-                              n_chunks, E, F, n, C, BM, BN, BE, KEPT, CAUSAL, DOCUMENTS, BACKWARD)
+                              n_chunks, E, F, finish, n, C, BM, BN, BE, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD)
 
 
 @triton.jit
 def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
-                      N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-                      KEPT: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
-    """`attend_queries` to the first N tiles of keys. Rows are those of the chunk, tokens are counted from its start.
-
-    Only so many tiles of weights are KEPT at once: more keys come in rounds, and what a round leaves unfinished lies
-    where the result will be."""
+                      finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+                      KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+                      BACKWARD: tl.constexpr):
+    """`attend_queries` to N tiles of keys. Rows are those of the chunk, tokens are counted from its start."""
     kind = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
@@ -150,78 +152,76 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
     head = heads + here * SIZE
     query = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = see(begins, ends, here, query, n_here, start, True, CAUSAL, DOCUMENTS)
-    result, width = (duvz, F) if BACKWARD else (out, E)
-    for at_tile in tl.static_range(0, N, KEPT):
-        q = load_tile(head, query, size, n_here, SIZE)
-        weights = ()
-        for j in tl.static_range(at_tile, min(at_tile + KEPT, N)):
-            k = load_tile(head + per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
-            key = j * BN + other[None, :]
-            visible = (key >= first) & (key <= last)
-            weight = relu_scores(q, k, w + C - 1, key - query[:, None], visible, 1 / C)
-            weight *= weight
-            if not CAUSAL:
-                q_lin = load_tile(head + 2 * per_head, query, size, n_here, SIZE)
-                k_lin = load_tile(head + 3 * per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
-                share = tl.load(each + here + query, mask=query < n_here, other=1.0)[:, None]
-                weight = tl.where(visible, dot(q_lin, tl.trans(k_lin), weight / share) * share, 0.0)
-            weights = weights + (weight.to(kind),)  # noqa: RUF005
-
-        if at_tile == 0:
+    q = load_tile(head, query, size, n_here, SIZE)
+    weights = ()
+    for j in tl.static_range(ROUND * KEPT, ROUND * KEPT + N):
+        k = load_tile(head + per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
+        key = j * BN + other[None, :]
+        visible = (key >= first) & (key <= last)
+        weight = relu_scores(q, k, w + C - 1, key - query[:, None], visible, 1 / C)
+        weight *= weight
+        if not CAUSAL:
             q_lin = load_tile(head + 2 * per_head, query, size, n_here, SIZE)
-            read = ()
-            for r in tl.static_range(1 if CAUSAL else 2):
-                read = read + (reach_out(begins, ends, here, query, n_here, start, C, 1 - r, DOCUMENTS),)  # noqa: RUF005
-            dq = tl.zeros([BM, SIZE], tl.float32)
-        for at in range(0, E, BE):
-            column = at + tl.arange(0, BE)
-            acc = tl.zeros([BM, BE], tl.float32)
-            if at_tile == 0:
-                if BACKWARD:
-                    u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
-                    dgated = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32)
-                    do = (dgated * silu(u)).to(kind)
-                for r in tl.static_range(1 if CAUSAL else 2):
-                    state = load_tile(states + ((r * n_rows + b) * n_chunks + g) * SIZE * E, size, column, SIZE, E)
-                    acc += tl.where(read[r], dot(q_lin, state, None), 0.0)
-                    if BACKWARD:
-                        dq = dot(do if CAUSAL else tl.where(read[r], do, 0.0), tl.trans(state), dq)
-            else:
-                acc += load_tile(result + here * width, query, column, n_here, width).to(tl.float32)
-            for j in tl.static_range(at_tile, min(at_tile + KEPT, N)):
-                v_tile = load_tile(v + (here + j * BN) * E, other, column, n_here - j * BN, E)
-                acc = dot(weights[j - at_tile], v_tile, acc)
-            if at_tile + KEPT >= N:
-                u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
-                if BACKWARD:  # u and dout are read a second time, as to keep them would take too many registers
-                    dgated = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32)
-                    acc *= dgated * silu_slope(u)
-                else:
-                    acc *= silu(u)
-            store_tile(result + here * width, query, column, n_here, width, acc)
-        if BACKWARD and at_tile == 0:
-            dq = tl.where(read[0], dq, 0.0) if CAUSAL else dq
-            store_tile(dq_lin + here * SIZE, query, size, n_here, SIZE, dq)
+            k_lin = load_tile(head + 3 * per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
+            share = tl.load(each + here + query, mask=query < n_here, other=1.0)[:, None]
+            weight = tl.where(visible, dot(q_lin, tl.trans(k_lin), weight / share) * share, 0.0)
+        weights = weights + (weight.to(kind),)  # noqa: RUF005
+
+    DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
+    if DIRECTED:
+        q_lin = load_tile(head + 2 * per_head, query, size, n_here, SIZE)
+        read = reach_out(begins, ends, here, query, n_here, start, C, 1 - ROUND, DOCUMENTS)
+        state = states + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
+        dq = tl.zeros([BM, SIZE], tl.float32)
+    result, width = (duvz, F) if BACKWARD else (out, E)
+    for at in range(0, E, BE):
+        column = at + tl.arange(0, BE)
+        acc = tl.zeros([BM, BE], tl.float32)
+        if DIRECTED:
+            state_tile = load_tile(state, size, column, SIZE, E)
+            if BACKWARD:
+                u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
+                do = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32) * silu(u)
+                dq = dot(do.to(kind), tl.trans(state_tile), dq)
+            acc = tl.where(read, dot(q_lin, state_tile, acc), 0.0)
+        if ROUND > 0:
+            acc += load_tile(result + here * width, query, column, n_here, width).to(tl.float32)
+        for j in tl.static_range(N):
+            tile = (ROUND * KEPT + j) * BN
+            acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
+        u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
+        if BACKWARD:  # u and dout are read a second time, as to keep them would take too many registers
+            by = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32) * silu_slope(u)
+        else:
+            by = silu(u)
+        store_tile(result + here * width, query, column, n_here, width, tl.where(finish, acc * by, acc))
+    if BACKWARD and DIRECTED:
+        dq = tl.where(read, dq, 0.0)
+        if ROUND > 0:
+            dq += load_tile(dq_lin + here * SIZE, query, size, n_here, SIZE).to(tl.float32)
+        store_tile(dq_lin + here * SIZE, query, size, n_here, SIZE, dq)
 
 
 @triton.jit
 def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
                        C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, KEPT: tl.constexpr,
-                       CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """BM keys of a chunk: the gradients of v and of k_lin. `attend_queries` turned on its side: the weights of all
-    queries are kept."""
-    n_after = C // BN - (tl.program_id(0) % (C // BM) * BM // BN if CAUSAL else 0)
-    for n in tl.static_range(1 if CAUSAL else C // BN, C // BN + 1):
-        if n_after == n:
+                       ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """BM keys of a chunk: the gradients of v and of k_lin. `attend_queries` turned on its side: here the weights of the
+    queries are kept, and the last of them come first."""
+    n_tiles = C // BN - (tl.program_id(0) % (C // BM) * BM // BN if CAUSAL else 0)
+    finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
+    for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
+        if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
             differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks,
-                                  E, F, n, C, BM, BN, BE, KEPT, CAUSAL, DOCUMENTS)
+                                  E, F, finish, n, C, BM, BN, BE, KEPT, ROUND, CAUSAL, DOCUMENTS)
 
 
 @triton.jit
 def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
-                          N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-                          KEPT: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """`differentiate_keys` by the last N tiles of queries; see `attend_queries_to`."""
+                          finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                          BE: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
+                          DOCUMENTS: tl.constexpr):
+    """`differentiate_keys` by N tiles of queries; see `attend_queries_to`."""
     kind = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
@@ -229,48 +229,47 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
     head = heads + here * SIZE
     key = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = see(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
-    for at_tile in tl.static_range(C // BN - N, C // BN, KEPT):
-        k = load_tile(head + per_head, key, size, n_here, SIZE)
-        weights = ()
-        for i in tl.static_range(at_tile, min(at_tile + KEPT, C // BN)):
-            q = load_tile(head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
-            query = i * BN + other[None, :]
-            visible = (query >= first) & (query <= last)
-            weight = relu_scores(k, q, w + C - 1, key[:, None] - query, visible, 1 / C)
-            weight *= weight
-            if not CAUSAL:
-                k_lin = load_tile(head + 3 * per_head, key, size, n_here, SIZE)
-                q_lin = load_tile(head + 2 * per_head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
-                share = tl.load(each + here + query, mask=query < n_here, other=1.0)
-                weight = tl.where(visible, dot(k_lin, tl.trans(q_lin), weight / share) * share, 0.0)
-            weights = weights + (weight.to(kind),)  # noqa: RUF005
-
-        if at_tile == C // BN - N:
+    k = load_tile(head + per_head, key, size, n_here, SIZE)
+    AT: tl.constexpr = C // BN - ROUND * KEPT - N
+    weights = ()
+    for i in tl.static_range(AT, AT + N):
+        q = load_tile(head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
+        query = i * BN + other[None, :]
+        visible = (query >= first) & (query <= last)
+        weight = relu_scores(k, q, w + C - 1, key[:, None] - query, visible, 1 / C)
+        weight *= weight
+        if not CAUSAL:
             k_lin = load_tile(head + 3 * per_head, key, size, n_here, SIZE)
-            adds = ()
-            for r in tl.static_range(1 if CAUSAL else 2):
-                adds = adds + (reach_out(begins, ends, here, key, n_here, start, C, r, DOCUMENTS),)  # noqa: RUF005
-            dk = tl.zeros([BM, SIZE], tl.float32)
-        for at in range(0, E, BE):
-            column = at + tl.arange(0, BE)
-            acc = tl.zeros([BM, BE], tl.float32)
-            if at_tile == C // BN - N:
-                v_tile = load_tile(v + here * E, key, column, n_here, E)
-                for r in tl.static_range(1 if CAUSAL else 2):
-                    state = load_tile(dstates + ((r * n_rows + b) * n_chunks + g) * SIZE * E, size, column, SIZE, E)
-                    acc += tl.where(adds[r], dot(k_lin, state, None), 0.0)
-                    dk = dot(v_tile if CAUSAL else tl.where(adds[r], v_tile, 0.0), tl.trans(state), dk)
-            else:
-                acc += load_tile(duvz + here * F + E, key, column, n_here, F).to(tl.float32)
-            for i in tl.static_range(at_tile, min(at_tile + KEPT, C // BN)):
-                do_tile = load_tile(do + (here + i * BN) * E, other, column, n_here - i * BN, E)
-                acc = dot(weights[i - at_tile], do_tile, acc)
-            if at_tile + KEPT >= C // BN:
-                acc *= silu_slope(load_tile(uvz + here * F + E, key, column, n_here, F).to(tl.float32))
-            store_tile(duvz + here * F + E, key, column, n_here, F, acc)
-        if at_tile == C // BN - N:
-            dk = tl.where(adds[0], dk, 0.0) if CAUSAL else dk
-            store_tile(dk_lin + here * SIZE, key, size, n_here, SIZE, dk)
+            q_lin = load_tile(head + 2 * per_head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
+            share = tl.load(each + here + query, mask=query < n_here, other=1.0)
+            weight = tl.where(visible, dot(k_lin, tl.trans(q_lin), weight / share) * share, 0.0)
+        weights = weights + (weight.to(kind),)  # noqa: RUF005
+
+    DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
+    if DIRECTED:
+        k_lin = load_tile(head + 3 * per_head, key, size, n_here, SIZE)
+        adds = reach_out(begins, ends, here, key, n_here, start, C, ROUND, DOCUMENTS)
+        state = dstates + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
+        dk = tl.zeros([BM, SIZE], tl.float32)
+    for at in range(0, E, BE):
+        column = at + tl.arange(0, BE)
+        acc = tl.zeros([BM, BE], tl.float32)
+        if DIRECTED:
+            state_tile = load_tile(state, size, column, SIZE, E)
+            dk = dot(load_tile(v + here * E, key, column, n_here, E), tl.trans(state_tile), dk)
+            acc = tl.where(adds, dot(k_lin, state_tile, acc), 0.0)
+        if ROUND > 0:
+            acc += load_tile(duvz + here * F + E, key, column, n_here, F).to(tl.float32)
+        for i in tl.static_range(N):
+            tile = (AT + i) * BN
+            acc = dot(weights[i], load_tile(do + (here + tile) * E, other, column, n_here - tile, E), acc)
+        by = silu_slope(load_tile(uvz + here * F + E, key, column, n_here, F).to(tl.float32))
+        store_tile(duvz + here * F + E, key, column, n_here, F, tl.where(finish, acc * by, acc))
+    if DIRECTED:
+        dk = tl.where(adds, dk, 0.0)
+        if ROUND > 0:
+            dk += load_tile(dk_lin + here * SIZE, key, size, n_here, SIZE).to(tl.float32)
+        store_tile(dk_lin + here * SIZE, key, size, n_here, SIZE, dk)
 
 
 class Documents(NamedTuple):
@@ -308,7 +307,7 @@ def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int,
         begin_BG, count_BT = begins_BT[:, ::chunk_size], ends_BT - begins_BT
     if causal:
         return Documents(ids_BT, begins_BT, ends_BT, share(chunk_G - begin_BG)[None], None)
-    each_BT = share(count_BT)
+    each_BT = share(count_BT.clamp(min=1))
     before_BG = torch.where(begin_BG < chunk_G, each_BT[:, ::chunk_size], 0.0)
     return Documents(ids_BT, begins_BT, ends_BT, torch.stack([before_BG, F.pad(before_BG[:, 1:], [0, 1])]), each_BT)
 
@@ -324,10 +323,8 @@ class Tiles(NamedTuple):
     kept: int = 1
 
 
-STATE_TILES = {torch.float32: Tiles(64, 64, 32, 4, 1), torch.bfloat16: Tiles(64, 64, 64, 4, 2)}
+STATE_TILES = {torch.float32: Tiles(64, 32, 32, 4, 2), torch.bfloat16: Tiles(64, 64, 64, 4, 2)}
 """Of `walk_states`, whose keys come by so many at a time."""
-ATTENTION_TILES = {torch.float32: Tiles(64, 64, 32, 8, 1, 4), torch.bfloat16: Tiles(128, 128, 64, 8, 2, 2)}
-"""Of `attend_queries` and `differentiate_keys`."""
 SCAN_BLOCK = 1024
 MANY_CHUNKS, FEW_PROGRAMS = 32, 264
 """Rows of more chunks have their states made in two levels, where one level gives the GPU fewer programs than this."""
@@ -336,6 +333,17 @@ MANY_CHUNKS, FEW_PROGRAMS = 32, 264
 def tiles_for(tiles: dict[torch.dtype, Tiles], dtype: torch.dtype) -> Tiles:
     """Types of 16 bits have the same."""
     return tiles[torch.float32 if dtype == torch.float32 else torch.bfloat16]
+
+
+def attention_tiles(dtype: torch.dtype, causal: bool, backward: bool, hopper: bool) -> Tiles:
+    """Of `attend_queries` and `differentiate_keys`: the largest that leave nothing of theirs in slow memory."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 32, 4, 2, 2)
+    if not hopper:
+        return Tiles(64, 128, 32, 8, 2, 1)
+    if not backward:
+        return Tiles(128, 128, 64, 8, 2, 2)
+    return Tiles(64, 128, 32, 8, 2, 2) if causal else Tiles(64, 128, 64, 8, 2, 1)
 
 
 def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: Documents, chunk_size: int,
@@ -371,12 +379,30 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
 def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: Documents, out: Tensor | None,
             dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int, causal: bool) -> None:
     """Run `attend_queries`: into `out`, or of `dout` into `duvz` and `dq_lin`."""
-    tiles, n_chunks = tiles_for(ATTENTION_TILES, uvz.dtype), states.shape[2]
-    attend_queries[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
-        uvz, heads, v, states, w, documents.begins_BT, documents.ends_BT, documents.each_BT, out, dout, duvz, dq_lin,
-        uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
-        BE=tiles.columns, KEPT=tiles.kept, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None, BACKWARD=dout is not None,
-        num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+    tiles, n_chunks = attention_tiles(uvz.dtype, causal, dout is not None, is_hopper(uvz.device)), states.shape[2]
+    for number in range(n_rounds(tiles, chunk_size, causal)):
+        attend_queries[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
+            uvz, heads, v, states, w, documents.begins_BT, documents.ends_BT, documents.each_BT, out, dout, duvz,
+            dq_lin, uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
+            BE=tiles.columns, KEPT=tiles.kept, ROUND=number, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None,
+            BACKWARD=dout is not None, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+
+
+def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: Documents,
+         duvz: Tensor, dk_lin: Tensor, chunk_size: int, causal: bool) -> None:
+    """Run `differentiate_keys` into `duvz` and `dk_lin`."""
+    tiles, n_chunks = attention_tiles(uvz.dtype, causal, True, is_hopper(uvz.device)), dstates.shape[2]
+    for number in range(n_rounds(tiles, chunk_size, causal)):
+        differentiate_keys[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
+            uvz, heads, v, do, dstates, w, documents.begins_BT, documents.ends_BT, documents.each_BT, duvz, dk_lin,
+            uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
+            BE=tiles.columns, KEPT=tiles.kept, ROUND=number, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None,
+            num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+
+
+def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
+    """Rounds of a kernel that keeps weights: enough for all its tiles, and for each direction."""
+    return max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)
 
 
 @torch.library.custom_op("lineartime::gated_chunk_attention", mutates_args=())
@@ -408,11 +434,7 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True)
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
-    tiles, n_chunks = tiles_for(ATTENTION_TILES, uvz.dtype), states.shape[2]
-    differentiate_keys[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
-        uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dheads[3], uvz.shape[1], n_chunks, e, uvz.shape[-1],
-        C=chunk_size, BM=tiles.rows, BN=tiles.keys, BE=tiles.columns, KEPT=tiles.kept, CAUSAL=causal, DOCUMENTS=ids is not None,
-        num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+    keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
     dw = score_gradients(uvz, v, do, gamma, beta, sin, cos, w, ids, each, dheads, row_len=chunk_size,
                          scale_len=chunk_size, causal=causal)
     return duvz, *base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz), dw
@@ -446,6 +468,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 
     Sums are float32 and always in one order: the same inputs give the same bits. Of the forward pass nothing is kept
     but its inputs."""
+    refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
     documents = lay_out_documents(segment_ids_BT, *uvz_BTF.shape[:2], chunk_size, causal, pooling, uvz_BTF.device)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
     return forward(*tensors, *documents, chunk_size, causal)
