@@ -74,6 +74,19 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
         return
     first = (row // n_rows).to(tl.int64) * T + start
     i, j = tl.arange(0, BM), tl.arange(0, BN)
+    query, key = (m + i)[:, None], (n + j)[None, :]
+    query_document, key_document = query, key
+    if DOCUMENTS:
+        query_document = tl.load(documents + first + query, mask=query < n_tokens, other=-1)
+        key_document = tl.load(documents + first + key, mask=key < n_tokens, other=-1)
+    visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
+    score = tl.load(w + (key - query))
+    for s in range(0, 2 * HALF, BE):
+        column = s + tl.arange(0, BE)
+        x = load_rows(q + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
+        y = load_rows(k + (first + n) * 2 * HALF, j, column, n_tokens - n, 2 * HALF, 2 * HALF)
+        score = dot(x, tl.trans(y), score)
+    slope = tl.where(visible, 2.0 * scale * tl.maximum(score, 0.0), 0.0)
 
     dweight = tl.zeros([BM, BN], tl.float32)
     for e in range(0, E, BE):
@@ -81,21 +94,9 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
         x = load_rows(do + (first + m) * E, i, column, n_tokens - m, E, E)
         y = load_rows(v + (first + n) * E, j, column, n_tokens - n, E, E)
         dweight = dot(x, tl.trans(y), dweight)
-    query, key = (m + i)[:, None], (n + j)[None, :]
-    query_document, key_document = query, key
-    if DOCUMENTS:
-        query_document = tl.load(documents + first + query, mask=query < n_tokens, other=-1)
-        key_document = tl.load(documents + first + key, mask=key < n_tokens, other=-1)
-    visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
     into = m_tile.to(tl.int64) * BM * n_key_tiles * BN + n
     at = i[:, None] * (n_key_tiles * BN) + j[None, :]
-    score = tl.load(w + (key - query))
-    for s in range(0, 2 * HALF, BE):
-        column = s + tl.arange(0, BE)
-        x = load_rows(q + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
-        y = load_rows(k + (first + n) * 2 * HALF, j, column, n_tokens - n, 2 * HALF, 2 * HALF)
-        score = dot(x, tl.trans(y), score)
-    dscore = tl.where(visible, 2.0 * scale * tl.maximum(score, 0.0) * dweight, 0.0)
+    dscore = slope * dweight
     tl.store(dscores + into + at, dscore.to(kind))
     if LINEAR:
         share = tl.load(each + first + query, mask=query < n_tokens, other=0.0)
