@@ -122,6 +122,8 @@ class NewToken:
         rows, n_before = torch.arange(len(position_B), device=position_B.device), c if chunking.overlap else 0
         offset_B, self.number_B = position_B % c, position_B // c
         """Number of the open chunk in its row."""
+        self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
+        """The token's slot in the open chunk, and that of its document's first token: below 0 in an earlier chunk."""
         n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
         each_B = 1 / n_carried_B.clamp(min=1) if chunking.pooling == "mean" else torch.ones_like(n_carried_B)
         self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]

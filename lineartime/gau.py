@@ -4,6 +4,7 @@ FLASH-Quad is a stack of the first, FLASH of the second. The one is the other wi
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
@@ -21,6 +22,8 @@ from lineartime.layers import (
     rope,
     rotary,
 )
+from lineartime.ops.cross_entropy import product_type
+from lineartime.ops.limits import kernels_refuse, use_kernels
 from lineartime.ops.reference import learned_chunk_weights, to_chunks
 
 CHUNK_BIAS_LEN = 512
@@ -54,6 +57,13 @@ class GatedAttentionUnit(nn.Module):
         self.rel_pos_bias = RelPosBias(bias_reach(self.scale_len, overlap))
         self.out_proj = nn.Linear(self.d_inner if gate else 2 * self.d_inner, d_model)
         self.learned_weights = chunk_pooling == "attention"
+        self.impl: str | None = None
+        """"reference", "triton" (kernels), or None: kernels on CUDA, where they can."""
+        self.refused = what_kernels_lack({
+            "n_heads": n_heads > 1, "activation": activation != "silu", "kernel": kernel != "relu2",
+            "gate": not gate, "document_mask": document_mask != "exact" and chunk_size is not None,
+            "chunk_pooling": self.learned_weights, "chunk_parts": chunk_parts != "both", "overlap": overlap,
+            "first_to_all": first_to_all, "cls_softmax": cls_softmax})
         if self.learned_weights:
             self.chunk_scale_offset = ScaleOffset(2, query_key_dim)
             self.chunk_bias = RelPosBias(CHUNK_BIAS_LEN)
@@ -64,6 +74,8 @@ class GatedAttentionUnit(nn.Module):
         if layout is None:
             position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
             layout = Layout(rotary(position_1T, self.query_key_dim // self.n_heads, at_least_float32(x_BTD).dtype))
+        if self.in_kernels(x_BTD):
+            return x_BTD + self.out_proj(self.attend_in_kernels(x_BTD, layout))
         u_BTE, v_BTE, z_BTS, heads_NBTS = self.project(x_BTD, layout)
         segment_ids_BT = layout.segment_ids_BT
         if segment_ids_BT is not None and self.n_heads > 1:
@@ -74,6 +86,31 @@ class GatedAttentionUnit(nn.Module):
         else:
             out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, self.chunking)
         return x_BTD + self.output(u_BTE, unfold_heads(out_BTE, self.n_heads))
+
+    def in_kernels(self, x: Tensor) -> bool:
+        """Whether this layer runs in kernels on inputs like x."""
+        c = None if self.chunking is None else self.chunking.chunk_size
+        refusal = kernels_refuse(x.device, product_type(x), self.query_key_dim, self.d_inner, c) or self.refused
+        return use_kernels(self.impl, x.device, refusal)
+
+    def project_whole(self, x: Tensor) -> Tensor:
+        """u, v and z before their silu in one tensor, as the kernels take them."""
+        norm = dict(self.norm.named_parameters())
+        weight, bias = (norm["scalar"], None) if "scalar" in norm else (norm["weight"], norm["bias"])
+        normed = ops.add_norm(x, None, weight, bias, impl="triton")[1]
+        return F.linear(normed, self.in_proj.weight, self.in_proj.bias)
+
+    def attend_in_kernels(self, x_BTD: Tensor, layout: Layout) -> Tensor:
+        """u * A v of the whole layer, in kernels."""
+        assert layout.rotary is not None
+        inputs = self.project_whole(x_BTD), self.scale_offset.gamma, self.scale_offset.beta, *layout.rotary
+        if self.chunking is None:
+            return ops.gated_quadratic_attention(
+                *inputs, self.rel_pos_bias(x_BTD.shape[1]), scale_len=self.scale_len, causal=self.causal,
+                segment_ids_BT=layout.segment_ids_BT, impl="triton")
+        return ops.gated_chunk_attention(
+            *inputs, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=self.chunking.chunk_size, causal=self.causal,
+            segment_ids_BT=layout.segment_ids_BT, pooling=self.chunking.pooling, impl="triton")
 
     def project(self, x_BTD: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u, v, z and what is made from z, rotated: q and k of the quadratic part, then with chunks those of the linear
@@ -146,6 +183,8 @@ class GatedAttentionUnit(nn.Module):
 
     def extend(self, x_BND: Tensor, layout: Layout, feed: Feed, cache: Cache) -> Tensor:
         """`forward` for the next tokens of rows whose past is in `cache`; causal only. Equal to the parallel form."""
+        if isinstance(cache, ChunkState) and feed.one_each and self.steps_in_kernel(x_BND, cache):
+            return x_BND + self.out_proj(self.step_in_kernel(x_BND, layout, feed, cache))
         u_BNE, v_BNE, z_BNS, heads_HBNS = self.project(x_BND, layout)
         v_BNE, feed = fold_heads(v_BNE, self.n_heads), feed.for_heads(self.n_heads)
         if isinstance(cache, KeyValueCache):
@@ -156,6 +195,29 @@ class GatedAttentionUnit(nn.Module):
             out_BNE = extend_chunks(heads_HBNS, v_BNE, feed, cache, self.chunking, self.rel_pos_bias, z_BNS,
                                     self.weigh_chunks if self.learned_weights else None)
         return x_BND + self.output(u_BNE, unfold_heads(out_BNE, self.n_heads))
+
+    def steps_in_kernel(self, x: Tensor, cache: ChunkState) -> bool:
+        """Whether the kernel for one token per row runs: for inference, in the type of the cache."""
+        wanted = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        return self.in_kernels(x) and not wanted and cache.v_BCE.dtype == product_type(x)
+
+    def step_in_kernel(self, x_B1D: Tensor, layout: Layout, feed: Feed, cache: ChunkState) -> Tensor:
+        """u * A v of one token per row in one kernel, which writes the token into the cache: out_B1E."""
+        assert self.chunking is not None and layout.rotary is not None
+        at = feed.at_new_token(self.chunking, cache.kv_BSE.dtype)
+        sin_BR, cos_BR = (angle.expand(len(x_B1D), -1, -1)[:, 0] for angle in layout.rotary)
+        out_BE = ops.chunk_decode_step(
+            self.project_whole(x_B1D)[:, 0], self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR,
+            cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
+            at.first_B, at.weight_B11[:, 0, 0], impl="triton")
+        if at.full is not None:
+            cache.close(at)
+        return out_BE[:, None]
+
+
+def what_kernels_lack(fields: dict[str, bool]) -> str:
+    """The first field whose value the kernels do not have, in words; "" for none."""
+    return next((f"kernels do not have this {name}" for name, lacks in fields.items() if lacks), "")
 
 
 def init_gau(layer: GatedAttentionUnit) -> None:

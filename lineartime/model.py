@@ -91,6 +91,12 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             layer.compile()
 
+    def set_impl(self, impl: str | None) -> None:
+        """How gated attention units run: "reference" (definitions), "triton" (kernels), or None, kernels on CUDA."""
+        for layer in self.layers:
+            if isinstance(layer, GatedAttentionUnit):
+                layer.impl = impl
+
     def logits(self, x_BTD: Tensor) -> Tensor:
         """The head: the embedding's transpose and a bias."""
         return F.linear(x_BTD, self.embed.weight, self.head_bias)

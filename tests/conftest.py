@@ -6,6 +6,7 @@ import sys
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 import hypothesis
+import interpreter  # noqa: F401  before anything imports Triton
 import pytest
 import torch
 

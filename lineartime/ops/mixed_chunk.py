@@ -165,7 +165,7 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
             k_lin = load_tile(head + 3 * per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
             share = tl.load(each + here + query, mask=query < n_here, other=1.0)[:, None]
             weight = tl.where(visible, dot(q_lin, tl.trans(k_lin), weight / share) * share, 0.0)
-        weights = weights + (weight.to(kind),)  # noqa: RUF005
+        weights = weights + (weight.to(kind),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
@@ -243,7 +243,7 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
             q_lin = load_tile(head + 2 * per_head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
             share = tl.load(each + here + query, mask=query < n_here, other=1.0)
             weight = tl.where(visible, dot(k_lin, tl.trans(q_lin), weight / share) * share, 0.0)
-        weights = weights + (weight.to(kind),)  # noqa: RUF005
+        weights = weights + (weight.to(kind),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
@@ -437,7 +437,8 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
     keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
     dw = score_gradients(uvz, v, do, gamma, beta, sin, cos, w, ids, each, dheads, row_len=chunk_size,
                          scale_len=chunk_size, causal=causal)
-    return duvz, *base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz), dw
+    dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
+    return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw.to(w.dtype)
 
 
 @backward.register_fake
@@ -464,11 +465,12 @@ forward.register_autograd(differentiate, setup_context=keep)
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
                           pooling: str = "mean") -> Tensor:
-    """`reference.gated_chunk_attention` in kernels, for what `ops.kernel_refuses` lets pass. Its first derivatives only.
+    """`reference.gated_chunk_attention` in kernels, for what `limits.kernels_refuse` lets pass. First derivatives only.
 
     Sums are float32 and always in one order: the same inputs give the same bits. Of the forward pass nothing is kept
     but its inputs."""
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
-    documents = lay_out_documents(segment_ids_BT, *uvz_BTF.shape[:2], chunk_size, causal, pooling, uvz_BTF.device)
+    n_rows, n_tokens, _ = uvz_BTF.shape
+    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
     return forward(*tensors, *documents, chunk_size, causal)
