@@ -32,7 +32,7 @@ SCORES_AT_ONCE = 2**28
 
 def score_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
     """Queries, keys and columns of v of a tile of the scores' gradients, its warps, and stages of its loop."""
-    return (64, 64, 16, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 3)
+    return (64, 64, 32, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 3)
 
 
 def head_tile(kind: torch.dtype) -> tuple[int, int, int, int]:

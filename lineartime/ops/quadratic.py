@@ -21,13 +21,13 @@ from lineartime.ops.tiles import HALF, dot, load_rows, silu, silu_slope, store_r
 
 def weight_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
     """Own rows and others of a tile of weights, columns of a head at a time, warps, and stages of the loop."""
-    return (64, 64, 16, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 2)
+    return (64, 64, 32, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 2)
 
 
 def sum_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
     """Own rows and columns of a tile of sums, others at a time, warps, and stages of the loop. Rows and others divide
     those of a `weight_tile`."""
-    return (64, 64, 16, 8, 2) if kind == torch.float32 else (128, 256, 64, 8, 3)
+    return (64, 64, 32, 8, 2) if kind == torch.float32 else (128, 256, 64, 8, 3)
 
 
 @triton.jit
