@@ -7,6 +7,7 @@ run, and what the ops return is not looked at. `--into benchmarks/tuning.md` wri
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -90,34 +91,45 @@ class Program:
 class Recorder:
     """Takes the place of `JITFunction.run`: compiles what would be launched, each program once."""
 
-    def __init__(self, archs: Sequence[int]):
-        self.backends = {arch: make_backend(GPUTarget("cuda", arch, 32)) for arch in archs}
+    def __init__(self) -> None:
         self.known: dict[tuple[object, ...], Program] = {}
-        self.launches: list[list[Program]] = []
+        self.launches: list[Program] = []
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[list[list[Program]]]:
-        """The launches inside, in place of making them: of each its program for every architecture."""
-        self.launches, launch = [], JITFunction.run
-        JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: self.record(kernel, args, kwargs)
-        try:
+    def recording(self, arch: int) -> Iterator[list[Program]]:
+        """The programs of the launches inside, in place of making them, for an architecture."""
+        self.launches, backend = [], make_backend(GPUTarget("cuda", arch, 32))
+        asking = [module for name, module in sys.modules.items()
+                  if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper")]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(JITFunction, "run", lambda kernel, *args, grid, warmup, **kwargs: self.record(
+                kernel, backend, arch, args, kwargs)))
+            for module in asking:
+                stack.enter_context(replaced(module, "is_hopper", lambda device: arch >= 90))
             yield self.launches
-        finally:
-            JITFunction.run = launch
 
-    def record(self, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        made = []
-        for arch, backend in self.backends.items():
-            # As in JITFunction.run, for a device that is not here.
-            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-            bound, specialization, options = bind(*args, debug=False, instrumentation_mode="", **kwargs)
-            key = (arch, kernel.cache_key, str(specialization), str(options))
-            if key not in self.known:
-                packed = kernel._pack_args(backend, options, bound, specialization, options)
-                self.known[key] = compiled(kernel, arch, *packed)
-            made.append(self.known[key])
-        if made not in self.launches:
-            self.launches.append(made)
+    def record(self, kernel: JITFunction, backend: Any, arch: int, args: tuple[Any, ...],
+               kwargs: dict[str, Any]) -> None:
+        # As in JITFunction.run, for a device that is not here.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = bind(*args, debug=False, instrumentation_mode="", **kwargs)
+        key = (arch, kernel.cache_key, str(specialization), str(options))
+        if key not in self.known:
+            self.known[key] = compiled(kernel, arch, *kernel._pack_args(backend, options, bound, specialization,
+                                                                        options))
+        if self.known[key] not in self.launches:
+            self.launches.append(self.known[key])
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+    """An attribute that is another for a while."""
+    kept = getattr(owner, name)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
 
 
 def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, str], constants: dict[Any, Any],
@@ -138,7 +150,7 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
         ", ".join(name.lower().replace("_", " ") for name, value in named.items()
                   if value is True and name not in ("CAUSAL", "DOCUMENTS")),
         " ".join(f"{name} {value}" for name, value in named.items()
-                 if type(value) is int and re.fullmatch(r"B[A-Z]|BLOCK|ROWS|N", name)),
+                 if type(value) is int and re.fullmatch(r"B[A-Z]|BLOCK|N|KEPT|ROUND", name)),
         options.num_warps, options.num_stages, used["REG"], used["STACK"] + used["LOCAL"], made.metadata.shared,
         len(TENSOR_CORES.findall(listing)))
 
@@ -210,6 +222,11 @@ OPS: dict[str, Callable[[Case], Tensor]] = {
     "add_norm": add_layer_norm, "add_norm, one type": add_scale_norm, "chunk_decode_step": chunk_decode_step}
 
 
+MODULE_OF = {"gated_chunk_attention": "lineartime.ops.mixed_chunk", "add_norm": "lineartime.ops.norm",
+             "gated_quadratic_attention": "lineartime.ops.quadratic", "chunk_decode_step": "lineartime.ops.decode_step"}
+"""Imported before anything is recorded, so that what they ask of the device can be answered."""
+
+
 def cases() -> list[Case]:
     """Every case of the table, those of a training run first."""
     made = []
@@ -232,38 +249,33 @@ def quick(case: Case) -> bool:
 
 def measure(wanted: Sequence[Case], archs: Sequence[int], progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row for every program of every case and architecture."""
-    recorder, rows = Recorder(archs), []
+    recorder, rows = Recorder(), []
+    for op in {case.op for case in wanted}:
+        importlib.import_module(MODULE_OF[op.partition(",")[0]])
     for number, case in enumerate(wanted, 1):
         started, n_known = time.monotonic(), len(recorder.known)
-        with recorder.recording() as launches:
-            out = OPS[case.op](case)
-            if out.requires_grad:
-                out.sum().backward()
-        rows += [{**asdict(case), **asdict(program)} for programs in launches for program in programs]
+        for arch in archs:
+            with recorder.recording(arch) as launches:
+                out = OPS[case.op](case)
+                if out.requires_grad:
+                    out.sum().backward()
+            rows += [{**asdict(case), **asdict(program)} for program in launches]
         progress(f"{number} of {len(wanted)}: {case.op}, {case.dtype}, {case.chunk}, causal {case.causal}, documents "
-                 f"{case.documents}: {len(launches)} kernels, {len(recorder.known) - n_known} new programs, "
-                 f"{time.monotonic() - started:.0f} s")
+                 f"{case.documents}: {len(recorder.known) - n_known} new programs, {time.monotonic() - started:.0f} s")
     return rows
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a reader is shown: a line for each program, the architectures side by side, and cases alike in one line."""
-    told = ("registers", "spilled", "shared", "tensor_cores")
-    by_case: dict[tuple[object, ...], dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        key = tuple(value for name, value in row.items() if name not in ("arch", *told))
-        by_case.setdefault(key, {})[row["arch"]] = row
+    """What a reader is shown: a line for each program, those of a kernel side by side, cases alike in one line."""
     lines: dict[tuple[object, ...], dict[str, Any]] = {}
-    for archs in by_case.values():
-        row = next(iter(archs.values()))
-        name = f"`{row['kernel']}`" + (f" ({row['options']})" if row["options"] else "")
-        numbers = {arch: tuple(each[key] for key in told) for arch, each in archs.items()}
-        key = (row["op"], name, row["dtype"], row["tiles"], row["warps"], row["stages"], tuple(numbers.items()))
-        line = lines.setdefault(key, {
-            "op": row["op"], "kernel": name, "dtype": row["dtype"], "tiles": row["tiles"], "warps": row["warps"],
-            "stages": row["stages"], "cases": [], "archs": numbers})
+    of_case = set(Case.__dataclass_fields__) - {"op", "dtype"}
+    order: dict[tuple[str, str], int] = {}
+    for row in rows:
+        order.setdefault((row["kernel"], row["options"]), len(order))
+        line = lines.setdefault(tuple(value for name, value in row.items() if name not in of_case),
+                                {**row, "cases": []})
         line["cases"].append(row)
-    return list(lines.values())
+    return sorted(lines.values(), key=lambda line: order[line["kernel"], line["options"]])
 
 
 def case_text(cases: Sequence[dict[str, Any]]) -> str:
@@ -278,32 +290,33 @@ def case_text(cases: Sequence[dict[str, Any]]) -> str:
 
 def line_text(line: dict[str, Any]) -> str:
     """A line of a table up to the type of what it is of: what every table that has its program shows alike."""
-    cells = [line["kernel"], line["tiles"], f"{line['warps']}, {line['stages']}"]
-    for registers, spilled, shared, tensor_cores in line["archs"].values():
-        cells.append(f"{registers} / {spilled and f'**{spilled}**'} / {shared / 1024:.3g} / {tensor_cores}")
+    name = f"`{line['kernel']}`" + (f" ({line['options']})" if line["options"] else "")
+    spilled = f"**{line['spilled']}**" if line["spilled"] else "0"
+    cells = [name, f"sm_{line['arch']}", line["tiles"], f"{line['warps']}, {line['stages']}", str(line["registers"]),
+             spilled, f"{line['shared'] / 1024:.3g}", str(line["tensor_cores"])]
     return f"| {' | '.join(cells)} | {line['dtype']}"
 
 
-def table(lines: Sequence[dict[str, Any]], archs: Sequence[int]) -> str:
+def table(lines: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
-    head = ["kernel", "tiles", "warps, stages", *(f"sm_{arch}" for arch in archs), "of"]
+    head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
     made = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
     for line in lines:
         made.append(", ".join(filter(None, [line_text(line), case_text(line["cases"])])) + " |")
     return "\n".join(made)
 
 
-def section(rows: Sequence[dict[str, Any]], archs: Sequence[int]) -> str:
+def section(rows: Sequence[dict[str, Any]]) -> str:
     """The place in the log: what training uses, then the rest, folded."""
     default = [row for row in rows if Case(**{name: row[name] for name in Case.__dataclass_fields__}).default]
-    parts = [f"Triton {triton.__version__}, {len(rows):,} programs. For each architecture: registers of a thread / "
-             "bytes of it that spilled / KiB of shared memory / instructions on tensor cores."]
+    parts = [f"Triton {triton.__version__}, {len(rows):,} programs. Registers and spilled bytes are a thread's, KiB of "
+             "shared memory a program's; the last number is that of instructions for the tensor cores."]
     for op in dict.fromkeys(row["op"] for row in rows):
         parts += [f"**{op}**, as a training run has it:",
-                  table(lines_of([row for row in default if row["op"] == op]), archs)]
+                  table(lines_of([row for row in default if row["op"] == op]))]
         rest = [row for row in rows if row["op"] == op and row not in default]
         if rest:
-            parts += [f"<details><summary>{op}, the rest</summary>", table(lines_of(rest), archs), "</details>"]
+            parts += [f"<details><summary>{op}, the rest</summary>", table(lines_of(rest)), "</details>"]
     return "\n\n".join(parts)
 
 
@@ -323,14 +336,14 @@ def main() -> int:
     if given.json:
         given.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     if given.into:
-        filled = f"<!-- resources: begin -->\n\n{section(rows, given.arch)}\n\n<!-- resources: end -->"
+        filled = f"<!-- resources: begin -->\n\n{section(rows)}\n\n<!-- resources: end -->"
         made, n_places = PLACE.subn(lambda found: filled, given.into.read_text(encoding="utf-8"))
         if n_places != 1:
             print(f"error: no place for the table: {given.into}; it needs a line <!-- resources: begin --> and under "
                   "it <!-- resources: end -->", file=sys.stderr)
             return 2
         given.into.write_text(made, encoding="utf-8")
-    print(section(rows, given.arch))
+    print(section(rows))
     return 0
 
 

@@ -108,7 +108,7 @@ def build(label: Label, config: ModelConfig) -> nn.Module:
     if label.model not in PEERS:
         model = LanguageModel(config)
         model.activation_checkpointing = label.checkpointed
-        if label.reference and hasattr(model, "set_impl"):
+        if label.reference:
             model.set_impl("reference")
         for layer in model.layers:
             if label.unfused and isinstance(layer, MultiHeadAttention):

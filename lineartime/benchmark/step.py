@@ -299,8 +299,7 @@ def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int,
     model = build(parse_label(label), fields).to(on).train()
     if isinstance(model, LanguageModel):
         model.activation_checkpointing = True
-        if hasattr(model, "set_impl"):
-            model.set_impl("reference")
+        model.set_impl("reference")
     if fields.causal:
         check_causal(model, torch.randint(fields.vocab_size, (1, min(n_tokens, 640)), device=on))
     task = random_task(fields, n_rows, n_tokens, seed)
