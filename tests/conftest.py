@@ -6,7 +6,6 @@ import sys
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 import hypothesis
-import interpreter  # noqa: F401  before anything imports Triton
 import pytest
 import torch
 
@@ -15,6 +14,14 @@ with torch.device("meta"):
     torch.empty(0)  # torch notes once which functions a device context redirects: before they are replaced below
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+
+def pytest_configure(config):
+    """Kernels run in Triton's interpreter, but in tests for a GPU. It is chosen before they are imported."""
+    if config.option.markexpr != "gpu":
+        import interpreter  # noqa: F401
+
 
 UNINITIALISED = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch, "empty_permuted"),
                  (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")]
