@@ -137,7 +137,7 @@ def test_every_run_gives_the_same_bits_in_any_layout() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -> None:
     """By the output at one token, in the middle of a document that begins in a chunk and ends in the next."""
-    inputs = make_inputs(1, 300, torch.float32)
+    inputs = make_inputs(1, 300, torch.bfloat16)
     ids_1T = torch.zeros(1, 300, dtype=torch.long)
     ids_1T[:, 100:] += 1
     ids_1T[:, 200:] += 1

@@ -170,9 +170,9 @@ def make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, 
     return heads_NBTS
 
 
-def score_gradients(uvz_BTF: Tensor, v_BTE: Tensor, do_BTE: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor,
-                    cos: Tensor, w: Tensor, documents_BT: Tensor | None, each_BT: Tensor | None, dheads_NBTS: Tensor, *,
-                    row_len: int, scale_len: int, causal: bool) -> Tensor:
+def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor, documents_BT: Tensor | None,
+                    each_BT: Tensor | None, dheads_NBTS: Tensor, *, row_len: int, scale_len: int,
+                    causal: bool) -> Tensor:
     """The gradients of relu(q k^T / n + b)^2 v, within rows of `row_len` tokens: returns dw, float32 `[2 row_len - 1]`,
     and writes those of the rotated q and k to dheads_NBTS[0] and [1].
 
@@ -183,9 +183,8 @@ def score_gradients(uvz_BTF: Tensor, v_BTE: Tensor, do_BTE: Tensor, gamma_NS: Te
     A score's gradient takes a product over all of E and is wanted on both sides. So the scores' gradients go to memory,
     SCORES_AT_ONCE of them at a time: whole rows, or some queries of one."""
     n_batch, n_tokens, e = v_BTE.shape
-    heads_NBTS = make_heads(uvz_BTF, gamma_NS, beta_NS, sin, cos)
-    bm, bn, be, warps, stages = score_tile(uvz_BTF.dtype)
-    own, others, head_warps, head_stages = head_tile(uvz_BTF.dtype)
+    bm, bn, be, warps, stages = score_tile(v_BTE.dtype)
+    own, others, head_warps, head_stages = head_tile(v_BTE.dtype)
     n_rows, n_query_tiles = n_batch * triton.cdiv(n_tokens, row_len), triton.cdiv(row_len, bm)
     n_keys = triton.cdiv(row_len, bn) * bn
     tiles_at_once = max(SCORES_AT_ONCE // (bm * n_keys), 1)
@@ -200,7 +199,7 @@ def score_gradients(uvz_BTF: Tensor, v_BTE: Tensor, do_BTE: Tensor, gamma_NS: Te
     for first_row in range(0, n_rows, rows_at_once):
         for first_tile in range(0, n_query_tiles, n_tiles):
             n_now, tiles_now = min(rows_at_once, n_rows - first_row), min(n_tiles, n_query_tiles - first_tile)
-            dscores = torch.empty(n_now, tiles_now * bm, n_keys, dtype=uvz_BTF.dtype, device=uvz_BTF.device)
+            dscores = torch.empty(n_now, tiles_now * bm, n_keys, dtype=v_BTE.dtype, device=v_BTE.device)
             dlinear = None if each_BT is None else torch.empty_like(dscores)
             sums = torch.zeros(n_now, tiles_now, n_keys // bn, (bm + 2 * bn - 2) // bn, bn, dtype=torch.float32,
                                device=w.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
 from lineartime.ops.limits import is_hopper, refuse_forward_mode
-from lineartime.ops.tiles import SIZE, dot, load_tile, relu_scores, silu, silu_slope, store_tile
+from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
 
 
 @triton.jit
@@ -122,9 +122,22 @@ def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C:
 
 
 @triton.jit
+def read_state(a, state_tile, a_rows, row, n_rows, state, column, E, acc, BS: tl.constexpr):
+    """acc + a state for some rows `a` of a head and columns of a state, as `head_product` takes it: of tiles that are
+    whole, or of parts that are read anew."""
+    if BS == SIZE:
+        return dot(a, state_tile, acc)
+    for part in range(0, SIZE, BS):
+        size = part + tl.arange(0, BS)
+        acc = dot(load_tile(a_rows, row, size, n_rows, SIZE), load_tile(state, size, column, SIZE, E), acc)
+    return acc
+
+
+@triton.jit
 def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
-                   C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, KEPT: tl.constexpr,
-                   ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
+                   C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+                   KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+                   BACKWARD: tl.constexpr):
     """BM queries of a chunk: out = u (P v + q_lin state), the weights P made once and kept on the chip. Going back,
     dout to the gradients of u and of q_lin instead.
 
@@ -136,14 +149,14 @@ def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
         if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
             attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens,
-                              n_chunks, E, F, finish, n, C, BM, BN, BE, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD)
+                              n_chunks, E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD)
 
 
 @triton.jit
 def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                       finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-                      KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
-                      BACKWARD: tl.constexpr):
+                      BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
+                      DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
     """`attend_queries` to N tiles of keys. Rows are those of the chunk, tokens are counted from its start."""
     kind = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -152,24 +165,23 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
     head = heads + here * SIZE
     query = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = see(begins, ends, here, query, n_here, start, True, CAUSAL, DOCUMENTS)
-    q = load_tile(head, query, size, n_here, SIZE)
     weights = ()
     for j in tl.static_range(ROUND * KEPT, ROUND * KEPT + N):
-        k = load_tile(head + per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
+        k, n_keys = head + per_head + j * BN * SIZE, n_here - j * BN
         key = j * BN + other[None, :]
         visible = (key >= first) & (key <= last)
-        weight = relu_scores(q, k, w + C - 1, key - query[:, None], visible, 1 / C)
+        weight = relu_scores(head, query, n_here, k, other, n_keys, w + C - 1, key - query[:, None], visible, 1 / C, BS)
         weight *= weight
         if not CAUSAL:
-            q_lin = load_tile(head + 2 * per_head, query, size, n_here, SIZE)
-            k_lin = load_tile(head + 3 * per_head + j * BN * SIZE, other, size, n_here - j * BN, SIZE)
             share = tl.load(each + here + query, mask=query < n_here, other=1.0)[:, None]
-            weight = tl.where(visible, dot(q_lin, tl.trans(k_lin), weight / share) * share, 0.0)
+            weight = head_product(head + 2 * per_head, query, n_here, k + 2 * per_head, other, n_keys, weight / share,
+                                  BS)
+            weight = tl.where(visible, weight * share, 0.0)
         weights = weights + (weight.to(kind),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
-        q_lin = load_tile(head + 2 * per_head, query, size, n_here, SIZE)
+        q_lin = load_tile(head + 2 * per_head, query, tl.arange(0, BS), n_here, SIZE)
         read = reach_out(begins, ends, here, query, n_here, start, C, 1 - ROUND, DOCUMENTS)
         state = states + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
         dq = tl.zeros([BM, SIZE], tl.float32)
@@ -183,7 +195,8 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
                 u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
                 do = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32) * silu(u)
                 dq = dot(do.to(kind), tl.trans(state_tile), dq)
-            acc = tl.where(read, dot(q_lin, state_tile, acc), 0.0)
+            acc = read_state(q_lin, state_tile, head + 2 * per_head, query, n_here, state, column, E, acc, BS)
+            acc = tl.where(read, acc, 0.0)
         if ROUND > 0:
             acc += load_tile(result + here * width, query, column, n_here, width).to(tl.float32)
         for j in tl.static_range(N):
@@ -204,8 +217,8 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
 
 @triton.jit
 def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
-                       C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, KEPT: tl.constexpr,
-                       ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+                       C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+                       KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """BM keys of a chunk: the gradients of v and of k_lin. `attend_queries` turned on its side: here the weights of the
     queries are kept, and the last of them come first."""
     n_tiles = C // BN - (tl.program_id(0) % (C // BM) * BM // BN if CAUSAL else 0)
@@ -213,14 +226,14 @@ def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, 
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
         if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
             differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks,
-                                  E, F, finish, n, C, BM, BN, BE, KEPT, ROUND, CAUSAL, DOCUMENTS)
+                                  E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS)
 
 
 @triton.jit
 def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
                           finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                          BE: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
-                          DOCUMENTS: tl.constexpr):
+                          BE: tl.constexpr, BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr,
+                          CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """`differentiate_keys` by N tiles of queries; see `attend_queries_to`."""
     kind = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -229,25 +242,23 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
     head = heads + here * SIZE
     key = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = see(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
-    k = load_tile(head + per_head, key, size, n_here, SIZE)
     AT: tl.constexpr = C // BN - ROUND * KEPT - N
     weights = ()
     for i in tl.static_range(AT, AT + N):
-        q = load_tile(head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
+        k, q, n_queries = head + per_head, head + i * BN * SIZE, n_here - i * BN
         query = i * BN + other[None, :]
         visible = (query >= first) & (query <= last)
-        weight = relu_scores(k, q, w + C - 1, key[:, None] - query, visible, 1 / C)
+        weight = relu_scores(k, key, n_here, q, other, n_queries, w + C - 1, key[:, None] - query, visible, 1 / C, BS)
         weight *= weight
         if not CAUSAL:
-            k_lin = load_tile(head + 3 * per_head, key, size, n_here, SIZE)
-            q_lin = load_tile(head + 2 * per_head + i * BN * SIZE, other, size, n_here - i * BN, SIZE)
             share = tl.load(each + here + query, mask=query < n_here, other=1.0)
-            weight = tl.where(visible, dot(k_lin, tl.trans(q_lin), weight / share) * share, 0.0)
+            weight = head_product(k + 2 * per_head, key, n_here, q + 2 * per_head, other, n_queries, weight / share, BS)
+            weight = tl.where(visible, weight * share, 0.0)
         weights = weights + (weight.to(kind),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
-        k_lin = load_tile(head + 3 * per_head, key, size, n_here, SIZE)
+        k_lin = load_tile(head + 3 * per_head, key, tl.arange(0, BS), n_here, SIZE)
         adds = reach_out(begins, ends, here, key, n_here, start, C, ROUND, DOCUMENTS)
         state = dstates + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
         dk = tl.zeros([BM, SIZE], tl.float32)
@@ -257,7 +268,8 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
         if DIRECTED:
             state_tile = load_tile(state, size, column, SIZE, E)
             dk = dot(load_tile(v + here * E, key, column, n_here, E), tl.trans(state_tile), dk)
-            acc = tl.where(adds, dot(k_lin, state_tile, acc), 0.0)
+            acc = read_state(k_lin, state_tile, head + 3 * per_head, key, n_here, state, column, E, acc, BS)
+            acc = tl.where(adds, acc, 0.0)
         if ROUND > 0:
             acc += load_tile(duvz + here * F + E, key, column, n_here, F).to(tl.float32)
         for i in tl.static_range(N):
@@ -313,32 +325,36 @@ def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int,
 
 
 class Tiles(NamedTuple):
-    """The size of a kernel's tiles: its own rows, those of the other side, columns of v; and how a program is run."""
+    """The size of a kernel's tiles, and how a program is run."""
 
     rows: int
+    """A program's own: queries, keys or dimensions of a state."""
     keys: int
+    """Rows of the other side."""
     columns: int
+    """Of v."""
     n_warps: int
     n_stages: int
     kept: int = 1
+    """Tiles of weights on the chip at once."""
+    inner: int = 128
+    """Dimensions of a head that a product takes at a time."""
 
 
-STATE_TILES = {torch.float32: Tiles(64, 32, 32, 4, 2), torch.bfloat16: Tiles(64, 64, 64, 4, 2)}
-"""Of `walk_states`, whose keys come by so many at a time."""
 SCAN_BLOCK = 1024
 MANY_CHUNKS, FEW_PROGRAMS = 32, 264
 """Rows of more chunks have their states made in two levels, where one level gives the GPU fewer programs than this."""
 
 
-def tiles_for(tiles: dict[torch.dtype, Tiles], dtype: torch.dtype) -> Tiles:
-    """Types of 16 bits have the same."""
-    return tiles[torch.float32 if dtype == torch.float32 else torch.bfloat16]
+def state_tiles(dtype: torch.dtype, hopper: bool) -> Tiles:
+    """Of `walk_states`, whose rows are those of a state and whose keys come by so many at a time."""
+    return Tiles(128, 64, 64, 4, 2) if hopper and dtype != torch.float32 else Tiles(128, 32, 32, 4, 2)
 
 
 def attention_tiles(dtype: torch.dtype, causal: bool, backward: bool, hopper: bool) -> Tiles:
     """Of `attend_queries` and `differentiate_keys`: the largest that leave nothing of theirs in slow memory."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 32, 4, 2, 2)
+        return Tiles(32, 32, 16, 4, 2, 1, 16)
     if not hopper:
         return Tiles(64, 128, 32, 8, 2, 1)
     if not backward:
@@ -357,7 +373,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     n_directions, _, n_chunks = documents.scales_RBG.shape
     x_out_BTE = uvz_BTF.new_empty(n_rows, n_tokens, e)
     states_RBGSE = uvz_BTF.new_empty(n_directions, n_rows, n_chunks, s, e)
-    tiles = tiles_for(STATE_TILES, uvz_BTF.dtype)
+    tiles = state_tiles(uvz_BTF.dtype, is_hopper(uvz_BTF.device))
     n_tiles = triton.cdiv(e, tiles.columns)
     whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows >= FEW_PROGRAMS
     n_places = n_rows if whole else n_rows * n_chunks
@@ -384,8 +400,9 @@ def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, do
         attend_queries[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
             uvz, heads, v, states, w, documents.begins_BT, documents.ends_BT, documents.each_BT, out, dout, duvz,
             dq_lin, uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
-            BE=tiles.columns, KEPT=tiles.kept, ROUND=number, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None,
-            BACKWARD=dout is not None, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+            BE=tiles.columns, BS=tiles.inner, KEPT=tiles.kept, ROUND=number, CAUSAL=causal,
+            DOCUMENTS=documents.ends_BT is not None, BACKWARD=dout is not None, num_warps=tiles.n_warps,
+            num_stages=tiles.n_stages)
 
 
 def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: Documents,
@@ -396,8 +413,8 @@ def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: 
         differentiate_keys[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
             uvz, heads, v, do, dstates, w, documents.begins_BT, documents.ends_BT, documents.each_BT, duvz, dk_lin,
             uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
-            BE=tiles.columns, KEPT=tiles.kept, ROUND=number, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None,
-            num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+            BE=tiles.columns, BS=tiles.inner, KEPT=tiles.kept, ROUND=number, CAUSAL=causal,
+            DOCUMENTS=documents.ends_BT is not None, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
 
 
 def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
@@ -435,8 +452,7 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
     keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
-    dw = score_gradients(uvz, v, do, gamma, beta, sin, cos, w, ids, each, dheads, row_len=chunk_size,
-                         scale_len=chunk_size, causal=causal)
+    dw = score_gradients(heads, v, do, w, ids, each, dheads, row_len=chunk_size, scale_len=chunk_size, causal=causal)
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
     return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw.to(w.dtype)
 

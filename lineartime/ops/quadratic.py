@@ -173,8 +173,8 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     attend(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
     attend(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False, backward=True)
-    dw = score_gradients(uvz, v, do, gamma, beta, sin, cos, w, documents, None, dheads, row_len=uvz.shape[1],
-                         scale_len=scale_len, causal=causal)
+    dw = score_gradients(heads, v, do, w, documents, None, dheads, row_len=uvz.shape[1], scale_len=scale_len,
+                         causal=causal)
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
     return duvz, dgamma, dbeta, dw
 

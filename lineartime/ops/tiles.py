@@ -74,17 +74,6 @@ def visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL: tl.
 
 
 @triton.jit
-def relu_tile(a1, a2, b1, b2, w, distance, visible, scale):
-    """relu(a b^T * scale + bias) where visible, else 0: its square is the weight, twice it the square's slope.
-
-    a, b: halves of queries and of keys, or the other way round. w: where the bias of distance 0 is. distance: key minus
-    query, which is never looked up where it is not visible."""
-    score = dot(a2, tl.trans(b2), dot(a1, tl.trans(b1), None))
-    score = score * scale + tl.load(w + distance, mask=visible, other=0.0).to(tl.float32)
-    return tl.where(visible, tl.maximum(score, 0.0), 0.0)
-
-
-@triton.jit
 def load_rows(x_row, token, column, n_tokens, width, stride):
     """A tile of rows `token` and columns `column`, 0 past `n_tokens` and `width`.
 
@@ -103,26 +92,6 @@ def store_rows(x_row, token, column, n_tokens, width, stride, tile):
 
 
 @triton.jit
-def diagonal_sums(tile, N_ROWS: tl.constexpr, N_COLUMNS: tl.constexpr, N_SUMS: tl.constexpr):
-    """Sums along the diagonals of a tile: entry d is that of column - row = d - (N_ROWS - 1), 0 where there is none.
-
-    N_SUMS: a power of two, N_ROWS + N_COLUMNS - 1 at least. Each row is shifted so that diagonals become columns."""
-    column = tl.arange(0, N_ROWS)[:, None] + tl.arange(0, N_SUMS)[None, :] - (N_ROWS - 1)
-    there = (column >= 0) & (column < N_COLUMNS)
-    return tl.sum(tl.where(there, tl.gather(tile, tl.where(there, column, 0), 1), 0.0), 0)
-
-
-@triton.jit
-def relu_scores(a, b, w, distance, visible, scale):
-    """relu(a b^T * scale + bias) where visible, else 0: its square is the weight, twice it the square's slope.
-
-    a, b: queries and keys, or keys and queries. w: where the bias of distance 0 is. distance: key minus query."""
-    bias = tl.load(w + distance).to(tl.float32)
-    score = dot(a, tl.trans(b), bias / scale) * scale  # the product is added where the bias is: registers are dear
-    return tl.where(visible, tl.maximum(score, 0.0), 0.0)
-
-
-@triton.jit
 def load_tile(first, row, column, n_rows, stride, AGAIN: tl.constexpr = False):
     """A tile of rows and columns, 0 from row `n_rows` on. first: where row 0 is.
 
@@ -138,3 +107,25 @@ def store_tile(first, row, column, n_rows, stride, tile):
     """The inverse of `load_tile`."""
     at = first + row[:, None] * stride + column[None, :]
     tl.store(at, tile.to(first.dtype.element_ty), mask=row[:, None] < n_rows)
+
+
+@triton.jit
+def head_product(a_rows, a, n_a, b_rows, b, n_b, acc, BS: tl.constexpr):
+    """acc + x y^T, x the rows `a` of one head and y the rows `b` of another, by BS dimensions at a time: all where
+    matrix units multiply, few where numbers must lie in registers."""
+    for part in range(0, SIZE, BS):
+        column = part + tl.arange(0, BS)
+        x, y = load_tile(a_rows, a, column, n_a, SIZE), load_tile(b_rows, b, column, n_b, SIZE)
+        acc = dot(x, tl.trans(y), acc)
+    return acc
+
+
+@triton.jit
+def relu_scores(a_rows, a, n_a, b_rows, b, n_b, w, distance, visible, scale, BS: tl.constexpr):
+    """relu(x y^T * scale + bias) where visible, else 0: its square is the weight, twice it the square's slope.
+
+    x, y: see `head_product`; queries and keys, or keys and queries. w: where the bias of distance 0 is. distance: key
+    minus query. The product is added where the bias is, which saves registers."""
+    bias = tl.load(w + distance).to(tl.float32)
+    score = head_product(a_rows, a, n_a, b_rows, b, n_b, bias / scale, BS) * scale
+    return tl.where(visible, tl.maximum(score, 0.0), 0.0)
