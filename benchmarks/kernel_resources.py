@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,9 @@ def cases() -> list[Case]:
 
 
 def quick(case: Case) -> bool:
-    """Whether a case is of those that are compiled on every push."""
+    """Whether a case is of those that are compiled on every push; float32 has many rounds where chunks are larger."""
+    if case.op == "gated_chunk_attention" and case.dtype == "float32":
+        return replace(case, chunk=256).usual and case.chunk == 128
     return case.usual and (case.dtype != "float16" or case.op == "add_norm")
 
 

@@ -17,7 +17,7 @@ from lineartime.ops.limits import refuse_forward_mode
 MAX_WIDTH = 8192
 """The widest row: a program holds whole rows in registers."""
 
-TILE = 2048
+TILE = 1024
 """Numbers in a tile of rows, but for rows that are longer."""
 
 MAX_PROGRAMS = 512
