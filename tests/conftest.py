@@ -1,5 +1,6 @@
 """What every test runs under: one thread, repeatable property tests, uninitialised memory that cannot pass for data."""
 
+import importlib.util
 import os
 import sys
 
@@ -15,12 +16,18 @@ with torch.device("meta"):
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+collect_ignore_glob = [] if HAS_TRITON else ["test_kernel_*.py"]
 
 
 def pytest_configure(config):
     """Kernels run in Triton's interpreter, but in tests for a GPU. It is chosen before they are imported."""
-    if config.option.markexpr != "gpu":
+    if HAS_TRITON and config.option.markexpr != "gpu":
         import interpreter  # noqa: F401
+
+
+def pytest_report_header():
+    return None if HAS_TRITON else "Triton is not installed here: no kernel is tested"
 
 
 UNINITIALISED = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch, "empty_permuted"),
