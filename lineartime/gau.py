@@ -97,7 +97,7 @@ class GatedAttentionUnit(nn.Module):
         """u, v and z before their silu in one tensor, as the kernels take them."""
         norm = dict(self.norm.named_parameters())
         weight, bias = (norm["scalar"], None) if "scalar" in norm else (norm["weight"], norm["bias"])
-        normed = ops.add_norm(x, None, weight, bias, impl="triton")[1]
+        normed = ops.add_norm(x, None, weight, bias, impl=self.impl)[1]
         return F.linear(normed, self.in_proj.weight, self.in_proj.bias)
 
     def attend_in_kernels(self, x_BTD: Tensor, layout: Layout) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lineartime.ops import reference
 from lineartime.ops.baselines import performer_attention, rowmajor_axial_attention
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.limits import HAS_TRITON, device_refuses, kernels_refuse, use_kernels
+from lineartime.ops.limits import HAS_TRITON, kernels_refuse, norm_refuses, use_kernels
 from lineartime.ops.reference import first_to_all_attention, mixed_chunk_attention, quadratic_attention
 
 if HAS_TRITON:
@@ -47,7 +47,7 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float = 1e-5,
              impl: str | None = None) -> tuple[Tensor, Tensor]:
     """`reference.add_norm`, or the same in kernels."""
-    module = norm if use_kernels(impl, x.device, device_refuses(x.device, x.dtype)) else reference
+    module = norm if use_kernels(impl, x.device, norm_refuses(x.device, x.dtype, x.shape[-1])) else reference
     return module.add_norm(x, delta, weight, bias, eps=eps)
 
 

@@ -15,6 +15,8 @@ CHUNK_SIZES = (128, 256, 512)
 QUERY_KEY_DIM = 128
 COLUMNS = 64
 """What `d_inner` is a multiple of."""
+MAX_WIDTH = 8192
+"""Of the rows that the norm takes."""
 
 
 def device_refuses(device: torch.device, dtype: torch.dtype) -> str:
@@ -28,6 +30,12 @@ def device_refuses(device: torch.device, dtype: torch.dtype) -> str:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"kernels have no {str(dtype).removeprefix('torch.')}"
     return ""
+
+
+def norm_refuses(device: torch.device, dtype: torch.dtype, width: int) -> str:
+    """`device_refuses`, or what keeps the norm's kernels from rows of this width."""
+    too_wide = "" if width <= MAX_WIDTH else f"rows of {width} numbers, the norm's kernels have {MAX_WIDTH}"
+    return device_refuses(device, dtype) or too_wide
 
 
 def kernels_refuse(device: torch.device, dtype: torch.dtype, s: int, e: int, chunk_size: int | None) -> str:

@@ -64,14 +64,15 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
     gets that of what u is multiplied by. Not WHOLE: a program is one chunk, and states[b, g] is its own sum alone, in
     float32, for `scan_states`."""
     kind = x_out.dtype.element_ty
-    column, size = tl.program_id(0) * BE + tl.arange(0, BE), tl.arange(0, SIZE)
-    b = tl.program_id(1) if WHOLE else tl.program_id(1) // n_chunks
-    n_rows = tl.num_programs(1) if WHOLE else tl.num_programs(1) // n_chunks
+    n_tiles = tl.cdiv(E, BE)
+    column, size = tl.program_id(0) % n_tiles * BE + tl.arange(0, BE), tl.arange(0, SIZE)
+    place, n_places = tl.program_id(0) // n_tiles, tl.num_programs(0) // n_tiles
+    b, n_rows = (place, n_places) if WHOLE else (place // n_chunks, n_places // n_chunks)
     head = heads + (2 if BACKWARD else 3) * n_rows.to(tl.int64) * n_tokens * SIZE
     running = tl.zeros([SIZE, BE], tl.float32)
     for step in range(n_chunks if WHOLE else 1):
         if not WHOLE:
-            g = tl.program_id(1) % n_chunks
+            g = place % n_chunks
         elif R == BACKWARD:
             g = step
         else:
@@ -99,7 +100,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
             own = dot(tl.trans(head_tile), x_tile.to(kind), own)
         running += own * scale if BACKWARD else own
     if not WHOLE:
-        store_tile(states + tl.program_id(1).to(tl.int64) * SIZE * E, size, column, SIZE, E, running)
+        store_tile(states + place.to(tl.int64) * SIZE * E, size, column, SIZE, E, running)
 
 
 @triton.jit
@@ -381,7 +382,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     for r in range(n_directions):
         scales, states = documents.scales_RBG[r], states_RBGSE[r]
         sums = states if whole else torch.empty_like(states, dtype=torch.float32)
-        walk_states[n_tiles, n_places](
+        walk_states[(n_tiles * n_places,)](
             x_BTE, x_BTE.stride(1), uvz_BTF, heads_4BTS, begins, ends, scales, x_out_BTE, sums, n_tokens, n_chunks, e,
             f, C=chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward, DOCUMENTS=ends is not None,
             WHOLE=whole, num_warps=tiles.n_warps, num_stages=tiles.n_stages)

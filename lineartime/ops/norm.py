@@ -12,10 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.cross_entropy import product_type
-from lineartime.ops.limits import refuse_forward_mode
-
-MAX_WIDTH = 8192
-"""The widest row: a program holds whole rows in registers."""
+from lineartime.ops.limits import MAX_WIDTH, refuse_forward_mode
 
 TILE = 1024
 """Numbers in a tile of rows, but for rows that are longer."""
