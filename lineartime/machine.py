@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Names of `mallopt(3)`."""
 
 
@@ -20,17 +20,22 @@ def choose_settings(device: torch.device) -> dict[str, str]:
     torch.set_float32_matmul_precision("highest")
     chosen = {"float32_matmul": "highest"}
     if device.type == "cpu":
-        chosen["allocator"] = "keeps up to 32 MiB" if keep_freed_memory() else "as it is"
+        chosen["allocator"] = choose_allocator()
     return chosen
 
 
-def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to serve tensors of up to 32 MiB, the most it takes, from a heap that never shrinks; False
-    where there is no glibc, or where the process may have only so much memory (`ulimit -v`), in which holes count."""
-    if not sys.platform.startswith("linux") or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return False
+def choose_allocator() -> str:
+    """Tell glibc's malloc to serve tensors of up to 32 MiB, the most it takes, from a heap that never shrinks; what was
+    chosen, in words.
+
+    Where the process may have only so much memory (`ulimit -v`) holes in a heap count, and so do the 64 MiB of
+    addresses that each thread's own heap begins with: there threads share one, and a tensor goes back when it is freed.
+    Left to itself malloc keeps more and more, depending on what was freed before."""
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    wanted = ((M_MMAP_THRESHOLD, 32 * 2**20), (M_TRIM_THRESHOLD, 2**31 - 1))
-    return all([libc.mallopt(name, value) == 1 for name, value in wanted])
+    if not sys.platform.startswith("linux") or not hasattr(libc, "gnu_get_libc_version"):
+        return "as it is"
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        chosen, wanted = "gives back", ((M_MMAP_THRESHOLD, 2**20), (M_ARENA_MAX, 1))
+    else:
+        chosen, wanted = "keeps up to 32 MiB", ((M_MMAP_THRESHOLD, 32 * 2**20), (M_TRIM_THRESHOLD, 2**31 - 1))
+    return chosen if all([libc.mallopt(name, value) == 1 for name, value in wanted]) else "as it is"

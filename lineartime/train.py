@@ -207,16 +207,19 @@ def out_of_memory(error: Exception) -> bool:
 
 def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, task: Task, batch: Sequence[Tensor],
                  config: RunConfig) -> str:
-    """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit."""
+    """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit.
+
+    An eighth more is tried, as a new process does not find its memory in the same pieces."""
     n_rows = config.micro_batch_rows
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)
+        n_tried = n_rows + n_rows // 8
         model.zero_grad(set_to_none=True)
         moments: list[Tensor] = []
         try:
             moments += [torch.zeros_like(p) for p in model.parameters() if not optimizer.state[p] for _ in range(2)]
             with suppress(NumericsError):
-                compute_gradient(model, task, [part[: 2 * n_rows] for part in batch], n_rows, config.train)
+                compute_gradient(model, task, [part[: 2 * n_tried] for part in batch], n_tried, config.train)
             size = n_rows * config.model.context
             return f"micro_batch_tokens = {size} fits; as the unit of local clipping it is yours to change"
         except (RuntimeError, MemoryError) as e:

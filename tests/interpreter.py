@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-del os.environ["TRITON_INTERPRET"]  # not for the processes that tests start
 triton.knobs.runtime.interpret = True
+del os.environ["TRITON_INTERPRET"]  # not for the processes that tests start
 assert isinstance(tl.zeros, interpreter.InterpretedFunction), "Triton was imported before: import this first"
 
 

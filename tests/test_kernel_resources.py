@@ -18,8 +18,8 @@ sys.modules["kernel_resources"] = kernel_resources
 spec.loader.exec_module(kernel_resources)
 Case, SHARED_KIB = kernel_resources.Case, kernel_resources.SHARED_KIB
 
-PRODUCTS = {"attend", "attend_queries", "differentiate_head", "differentiate_keys", "differentiate_scores",
-            "walk_states"}
+PRODUCTS = {"add_up", "attend_queries", "differentiate_head", "differentiate_keys", "differentiate_scores",
+            "walk_states", "weigh"}
 """Kernels that multiply matrices, and so must use the tensor cores in types of 16 bits."""
 
 

@@ -42,7 +42,8 @@ def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
 
 def product_type(x: Tensor) -> torch.dtype:
     """The type in which autocast, or else the type of x itself, has its products taken."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    has_autocast = torch.amp.is_autocast_available(x.device.type) and x.dtype != torch.float64
+    if has_autocast and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
