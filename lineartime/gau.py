@@ -29,6 +29,9 @@ from lineartime.ops.reference import learned_chunk_weights, to_chunks
 CHUNK_BIAS_LEN = 512
 """The n of the position bias between chunks: the rotated form, which has no last chunk."""
 
+Stream = tuple[Tensor, Tensor | None]
+"""A residual stream and what is still to be added to it, which the norm of the next layer does in one kernel."""
+
 
 class GatedAttentionUnit(nn.Module):
     """x + W_o (u * A v) with u, v, z = silu(W norm(x)) and A made from z by one cheap head (Eqs. 3-5).
@@ -69,13 +72,17 @@ class GatedAttentionUnit(nn.Module):
             self.chunk_bias = RelPosBias(CHUNK_BIAS_LEN)
         init_gau(self)
 
-    def forward(self, x_BTD: Tensor, layout: Layout | None = None) -> Tensor:
-        """x_BTD: any length. layout: positions and documents; without one the row is one document that starts at 0."""
+    def forward(self, x: Tensor | Stream, layout: Layout | None = None) -> Tensor | Stream:
+        """x: `[B, T, D]` of any length, or where the layer is `in_kernels` a stream, and so is then the result. layout:
+        positions and documents; without one the row is one document that starts at 0."""
+        x_BTD, delta_BTD = x if isinstance(x, tuple) else (x, None)
         if layout is None:
             position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
             layout = Layout(rotary(position_1T, self.query_key_dim // self.n_heads, at_least_float32(x_BTD).dtype))
         if self.in_kernels(x_BTD):
-            return x_BTD + self.out_proj(self.attend_in_kernels(x_BTD, layout))
+            x_BTD, normed_BTD = self.add_and_norm(x_BTD, delta_BTD)
+            delta_BTD = self.out_proj(self.attend_in_kernels(normed_BTD, layout))
+            return (x_BTD, delta_BTD) if isinstance(x, tuple) else x_BTD + delta_BTD
         u_BTE, v_BTE, z_BTS, heads_NBTS = self.project(x_BTD, layout)
         segment_ids_BT = layout.segment_ids_BT
         if segment_ids_BT is not None and self.n_heads > 1:
@@ -93,20 +100,23 @@ class GatedAttentionUnit(nn.Module):
         refusal = kernels_refuse(x.device, product_type(x), self.query_key_dim, self.d_inner, c) or self.refused
         return use_kernels(self.impl, x.device, refusal)
 
-    def project_whole(self, x: Tensor) -> Tensor:
-        """u, v and z before their silu in one tensor, as the kernels take them."""
+    def add_and_norm(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + delta and its norm, in one kernel where that can be."""
         norm = dict(self.norm.named_parameters())
         weight, bias = (norm["scalar"], None) if "scalar" in norm else (norm["weight"], norm["bias"])
-        normed = ops.add_norm(x, None, weight, bias, impl=self.impl)[1]
+        return ops.add_norm(x, delta, weight, bias, impl=self.impl)
+
+    def project_whole(self, normed: Tensor) -> Tensor:
+        """u, v and z before their silu in one tensor, as the kernels take them."""
         return F.linear(normed, self.in_proj.weight, self.in_proj.bias)
 
-    def attend_in_kernels(self, x_BTD: Tensor, layout: Layout) -> Tensor:
-        """u * A v of the whole layer, in kernels."""
+    def attend_in_kernels(self, normed_BTD: Tensor, layout: Layout) -> Tensor:
+        """u * A v in kernels."""
         assert layout.rotary is not None
-        inputs = self.project_whole(x_BTD), self.scale_offset.gamma, self.scale_offset.beta, *layout.rotary
+        inputs = self.project_whole(normed_BTD), self.scale_offset.gamma, self.scale_offset.beta, *layout.rotary
         if self.chunking is None:
             return ops.gated_quadratic_attention(
-                *inputs, self.rel_pos_bias(x_BTD.shape[1]), scale_len=self.scale_len, causal=self.causal,
+                *inputs, self.rel_pos_bias(normed_BTD.shape[1]), scale_len=self.scale_len, causal=self.causal,
                 segment_ids_BT=layout.segment_ids_BT, impl="triton")
         return ops.gated_chunk_attention(
             *inputs, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=self.chunking.chunk_size, causal=self.causal,
@@ -206,10 +216,11 @@ class GatedAttentionUnit(nn.Module):
         assert self.chunking is not None and layout.rotary is not None
         at = feed.at_new_token(self.chunking, cache.kv_BSE.dtype)
         sin_BR, cos_BR = (angle.expand(len(x_B1D), -1, -1)[:, 0] for angle in layout.rotary)
+        uvz_BF = self.project_whole(self.add_and_norm(x_B1D)[1])[:, 0]
         out_BE = ops.chunk_decode_step(
-            self.project_whole(x_B1D)[:, 0], self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR,
-            cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
-            at.first_B, at.weight_B11[:, 0, 0], impl="triton")
+            uvz_BF, self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR, cache.bias(self.rel_pos_bias),
+            cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B, at.first_B,
+            at.weight_B11[:, 0, 0], impl="triton")
         if at.full is not None:
             cache.close(at)
         return out_BE[:, None]

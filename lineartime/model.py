@@ -75,12 +75,15 @@ class LanguageModel(nn.Module):
                 raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
                                  "give each document its own row")
         x_BTD = self.embed(ids_BT) + self.abs_pos(position_1T)
+        in_kernels = all(isinstance(layer, GatedAttentionUnit) and layer.in_kernels(x_BTD) for layer in self.layers)
+        x: Any = (x_BTD, None) if in_kernels else x_BTD
         for layer in self.layers:
-            inputs = (x_BTD,) if isinstance(layer, FeedForward) else (x_BTD, layout)
+            inputs = (x,) if isinstance(layer, FeedForward) else (x, layout)
             if self.activation_checkpointing and self.training:
-                x_BTD = checkpoint(layer, *inputs, use_reentrant=False)
+                x = checkpoint(layer, *inputs, use_reentrant=False)
             else:
-                x_BTD = layer(*inputs)
+                x = layer(*inputs)
+        x_BTD = x[0] + x[1] if in_kernels else x
         if order_BT is not None:
             x_BTD = x_BTD.gather(1, order_BT.argsort(1)[..., None].expand_as(x_BTD))
         return self.norm(x_BTD)

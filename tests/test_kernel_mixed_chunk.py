@@ -191,7 +191,7 @@ def tiny(preset: str, **fields: object) -> LanguageModel:
     """A model of heads as wide as kernels have them."""
     torch.manual_seed(0)
     chunk = {"chunk_size": 128} if preset == "flash" else {}
-    return LanguageModel(model_config(preset, n_layers=1, d_model=64, vocab_size=64, context=256, **chunk, **fields))
+    return LanguageModel(model_config(preset, n_layers=2, d_model=64, vocab_size=64, context=256, **chunk, **fields))
 
 
 @pytest.mark.parametrize("preset, norm", [("flash", "layer_norm"), ("flash-quad", "scale_norm")])
