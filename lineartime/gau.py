@@ -23,7 +23,7 @@ from lineartime.layers import (
     rotary,
 )
 from lineartime.ops.cross_entropy import product_type
-from lineartime.ops.limits import kernels_refuse, use_kernels
+from lineartime.ops.limits import kernels_refuse, use_kernels, want_kernels
 from lineartime.ops.reference import learned_chunk_weights, to_chunks
 
 CHUNK_BIAS_LEN = 512
@@ -96,6 +96,8 @@ class GatedAttentionUnit(nn.Module):
 
     def in_kernels(self, x: Tensor) -> bool:
         """Whether this layer runs in kernels on inputs like x."""
+        if not want_kernels(self.impl, x.device):
+            return False
         c = None if self.chunking is None else self.chunking.chunk_size
         refusal = kernels_refuse(x.device, product_type(x), self.query_key_dim, self.d_inner, c) or self.refused
         return use_kernels(self.impl, x.device, refusal)

@@ -1,9 +1,13 @@
 """FLASH's kernels in Triton's interpreter, held to the definition; and the layers and models that run in them."""
 
+from functools import partial
+
 import interpreter  # noqa: F401 - first, as it decides how kernels run
+import kernel_law
 import pytest
 import torch
 import torch.distributed as dist
+from kernel_law import DTYPES, S, random, run
 from tiny_models import random_ids
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -17,14 +21,6 @@ from lineartime.generate import generate
 from lineartime.layers import Layout, rotary
 from lineartime.model import LanguageModel, token_losses
 from lineartime.ops import gated_chunk_attention, gated_quadratic_attention, limits, mixed_chunk, reference
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-S = 128
-NAMES = ("out", "uvz", "gamma", "beta", "w")
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int = 128,
@@ -46,29 +42,7 @@ def documents(n_rows: int, n_tokens: int) -> Tensor:
     return ids
 
 
-def run(op, inputs: dict[str, Tensor], **how) -> list[Tensor]:
-    """The output, and the gradients of uvz, gamma, beta and w for some gradient of it."""
-    inputs = {name: x.detach() for name, x in inputs.items()}
-    leaves = [inputs[name].requires_grad_() for name in NAMES[1:]]
-    out = op(*inputs.values(), **how)
-    given = random(*out.shape, seed=6).bfloat16().to(out.dtype)  # the same in every type
-    return [out.detach(), *torch.autograd.grad(out, leaves, given)]
-
-
-def error(a: Tensor, exact: Tensor) -> float:
-    return float((a.double() - exact).norm())
-
-
-def assert_held(inputs: dict[str, Tensor], **how) -> None:
-    """Of the reference's types and shapes, and at most twice as far from float64 as the reference is."""
-    exact = run(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, **how)
-    ours = run(mixed_chunk.gated_chunk_attention, inputs, **how)
-    theirs = run(reference.gated_chunk_attention, inputs, **how)
-    # Float32 is at its rounding in both, where twice is a matter of luck.
-    floor = 1e-6 if inputs["uvz"].dtype == torch.float32 else 0.0
-    for name, a, b, x in zip(NAMES, ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert error(a, x) <= max(2 * error(b, x), floor * float(x.norm())), name
+assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention)
 
 
 @pytest.mark.parametrize("with_documents", [False, True])

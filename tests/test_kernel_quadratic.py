@@ -1,9 +1,13 @@
 """FLASH-Quad's kernels, and the gradients that both attentions share, in Triton's interpreter, held to the definition.
 """
 
+from functools import partial
+
 import interpreter  # noqa: F401 - first, as it decides how kernels run
+import kernel_law
 import pytest
 import torch
+from kernel_law import DTYPES, NAMES, S, error, random, run
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad
@@ -11,14 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lineartime.layers import rotary
 from lineartime.ops import gradients, quadratic, reference
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-S = 128
-NAMES = ("out", "uvz", "gamma", "beta", "w")
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_inputs(n_rows: int, n_tokens: int, d_inner: int, dtype: torch.dtype, *, parameters: torch.dtype | None = None,
@@ -43,29 +39,7 @@ def documents(n_rows: int, n_tokens: int) -> Tensor:
     return ids
 
 
-def run(op, inputs: dict[str, Tensor], **how) -> list[Tensor]:
-    """The output, and the gradients of uvz, gamma, beta and w for some gradient of it."""
-    inputs = {name: x.detach() for name, x in inputs.items()}
-    leaves = [inputs[name].requires_grad_() for name in NAMES[1:]]
-    out = op(*inputs.values(), **how)
-    given = random(*out.shape, seed=6).bfloat16().to(out.dtype)  # the same in every type
-    return [out.detach(), *torch.autograd.grad(out, leaves, given)]
-
-
-def error(a: Tensor, exact: Tensor) -> float:
-    return float((a.double() - exact).norm())
-
-
-def assert_held(inputs: dict[str, Tensor], **how) -> None:
-    """Of the reference's types and shapes, and at most twice as far from float64 as the reference is."""
-    exact = run(reference.gated_quadratic_attention, {name: x.double() for name, x in inputs.items()}, **how)
-    ours = run(quadratic.gated_quadratic_attention, inputs, **how)
-    theirs = run(reference.gated_quadratic_attention, inputs, **how)
-    # Float32 is at its rounding in both, where twice is a matter of luck.
-    floor = 1e-6 if inputs["uvz"].dtype == torch.float32 else 0.0
-    for name, a, b, x in zip(NAMES, ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert error(a, x) <= max(2 * error(b, x), floor * float(x.norm())), name
+assert_held = partial(kernel_law.assert_held, quadratic.gated_quadratic_attention, reference.gated_quadratic_attention)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

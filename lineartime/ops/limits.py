@@ -60,17 +60,23 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def use_kernels(impl: str | None, device: torch.device, refusal: str) -> bool:
-    """Whether to run kernels. impl: "triton" or "reference"; by default kernels on CUDA, where nothing is refused.
-
-    Raises UsageError for kernels that are asked for and cannot be. Where they are not asked for, one line says so."""
+def want_kernels(impl: str | None, device: torch.device) -> bool:
+    """Whether kernels are to run if they can. impl: "triton" or "reference"; by default kernels on CUDA."""
     if impl not in (None, "reference", "triton"):
         raise UsageError("unknown implementation", str(impl), "it is reference or triton")
+    return impl == "triton" or (impl is None and device.type == "cuda")
+
+
+def use_kernels(impl: str | None, device: torch.device, refusal: str) -> bool:
+    """Whether to run kernels: where they are wanted and nothing is refused.
+
+    Raises UsageError for kernels that are asked for and cannot be. Where they are not asked for, one line says so."""
+    wanted = want_kernels(impl, device)
     if impl == "triton" and refusal:
         raise UsageError("kernels cannot run here", refusal, 'take impl = "reference"')
-    if impl is None and device.type == "cuda" and refusal:
+    if wanted and refusal:
         say_once(refusal)
-    return not refusal and (impl == "triton" or (impl is None and device.type == "cuda"))
+    return wanted and not refusal
 
 
 @functools.cache

@@ -1,9 +1,8 @@
-"""What the kernels share: heads made from their base, scores and masks of a tile, sums along diagonals.
+"""What the kernels share: heads made from their base, tiles read and written, scores and masks of a tile.
 
 A kernel is a program that runs once per tile of its output, all of them side by side. Letters as everywhere; a trailing
-1 or 2 marks the first or the second half of the 128 dimensions of a head, which RoPE turns against one another: a
-product over a head is the sum of two products over halves. Numbers are float32 between a load and a product, and in the
-inputs' type when they enter one; products add up in float32.
+1 or 2 marks the first or the second half of the 128 dimensions of a head, which RoPE turns against one another. Numbers
+are float32 between a load and a product, and in the inputs' type when they enter one; products add up in float32.
 """
 
 import triton
@@ -12,6 +11,7 @@ import triton.language as tl
 HALF: tl.constexpr = tl.constexpr(64)
 """Half of `query_key_dim`, which is 128 wherever the kernels run."""
 SIZE: tl.constexpr = tl.constexpr(128)
+"""All of it."""
 
 
 @triton.jit

@@ -159,13 +159,23 @@ def reached_memory(target: Target, table: Table) -> Reached:
 
 def reached_rate(target: Target, table: Table) -> Reached:
     """Tokens per second in each context's newest run, of the fastest variant."""
+    return reached_by_best(target, table, "tokens_per_s", max)
+
+
+def reached_memory_mib(target: Target, table: Table) -> Reached:
+    """Of each context's newest run the variant that takes least."""
+    return reached_by_best(target, table, "above_import_mib", min)
+
+
+def reached_by_best(target: Target, table: Table, column: str, best: Callable[[list[float]], float]) -> Reached:
+    """The best number of a column in each context's newest run of ours."""
     found, missing = [], ""
     for context in contexts_of(target, table):
         mine = [cell for cell in table.cells if cell.side == OURS and cell.context == context
                 and target.dtype in (None, cell.dtype)]
-        rates = [cell.row["tokens_per_s"] for cell in mine if cell.ms and cell.run == mine[-1].run]
-        if rates:
-            found.append((max(rates), tokens(context)))
+        numbers = [cell.row[column] for cell in mine if cell.ms and cell.row.get(column) and cell.run == mine[-1].run]
+        if numbers:
+            found.append((best(numbers), tokens(context)))
         elif mine:
             missing = f"failed: {mine[-1].failed}"
     return worst(target, found, missing)
@@ -178,21 +188,6 @@ def reached_share(target: Target, table: Table) -> Reached:
               if (cell.side, cell.variant) == (target.over, target.variant) and cell.ms and part in cell.row
               and cell.context in contexts_of(target, table) and target.dtype in (None, cell.dtype)}
     return worst(target, [(share, tokens(context)) for context, share in shares.items()])
-
-
-def reached_memory_mib(target: Target, table: Table) -> Reached:
-    """Of each context's newest run the variant that takes least."""
-    found, missing = [], ""
-    for context in contexts_of(target, table):
-        mine = [cell for cell in table.cells if cell.side == OURS and cell.context == context
-                and target.dtype in (None, cell.dtype)]
-        sizes = [cell.row["above_import_mib"] for cell in mine if cell.ms and cell.row.get("above_import_mib")
-                 and cell.run == mine[-1].run]
-        if sizes:
-            found.append((min(sizes), tokens(context)))
-        elif mine:
-            missing = f"failed: {mine[-1].failed}"
-    return worst(target, found, missing)
 
 
 def reached_part(target: Target, table: Table) -> Reached:
