@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lineartime.errors import DataError
 
+T = TypeVar("T")
 NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transformer", "transformer+": "Transformer+",
          "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
          "performer-matmul": "Performer-Matmul", "flash-pytorch": "FLASH-pytorch",
@@ -95,28 +96,37 @@ def side_name(side: str) -> str:
     return NAMES.get(model, model) + words[attention]
 
 
-def read_rows(path: Path) -> tuple[list[Cell], int]:
-    """The cells of a file of JSON lines, and how many rows are older than runs and units and so left out.
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What `parse` makes of each row of a file of JSON lines.
 
-    Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
-    writing it."""
+    Raises DataError for a file that is not there, and for a line that is no JSON or lacks what `parse` needs. The last
+    line may be cut off: somebody may be writing it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise DataError("cannot read the rows", path, getattr(e, "strerror", None) or str(e)) from None
-    cells, n_old = [], 0
+    parsed = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            if "run" in row and ("unit" in row or "failed" in row):
-                cells.append(cell_of(row))
-            elif row["benchmark"] != "read":  # has a table of its own where it is measured
-                n_old += 1
+            parsed.append(parse(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             if number < len(lines):
                 raise DataError("not a row of a measurement", f"{path}, line {number}",
                                 f"{type(e).__name__}: {e}") from None
-    return cells, n_old
+    return parsed
+
+
+def read_rows(path: Path) -> tuple[list[Cell], int]:
+    """The cells of a file of JSON lines, and how many rows are older than runs and units and so left out.
+
+    Raises DataError for a file that is not there or not of rows."""
+    def parse(row: dict[str, Any]) -> Cell | str:
+        return cell_of(row) if "run" in row and ("unit" in row or "failed" in row) else row["benchmark"]
+
+    parsed = read_lines(path, parse)
+    cells = [each for each in parsed if isinstance(each, Cell)]
+    # "read" has a table of its own where it is measured.
+    return cells, sum(not isinstance(each, Cell) and each != "read" for each in parsed)
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
@@ -125,8 +135,7 @@ def cell_of(row: dict[str, Any]) -> Cell:
     tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
     ms = None
     if not row.get("failed"):
-        times = row[f"{row['clock']}_ms"]
-        ms = Spread(**{key: times[key] / tokens for key in ("median", "q1", "q3", "min", "max")}, n=times["n"])
+        ms = spread_of(row[f"{row['clock']}_ms"], tokens)
     # A decoding state may have been made up, and then what is long is its context and not what was read.
     benchmark = row["benchmark"] + ("-read" if row.get("context") == "read" else "")
     return Cell(benchmark=benchmark, name=(row.get("cell") or "").partition("/")[0], run=row["run"], side=side,
@@ -134,6 +143,11 @@ def cell_of(row: dict[str, Any]) -> Cell:
                 hardware=row["cpu"] if row["device"] == "cpu" else row["gpu"], threads=row["threads"],
                 n_parameters=row["n_parameters"], n_tokens=row.get("tokens_per_step") or row.get("batch_size") or 1,
                 ms=ms, failed=row.get("failed"), row=row)
+
+
+def spread_of(times: dict[str, Any], tokens: int = 1) -> Spread:
+    """Times as a row has them, over the tokens of what was timed."""
+    return Spread(**{key: times[key] / tokens for key in ("median", "q1", "q3", "min", "max")}, n=times["n"])
 
 
 @dataclass(frozen=True)
@@ -246,6 +260,8 @@ def size_classes(sizes: Iterable[int]) -> dict[int, int]:
 def ratio(rival: Cell, ours: Cell, of: Callable[[Cell], Spread | None] = lambda cell: cell.ms) -> Ratio | None:
     """How many times as fast ours is: the rival's time over ours."""
     a, b = of(rival), of(ours)
-    if a is None or b is None:
-        return None
+    return None if a is None or b is None else ratio_of(a, b)
+
+
+def ratio_of(a: Spread, b: Spread) -> Ratio:
     return Ratio(a.median / b.median, a.q1 / b.q3, a.q3 / b.q1)

@@ -1,0 +1,302 @@
+"""What the rows of `lineartime reproduce` say of each cell of a table: quality over seeds, time, memory, speed-ups.
+
+A row belongs to a cell when its text and settings are the cell's, so two tables share rows. The newest row of a seed
+counts, and one that failed only where none went well.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from lineartime.report.rows import Ratio, Spread, ratio_of, read_lines, spread_of
+from lineartime.reproduce.scales import SCALES, Cell, Scale, Settings, cells_of
+from lineartime.reproduce.tables import TABLES, ScaleName, Table
+
+Row = dict[str, Any]
+KINDS = ("train", "finetune", "step")
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """One number of each seed that was run; at least one."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def least(self) -> float:
+        return min(self.values)
+
+    @property
+    def most(self) -> float:
+        return max(self.values)
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Held-out loss in nats per token after so many steps."""
+
+    step: int
+    loss: Seeds
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Loss in nats per token of the tokens from `first` to `last` of a context, counted from 1."""
+
+    first: int
+    last: int
+    loss: Seeds
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """How many times as cheap it is to reach the reference's best loss: steps times time per step, theirs over ours."""
+
+    value: float | None
+    """Of the mean curve; None where it never gets there."""
+    seeds: tuple[float | None, ...]
+    """Of each seed's own curve, to the same loss."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of one cell. Whatever was not measured is None or empty."""
+
+    cell: Cell
+    planned: bool
+    """Whether the scale runs the cell. One that it does not may be known from another table's run."""
+    trained: dict[int, Row]
+    """Rows that went well, by seed."""
+    finetuned: dict[int, Row]
+    timed: tuple[Row, ...]
+    """Steps that were measured side by side with others of their "run", oldest first."""
+    failures: tuple[str, ...]
+    """What failed and never went well."""
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was run, even if it failed."""
+        return bool(self.trained or self.finetuned or self.timed or self.failures)
+
+    @property
+    def missing_seeds(self) -> tuple[int, ...]:
+        """Seeds that the cell wants and whose training has not gone well."""
+        return tuple(seed for seed in self.cell.seeds if seed not in self.trained)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that the outcome is made of."""
+        return (*self.trained.values(), *self.finetuned.values(), *self.timed)
+
+    @cached_property
+    def loss(self) -> Seeds | None:
+        """The best on validation, in nats per token."""
+        return seeds_of(best_loss(row) for row in self.trained.values())
+
+    @cached_property
+    def perplexity(self) -> Seeds | None:
+        """Per token."""
+        return seeds_of(math.exp(best_loss(row)) for row in self.trained.values())
+
+    @cached_property
+    def word_perplexity(self) -> Seeds | None:
+        """Per word; None for text whose words are not counted, as that of masked models."""
+        counted = [row for row in self.trained.values() if row["held_out"].get("n_words")]
+        return seeds_of(word_perplexity(row) for row in counted)
+
+    @cached_property
+    def curve(self) -> tuple[Point, ...]:
+        """Held-out loss in the course of training, at the steps that all seeds have."""
+        curves = [dict(row["curve"]) for row in self.trained.values()]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        return tuple(Point(step, Seeds(tuple(curve[step] for curve in curves))) for step in steps)
+
+    @cached_property
+    def loss_by_position(self) -> tuple[Positions, ...]:
+        """Of the whole validation split, at the end of training."""
+        spans = [{(span["first"], span["last"]): span["loss"] for span in row["held_out"].get("loss_by_position") or ()}
+                 for row in self.trained.values()]
+        shared = sorted(set.intersection(*map(set, spans))) if spans else []
+        return tuple(Positions(*span, Seeds(tuple(each[span] for each in spans))) for span in shared)
+
+    @property
+    def step_ms(self) -> Spread | None:
+        """Of a training step, in the newest run that measured it."""
+        return time_of(self.timed[-1]) if self.timed else None
+
+    @property
+    def peak_mib(self) -> float | None:
+        """The most memory of a process that does nothing but such steps."""
+        return self.timed[-1].get("peak_mib") if self.timed else None
+
+    @cached_property
+    def f1(self) -> Seeds | None:
+        """Of the answers after fine-tuning, in percent."""
+        return seeds_of(row["f1"] for row in self.finetuned.values())
+
+    @cached_property
+    def finetune_ms(self) -> Seeds | None:
+        """Median time of a fine-tuning step, in each run alone: of the processor, on a GPU as time passes."""
+        return seeds_of(row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]["median"]
+                        for row in self.finetuned.values())
+
+    @property
+    def n_parameters(self) -> int | None:
+        return next((row["n_parameters"] for row in self.rows if "n_parameters" in row), None)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """One table at one scale: every cell of it, by row and column, whether run or not."""
+
+    table: Table
+    scale: Scale
+    cells: dict[tuple[str, str], Outcome]
+
+    @property
+    def known(self) -> list[Outcome]:
+        """In the order of columns, then rows."""
+        return [self.cells[row, column] for column in self.table.columns for row in self.table.models
+                if self.cells[row, column].known]
+
+    @property
+    def known_columns(self) -> list[str]:
+        return [column for column in self.table.columns
+                if any(self.cells[row, column].known for row in self.table.models)]
+
+    @property
+    def known_rows(self) -> list[str]:
+        return [row for row in self.table.models
+                if any(self.cells[row, column].known for column in self.table.columns)]
+
+
+def read_results(path: Path) -> list[Row]:
+    """The rows of a file that `lineartime reproduce` writes, oldest first. Raises DataError."""
+    def parse(row: Row) -> Row:
+        if row["kind"] not in KINDS:
+            raise ValueError(f"kind {row['kind']!r} is none of {', '.join(KINDS)}")
+        key_of(row)
+        if not row.get("failed"):
+            {"train": best_loss, "finetune": itemgetter("f1"), "step": time_of}[row["kind"]](row)
+        return row
+
+    return read_lines(path, parse)
+
+
+def outcomes_of(table: str, scale: ScaleName, rows: Iterable[Row]) -> Outcomes:
+    """What rows, oldest first, say of a table at a scale."""
+    by_key: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        by_key.setdefault(key_of(row), []).append(row)
+    declared, planned = TABLES[table], {(cell.row, cell.column) for cell in cells_of(table, scale)}
+    outcomes = {}
+    for column in declared.columns:
+        cells = [Cell(declared, label, column, SCALES[scale]) for label in declared.models]
+        settings = [settings_text(cell.settings(None)) for cell in cells]
+        for cell, own in zip(cells, settings, strict=True):
+            place = cell.row, column
+            # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
+            lent = place in planned or settings.count(own) == 1
+            found = {kind: by_key.get((kind, cell.text.name, own), []) if lent else [] for kind in KINDS}
+            outcomes[place] = outcome_of(cell, place in planned, found)
+    return Outcomes(declared, SCALES[scale], outcomes)
+
+
+def outcome_of(cell: Cell, planned: bool, found: dict[str, list[Row]]) -> Outcome:
+    """found: the cell's rows of each kind, oldest first."""
+    well = {kind: [row for row in found[kind] if not row.get("failed")] for kind in KINDS}
+    by_seed = {kind: {row["settings"]["seed"]: row for row in well[kind]} for kind in ("train", "finetune")}
+    failures = {f"seed {row['settings']['seed']}{' fine-tuning' if kind == 'finetune' else ''}: {row['failed']}": None
+                for kind in ("train", "finetune") for row in found[kind]
+                if row.get("failed") and row["settings"]["seed"] not in by_seed[kind]}
+    if found["step"] and not well["step"]:
+        failures[f"step: {found['step'][-1]['failed']}"] = None
+    return Outcome(cell, planned, dict(sorted(by_seed["train"].items())), dict(sorted(by_seed["finetune"].items())),
+                   tuple(well["step"]), tuple(failures))
+
+
+def key_of(row: Row) -> tuple[str, str, str]:
+    """Kind, text and settings without the seed: what a row has in common with its cell."""
+    return row["kind"], row["text"], settings_text({k: v for k, v in row["settings"].items() if k != "seed"})
+
+
+def settings_text(settings: Settings) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+def best_loss(row: Row) -> float:
+    """The least held-out loss of a training run, in nats per token."""
+    return min(loss for _, loss in row["curve"])
+
+
+def word_perplexity(row: Row) -> float:
+    """Of the whole split at the end of training, where that is the best; else of the best loss of the curve."""
+    held_out = row["held_out"]
+    if best_loss(row) == row["curve"][-1][1]:
+        return held_out["word_perplexity"]
+    return math.exp(best_loss(row) * held_out["n_tokens"] / held_out["n_words"])
+
+
+def time_of(row: Row) -> Spread:
+    """Milliseconds of a step, by the clock that counts."""
+    return spread_of(row[f"{row['clock']}_ms"])
+
+
+def seeds_of(values: Iterable[float]) -> Seeds | None:
+    found = tuple(values)
+    return Seeds(found) if found else None
+
+
+def paired(ours: Outcome, theirs: Outcome, of: Callable[[Row], float]) -> Seeds | None:
+    """What ours has more of than theirs, seed by seed: runs of one seed read the same text in the same order."""
+    return seeds_of(of(row) - of(theirs.trained[seed]) for seed, row in ours.trained.items() if seed in theirs.trained)
+
+
+def step_speedup(ours: Outcome, reference: Outcome) -> Ratio | None:
+    """The reference's time of a step over ours, in the newest run that measured both."""
+    theirs = {row["run"]: row for row in reference.timed}
+    return next((ratio_of(time_of(theirs[row["run"]]), time_of(row)) for row in reversed(ours.timed)
+                 if row["run"] in theirs), None)
+
+
+def speedup(ours: Outcome, reference: Outcome) -> SpeedUp | None:
+    """As the paper defines it: the time the reference takes to its best mean loss over the time ours takes to it.
+
+    None where the training of one or the other is not known, or its step's time beside the other's."""
+    by_step = step_speedup(ours, reference)
+    if not ours.curve or not reference.curve or by_step is None:
+        return None
+    loss = min(point.loss.mean for point in reference.curve)
+    reference_steps = steps_to(loss, [(point.step, point.loss.mean) for point in reference.curve])
+    assert reference_steps is not None
+
+    def times(curve: Sequence[tuple[int, float]]) -> float | None:
+        steps = steps_to(loss, curve)
+        return None if steps is None else by_step.value * reference_steps / steps
+
+    return SpeedUp(times([(point.step, point.loss.mean) for point in ours.curve]),
+                   tuple(times(row["curve"]) for row in ours.trained.values()))
+
+
+def steps_to(loss: float, curve: Sequence[tuple[int, float]]) -> float | None:
+    """Steps at which a curve first is down at a loss, linear between its points; None where it never is."""
+    if curve and curve[0][1] <= loss:
+        return curve[0][0]
+    for (step, above), (later, below) in itertools.pairwise(curve):
+        if below <= loss:
+            return step + (later - step) * (above - loss) / (above - below)
+    return None
