@@ -86,8 +86,8 @@ GPU = Scale(
 
 CPU = Scale(
     "cpu", "two processor cores: a sixth of the paper's width and a quarter of its layers, chunks of 64 where the "
-    "paper has 256 (16 where it has 64), few contexts, small texts in the form of the published ones, vocabulary 4,096, "
-    "400 steps of 4,096 tokens, one learning rate for GAUs and one for Transformers",
+    "paper has 256 (16 where it has 64), few contexts, small texts in the form of the published ones, vocabulary "
+    "4,096, 400 steps of 4,096 tokens, one learning rate for GAUs and one for Transformers",
     texts={"wiki40b": Text("wiki40b", 4096, "wiki40b_mini/en"), "c4": Text("c4", 4096, "c4_mini/en", mlm=True),
            "pg19": Text("pg19", 4096, "pg19_mini"), "triviaqa": Text("wiki40b", 4096, "wiki40b_mini/en", mlm=True)},
     questions=Questions(*MINI_QUESTIONS, 512, {"learning_rates": "1e-3", "epochs": 1, "negatives": 0.1},

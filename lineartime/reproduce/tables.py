@@ -1,7 +1,7 @@
 """The paper's tables and figures as cells: a model of a row in a column, and which of them each scale runs.
 
-Labels are the paper's, and its own numbers are in `report/paper.toml` by the same labels. What a cell's run is set to is
-worked out in `scales`; two tables that ask for the same run share it.
+Labels are the paper's, and its own numbers are in `report/paper.toml` by the same labels. What a cell's run is set to
+is worked out in `scales`; two tables that ask for the same run share it.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lineartime.config import TASKS
 
 ScaleName = Literal["paper", "gpu", "cpu"]
-SCALES: tuple[ScaleName, ...] = ("paper", "gpu", "cpu")
+SCALE_NAMES: tuple[ScaleName, ...] = ("paper", "gpu", "cpu")
 
 
 @dataclass(frozen=True)
