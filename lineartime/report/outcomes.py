@@ -1,25 +1,21 @@
 """What the rows of `lineartime reproduce` say of each cell of a table: quality over seeds, time, memory, speed-ups.
 
-A row belongs to a cell when its text and settings are the cell's, so two tables share rows. The newest row of a seed
-counts, and one that failed only where none went well.
+A row belongs to a cell when its scale, text and settings are the cell's, so two tables share rows. The newest row of a
+seed counts, and one that failed only where none went well.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
-from lineartime.report.rows import Ratio, Spread, ratio_of, read_lines, spread_of
-from lineartime.reproduce.scales import SCALES, Cell, Scale, Settings, cells_of
+from lineartime.errors import DataError
+from lineartime.report.rows import Ratio, Spread, ratio_of, spread_of
+from lineartime.reproduce.rows import Row, read_rows, rows_of
+from lineartime.reproduce.scales import SCALES, Cell, Scale, cells_of
 from lineartime.reproduce.tables import TABLES, ScaleName, Table
-
-Row = dict[str, Any]
-KINDS = ("train", "finetune", "step")
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class Outcome:
     @cached_property
     def perplexity(self) -> Seeds | None:
         """Per token."""
-        return seeds_of(math.exp(best_loss(row)) for row in self.trained.values())
+        return seeds_of(perplexity_of(row) for row in self.trained.values())
 
     @cached_property
     def word_perplexity(self) -> Seeds | None:
@@ -134,9 +130,26 @@ class Outcome:
         return tuple(Positions(*span, Seeds(tuple(each[span] for each in spans))) for span in shared)
 
     @property
+    def step_tokens(self) -> int | None:
+        """Tokens of the step that was timed: those of one micro-batch, where a step of training has several."""
+        return self.timed[-1]["tokens_per_step"] if self.timed else None
+
+    @property
     def step_ms(self) -> Spread | None:
-        """Of a training step, in the newest run that measured it."""
-        return time_of(self.timed[-1]) if self.timed else None
+        """Time of such a step, in the newest run that measured it."""
+        return spread_of(self.timed[-1][f"{self.timed[-1]['clock']}_ms"]) if self.timed else None
+
+    @property
+    def ms_per_token(self) -> Spread | None:
+        return ms_per_token(self.timed[-1]) if self.timed else None
+
+    def cost_s(self, step: float) -> float | None:
+        """Seconds that training takes up to a step: its tokens times the time per token as measured side by side, for
+        runs are not alone on their machine. None where either is not known."""
+        if not self.trained or not self.timed:
+            return None
+        row = next(iter(self.trained.values()))
+        return step * row["tokens"] / row["curve"][-1][0] * ms_per_token(self.timed[-1]).median / 1e3
 
     @property
     def peak_mib(self) -> float | None:
@@ -150,9 +163,8 @@ class Outcome:
 
     @cached_property
     def finetune_ms(self) -> Seeds | None:
-        """Median time of a fine-tuning step, in each run alone: of the processor, on a GPU as time passes."""
-        return seeds_of(row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]["median"]
-                        for row in self.finetuned.values())
+        """Median time of a fine-tuning step in each run, measured alone."""
+        return seeds_of(finetune_ms(row) for row in self.finetuned.values())
 
     @property
     def n_parameters(self) -> int | None:
@@ -185,62 +197,74 @@ class Outcomes:
 
 
 def read_results(path: Path) -> list[Row]:
-    """The rows of a file that `lineartime reproduce` writes, oldest first. Raises DataError."""
-    def parse(row: Row) -> Row:
-        if row["kind"] not in KINDS:
-            raise ValueError(f"kind {row['kind']!r} is none of {', '.join(KINDS)}")
-        key_of(row)
-        if not row.get("failed"):
-            {"train": best_loss, "finetune": itemgetter("f1"), "step": time_of}[row["kind"]](row)
-        return row
+    """The rows of a file that `lineartime reproduce` writes, oldest first.
 
-    return read_lines(path, parse)
+    Raises DataError where there is no file or it holds something else."""
+    if not path.is_file():
+        raise DataError("no rows to report", path, "`lineartime reproduce` writes them")
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        try:
+            check(row)
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise DataError("not a row of a run", f"{path}, row {number}", f"{type(e).__name__}: {e}") from None
+    return rows
+
+
+def check(row: Row) -> None:
+    """Raise KeyError and the like for a row that lacks what an outcome is made of."""
+    needed: dict[str, Callable[[Row], object]] = {
+        "train": lambda row: (best_loss(row), row["held_out"].get("n_words"), row["tokens"]),
+        "finetune": lambda row: (row["f1"], finetune_ms(row)),
+        "step": lambda row: (row["run"], ms_per_token(row))}
+    look_at = needed[row["kind"]]
+    if not row.get("failed"):
+        look_at(row)
+    if row["kind"] != "step" and not isinstance(row["settings"]["seed"], int):
+        raise TypeError("the seed is no number")
 
 
 def outcomes_of(table: str, scale: ScaleName, rows: Iterable[Row]) -> Outcomes:
     """What rows, oldest first, say of a table at a scale."""
-    by_key: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        by_key.setdefault(key_of(row), []).append(row)
+    rows = [row for row in rows if row.get("scale") == scale]
     declared, planned = TABLES[table], {(cell.row, cell.column) for cell in cells_of(table, scale)}
     outcomes = {}
     for column in declared.columns:
         cells = [Cell(declared, label, column, SCALES[scale]) for label in declared.models]
-        settings = [settings_text(cell.settings(None)) for cell in cells]
-        for cell, own in zip(cells, settings, strict=True):
+        for cell in cells:
             place = cell.row, column
             # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
-            lent = place in planned or settings.count(own) == 1
-            found = {kind: by_key.get((kind, cell.text.name, own), []) if lent else [] for kind in KINDS}
-            outcomes[place] = outcome_of(cell, place in planned, found)
+            alone = place in planned or sum(other.key == cell.key for other in cells) == 1
+            outcomes[place] = outcome_of(cell, place in planned, rows if alone else ())
     return Outcomes(declared, SCALES[scale], outcomes)
 
 
-def outcome_of(cell: Cell, planned: bool, found: dict[str, list[Row]]) -> Outcome:
-    """found: the cell's rows of each kind, oldest first."""
-    well = {kind: [row for row in found[kind] if not row.get("failed")] for kind in KINDS}
-    by_seed = {kind: {row["settings"]["seed"]: row for row in well[kind]} for kind in ("train", "finetune")}
-    failures = {f"seed {row['settings']['seed']}{' fine-tuning' if kind == 'finetune' else ''}: {row['failed']}": None
-                for kind in ("train", "finetune") for row in found[kind]
-                if row.get("failed") and row["settings"]["seed"] not in by_seed[kind]}
-    if found["step"] and not well["step"]:
-        failures[f"step: {found['step'][-1]['failed']}"] = None
-    return Outcome(cell, planned, dict(sorted(by_seed["train"].items())), dict(sorted(by_seed["finetune"].items())),
-                   tuple(well["step"]), tuple(failures))
+def outcome_of(cell: Cell, planned: bool, rows: Sequence[Row]) -> Outcome:
+    """What rows, oldest first, say of a cell."""
+    trained, train_failures = by_seed(rows_of(cell, rows, "train"), "")
+    finetuned, finetune_failures = by_seed(rows_of(cell, rows, "finetune") if cell.questions else [], "fine-tuning, ")
+    steps = rows_of(cell, rows, "step")
+    timed = tuple(row for row in steps if not row.get("failed"))
+    step_failures = [f"step: {steps[-1]['failed']}"] if steps and not timed else []
+    return Outcome(cell, planned, trained, finetuned, timed, (*train_failures, *finetune_failures, *step_failures))
 
 
-def key_of(row: Row) -> tuple[str, str, str]:
-    """Kind, text and settings without the seed: what a row has in common with its cell."""
-    return row["kind"], row["text"], settings_text({k: v for k, v in row["settings"].items() if k != "seed"})
-
-
-def settings_text(settings: Settings) -> str:
-    return json.dumps(settings, sort_keys=True)
+def by_seed(rows: Sequence[Row], what: str) -> tuple[dict[int, Row], list[str]]:
+    """The newest row of each seed that went well, and what is to be said of seeds where none did."""
+    well = {row["settings"]["seed"]: row for row in rows if not row.get("failed")}
+    failed = {row["settings"]["seed"]: f"{what}seed {row['settings']['seed']}: {row['failed']}"
+              for row in rows if row.get("failed") and row["settings"]["seed"] not in well}
+    return dict(sorted(well.items())), [failed[seed] for seed in sorted(failed)]
 
 
 def best_loss(row: Row) -> float:
     """The least held-out loss of a training run, in nats per token."""
     return min(loss for _, loss in row["curve"])
+
+
+def perplexity_of(row: Row) -> float:
+    """Per token, of the best loss."""
+    return math.exp(best_loss(row))
 
 
 def word_perplexity(row: Row) -> float:
@@ -251,9 +275,14 @@ def word_perplexity(row: Row) -> float:
     return math.exp(best_loss(row) * held_out["n_tokens"] / held_out["n_words"])
 
 
-def time_of(row: Row) -> Spread:
-    """Milliseconds of a step, by the clock that counts."""
-    return spread_of(row[f"{row['clock']}_ms"])
+def ms_per_token(row: Row) -> Spread:
+    """Of a step that was measured side by side, by the clock that counts."""
+    return spread_of(row[f"{row['clock']}_ms"], row["tokens_per_step"])
+
+
+def finetune_ms(row: Row) -> float:
+    """Median of a step of a fine-tuning run: the processor's time, or on a GPU as time passes."""
+    return row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]["median"]
 
 
 def seeds_of(values: Iterable[float]) -> Seeds | None:
@@ -269,7 +298,7 @@ def paired(ours: Outcome, theirs: Outcome, of: Callable[[Row], float]) -> Seeds 
 def step_speedup(ours: Outcome, reference: Outcome) -> Ratio | None:
     """The reference's time of a step over ours, in the newest run that measured both."""
     theirs = {row["run"]: row for row in reference.timed}
-    return next((ratio_of(time_of(theirs[row["run"]]), time_of(row)) for row in reversed(ours.timed)
+    return next((ratio_of(ms_per_token(theirs[row["run"]]), ms_per_token(row)) for row in reversed(ours.timed)
                  if row["run"] in theirs), None)
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lineartime.errors import DataError
 
-T = TypeVar("T")
 NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transformer", "transformer+": "Transformer+",
          "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
          "performer-matmul": "Performer-Matmul", "flash-pytorch": "FLASH-pytorch",
@@ -96,37 +95,28 @@ def side_name(side: str) -> str:
     return NAMES.get(model, model) + words[attention]
 
 
-def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """What `parse` makes of each row of a file of JSON lines.
+def read_rows(path: Path) -> tuple[list[Cell], int]:
+    """The cells of a file of JSON lines, and how many rows are older than runs and units and so left out.
 
-    Raises DataError for a file that is not there, and for a line that is no JSON or lacks what `parse` needs. The last
-    line may be cut off: somebody may be writing it."""
+    Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
+    writing it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise DataError("cannot read the rows", path, getattr(e, "strerror", None) or str(e)) from None
-    parsed = []
+    cells, n_old = [], 0
     for number, line in enumerate(lines, 1):
         try:
-            parsed.append(parse(json.loads(line)))
+            row = json.loads(line)
+            if "run" in row and ("unit" in row or "failed" in row):
+                cells.append(cell_of(row))
+            elif row["benchmark"] != "read":  # has a table of its own where it is measured
+                n_old += 1
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             if number < len(lines):
                 raise DataError("not a row of a measurement", f"{path}, line {number}",
                                 f"{type(e).__name__}: {e}") from None
-    return parsed
-
-
-def read_rows(path: Path) -> tuple[list[Cell], int]:
-    """The cells of a file of JSON lines, and how many rows are older than runs and units and so left out.
-
-    Raises DataError for a file that is not there or not of rows."""
-    def parse(row: dict[str, Any]) -> Cell | str:
-        return cell_of(row) if "run" in row and ("unit" in row or "failed" in row) else row["benchmark"]
-
-    parsed = read_lines(path, parse)
-    cells = [each for each in parsed if isinstance(each, Cell)]
-    # "read" has a table of its own where it is measured.
-    return cells, sum(not isinstance(each, Cell) and each != "read" for each in parsed)
+    return cells, n_old
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
