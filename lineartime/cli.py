@@ -149,20 +149,23 @@ def train_and_report(config: RunConfig, device: str | None) -> None:
 
 
 def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
-    """Score the held-out split and write a sample; returns what goes into the result file."""
+    """Score the held-out split and write a sample; returns what goes into the result file.
+
+    Its "peak_mib" is the most memory that this process had in training: after a resume, that of the last one."""
     from lineartime.data import open_split
     from lineartime.evaluate import XZ_LIMIT_BYTES, xz_bits_per_byte
     from lineartime.generate import generate
+    from lineartime.machine import peak_bytes
     from lineartime.masking import masked_sample
     from lineartime.run import write_atomically
     from lineartime.tokenizer import load_tokenizer
 
-    config = run.config
+    config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / "tokenizer.json")
     evaluation = evaluate_with_bar(model, held_out, config.model.context, config.train.precision,
                                    config.micro_batch_rows, stop)
     say(summary("held-out", evaluation, held_out.task))
-    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
+    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(), "peak_mib": peak_mib}
     if not config.model.causal:
         text = masked_sample(model.eval(), tokenizer, held_out)
         write_atomically(run.out / "sample.txt", text)

@@ -310,7 +310,7 @@ def train_one(config: RunConfig, task: Questions, pretrained: LanguageModel, fac
         model = span_model(pretrained, config.model, config.train.seed)
         with display.training(config) as bar:
             trained = fit(run, model, task, documents=documents, device=device, stop=stop, on_step=bar.show,
-                          warn=bar.warn)
+                          warn=bar.warn, score_last=False)
         answers, loss, n_windows = predict_all(
             trained, task.tokenizer, task.validation, task.windows,
             config.micro_batch_rows, config.train.precision, stop, display)

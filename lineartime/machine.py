@@ -1,8 +1,10 @@
-"""Settings of the process that speed depends on: chosen by the program, printed, and stored with every measurement."""
+"""The process: settings that speed depends on, chosen by the program and kept with every measurement; its memory."""
 
 import ctypes
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -39,3 +41,42 @@ def choose_allocator() -> str:
     else:
         chosen, wanted = "keeps up to 32 MiB", ((M_MMAP_THRESHOLD, 32 * 2**20), (M_TRIM_THRESHOLD, 2**31 - 1))
     return chosen if all([libc.mallopt(name, value) == 1 for name, value in wanted]) else "as it is"
+
+
+def rss_bytes(name: str = "VmRSS") -> int | None:
+    """What Linux says of this process's memory; None where it does not."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had at once. On Linux not `ru_maxrss`, which starts from the parent's."""
+    peak = rss_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory there has been at once: of the process on a CPU, of tensors on a GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the peak begin again from the memory now held; where a system cannot, it stays."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what the allocator keeps, so that other processes can have it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -67,10 +67,11 @@ def _read_curves(run_dir: Path) -> Curves:
     result: dict[str, Any] = {}
     if (run_dir / RESULT_FILE).exists():
         result = json.loads((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
-        scores.append((training[-1]["step"], result["held_out"]))
-    final = result.get("held_out", {})
+        if not scores or scores[-1][0] < result["steps"]:  # else it would be a second point, of other tokens
+            scores.append((result["steps"], result["held_out"]))
+    final = result["held_out"] if result else {}
     config = replace_fields(ModelConfig(), run["model"])
-    last = scores[-1][1] if scores else None
+    whole = final or (scores[-1][1] if scores else None)
     return Curves(
         title=f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
         unit="nats per token" if config.causal else "nats per masked token",
@@ -80,7 +81,7 @@ def _read_curves(run_dir: Path) -> Curves:
         learning_rate=np.array([line["learning_rate"] for line in training]),
         held_out_step=[step for step, _ in scores],
         held_out_loss=[score["loss"] for _, score in scores],
-        bits_per_nat=last["bits_per_byte"] / last["loss"] if last and config.causal else None,
+        bits_per_nat=whole["bits_per_byte"] / whole["loss"] if whole and config.causal else None,
         bits_per_byte=final.get("bits_per_byte"),
         xz_bits_per_byte=result.get("xz_bits_per_byte"),
         loss_by_position=final.get("loss_by_position", []),

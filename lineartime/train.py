@@ -121,12 +121,14 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 
 def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str], device: torch.device,
-        stop: StopSignal, on_step: Callable[[dict[str, Any]], None], warn: Callable[[str], None]) -> LanguageModel:
+        stop: StopSignal, on_step: Callable[[dict[str, Any]], None], warn: Callable[[str], None],
+        score_last: bool = True) -> LanguageModel:
     """Train `model` on `task` to the last step, from the newest checkpoint if there is one; returns it.
 
-    documents: files to keep with every checkpoint. on_step is called with each line of the metrics. Raises Stopped
-    after saving when `stop` was asked, NumericsError before the optimizer has moved, ResourceError when memory runs
-    out."""
+    Every `eval_every` steps `task.evaluate` scores the model. documents: files to keep with every checkpoint. on_step
+    is called with each line of the metrics. score_last: whether the last step is scored too, where it is such a step;
+    it is scored again where the run is resumed from there. Raises Stopped after saving when `stop` was asked,
+    NumericsError before the optimizer has moved, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
@@ -154,15 +156,19 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
             save(step)
             stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
 
-    for step in range(done, config.steps):
+    def log(record: dict[str, Any]) -> None:
+        run.log(record)
+        on_step(record)
+
+    def score_if_due(step: int) -> None:
         stop_if_asked(step)
-        # Not after the step but before the next: a stop in an evaluation, or a kill before its line, repeats it.
         if step and step % config.eval_every == 0:
             held_out = task.evaluate(model, partial(stop_if_asked, step))
-            record: dict[str, Any] = {"step": step, "clock": {"time": time.time()}, "held_out": held_out}
-            run.log(record)
-            on_step(record)
-        started = time.perf_counter()
+            log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
+
+    for step in range(done, config.steps):
+        score_if_due(step)  # after a save: a stop in an evaluation, or a kill before its line, repeats it
+        started, cpu_started = time.perf_counter(), time.process_time()
         batch = [torch.from_numpy(part).to(device) for part in task.batch(step)]
         learning_rate = learning_rate_at(step, config)
         for group in optimizer.param_groups:
@@ -182,14 +188,14 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
         if not fits:  # not above, where the exception still holds the memory of what failed
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
             raise ResourceError("out of memory", where, suggest_size(model, optimizer, task, batch, run.config))
-        record = {"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
-                  "tokens": (step + 1) * config.tokens_per_step}
-        tokens_per_s = config.tokens_per_step / (time.perf_counter() - started)
-        record["clock"] = {"time": time.time(), "tokens_per_s": tokens_per_s}
-        run.log(record)
-        on_step(record)
+        clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
+                 "cpu_s": time.process_time() - cpu_started}
+        log({"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
+             "tokens": (step + 1) * config.tokens_per_step, "clock": clock})
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
             save(step + 1)
+    if score_last:
+        score_if_due(config.steps)
     return model
 
 

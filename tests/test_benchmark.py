@@ -11,11 +11,8 @@ from lineartime.benchmark.measure import (
     Stopwatch,
     Worker,
     append_rows,
-    forget_peak,
     in_own_process,
     measure_gemm,
-    peak_bytes,
-    peak_rss_bytes,
     provenance,
     rows_of_commit,
     spread,
@@ -24,6 +21,7 @@ from lineartime.benchmark.memory import benchmark_read, print_read
 from lineartime.config import model_config
 from lineartime.errors import ResourceError
 from lineartime.info import describe
+from lineartime.machine import forget_peak, peak_bytes, peak_rss_bytes, release_memory
 
 CPU = torch.device("cpu")
 TINY = {"d_model": 32, "n_layers": 2, "vocab_size": 64, "context": 512}
@@ -116,7 +114,7 @@ def test_peak_memory_rises_with_what_is_touched_and_can_begin_again():
     assert peak_rss_bytes() >= before + 2**26
     del held
     assert peak_bytes(CPU) >= before + 2**26
-    measure.release_memory(CPU)
+    release_memory(CPU)
     forget_peak(CPU)
     assert peak_bytes(CPU) < before + 2**26
 

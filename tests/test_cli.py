@@ -105,7 +105,7 @@ def test_train_says_where_everything_is(run: Path, data: Path) -> None:
     for name in ("metrics.jsonl", "result.json", "sample.txt", "loss.png", "run.json", "latest/model.safetensors"):
         assert (run / name).stat().st_size > 0
     result = json.loads((run / "result.json").read_text())
-    assert result["held_out"]["bits_per_byte"] > 0 and result["xz_bits_per_byte"] > 0
+    assert result["held_out"]["bits_per_byte"] > 0 and result["xz_bits_per_byte"] > 0 and result["peak_mib"] > 50
     again = lineartime("train", "flash", "--data", data, "--out", run, "--steps", 3, *SMALL)
     assert again.returncode == 0 and "complete" in again.stdout and "--out" in again.stdout
     assert "step 1/" not in again.stderr

@@ -48,7 +48,7 @@ def test_the_uninterrupted_run_is_complete(reference):
     assert files["latest"] == f"step-{STEPS:08d}"
     lines = files["metrics.jsonl"]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines if "held_out" in line] == list(range(EVAL_EVERY, STEPS, EVAL_EVERY))
+    assert [line["step"] for line in lines if "held_out" in line] == list(range(EVAL_EVERY, STEPS + 1, EVAL_EVERY))
 
 
 def half_done(out):
@@ -109,7 +109,8 @@ def stopped_at(launches, event, *signals):
 
 @SIGNALS
 @pytest.mark.parametrize("moment", ["lock 1", "resume 1", "compute_gradient 1", "compute_gradient 8", "evaluate 2",
-                                    "save 1", "end of save 2", "final evaluate 1", "xz_bits_per_byte 1", "generate 1"])
+                                    f"evaluate {STEPS // EVAL_EVERY}", "save 1", "end of save 2", "final evaluate 1",
+                                    "xz_bits_per_byte 1", "generate 1"])
 def test_a_stop_saves_and_the_same_command_resumes(moment, number, launches, out, reference):
     assert stopped_at(launches, moment, number) == 128 + number, launches.printed()
     assert launches.printed().count("error: ") == 1 and f"stopped by {number.name}" in launches.printed()

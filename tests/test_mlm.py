@@ -154,7 +154,7 @@ def test_nothing_asked_is_a_loss_of_zero_and_no_gradient(scope):
 def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     out, printed = whole
     result = json.loads((out / "result.json").read_text())
-    assert set(result) == {"steps", "held_out"}
+    assert set(result) == {"steps", "held_out", "peak_mib"}
     held_out = result["held_out"]
     assert set(held_out) == {"masked", "loss", "perplexity", "n_tokens", "n_read", "loss_by_position"}
     assert held_out["masked"] is True and held_out["n_read"] == len(stream)
@@ -164,7 +164,7 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     for word in ("generate", "per byte", "per word", "xz", "nan", "warning"):
         assert word not in printed
     lines = read_metrics(out)
-    assert [line["step"] for line in lines if "held_out" in line] == list(range(EVAL_EVERY, STEPS, EVAL_EVERY))
+    assert [line["step"] for line in lines if "held_out" in line] == list(range(EVAL_EVERY, STEPS + 1, EVAL_EVERY))
     assert all(set(line["held_out"]) == {"loss"} for line in lines if "held_out" in line)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[0] == pytest.approx(math.log(300), rel=0.02) and np.mean(losses[-4:]) < np.mean(losses[:4])

@@ -14,7 +14,7 @@ from lineartime.plot import plot_comparison, plot_context_use, plot_run, read_cu
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 
 
-def make_run(folder, *, n_steps=60, held_out=True, result=True):
+def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
     folder.mkdir()
     config = model_config("flash", d_model=32, n_layers=2, vocab_size=100, query_key_dim=16, chunk_size=16, context=64)
     train = TrainConfig(tokens_per_step=4096, steps=max(n_steps, 1), warmup_steps=1)
@@ -24,7 +24,7 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True):
         for step in range(1, n_steps + 1):
             line = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1e-3 / step, "clock": {"time": 0.0}}
             file.write(json.dumps(line) + "\n")
-            if held_out and step % 20 == 0 and step < n_steps:
+            if held_out and step % 20 == 0 and (last or step < n_steps):
                 scores = {"loss": 4.2 + 3 / step, "bits_per_byte": (4.2 + 3 / step) * 0.5}
                 file.write(json.dumps({"step": step, "held_out": scores, "clock": {"time": 0.0}}) + "\n")
     if result:
@@ -46,6 +46,12 @@ def test_curves_are_those_of_the_run(tmp_path):
     assert (curves.bits_per_nat, curves.bits_per_byte, curves.xz_bits_per_byte) == (0.5, 2.125, 2.3)
     assert curves.loss_by_position == POSITIONS
     assert curves.title == "flash, 17,475 parameters, context 64"
+
+
+def test_a_last_step_that_was_scored_has_one_point_and_the_label_of_all_text(tmp_path):
+    curves = read_curves(make_run(tmp_path / "run", last=True))
+    assert curves.held_out_step == [20, 40, 60] and curves.held_out_loss == pytest.approx([4.35, 4.275, 4.2 + 3 / 60])
+    assert curves.bits_per_byte == 2.125
 
 
 def test_plot_run_draws_training_and_held_out_loss(tmp_path):

@@ -9,7 +9,9 @@ import re
 import shutil
 import signal
 import sys
+import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,14 +45,14 @@ def configuration(data, out, model="flash", **changes):
     return run_config({"model": model, "data": str(data), "out": str(out), **SETTINGS, **vocabulary, **changes})
 
 
-def run_fit(data, out, *, on_step=lambda record: None, warn=None, stop=None, **changes):
+def run_fit(data, out, *, on_step=lambda record: None, warn=None, stop=None, score_last=True, **changes):
     """`fit` in this process; what would warn raises, unless `warn` takes it."""
     out.mkdir(exist_ok=True)
     manifest = read_manifest(data)
     run = Run(out, configuration(data, out, **changes), {"data_sha256": manifest.sha256})
     task = NextToken(run.config, open_split(data, "train"), open_split(data, "validation"))
     return fit(run, new_model(run.config), task, documents={"tokenizer.json": "{}"}, device=CPU,
-               stop=stop or StopSignal(), on_step=on_step, warn=warn or pytest.fail)
+               stop=stop or StopSignal(), on_step=on_step, warn=warn or pytest.fail, score_last=score_last)
 
 
 def lineartime(monkeypatch, arguments):
@@ -326,6 +328,41 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run(how, stops, data, tmp_p
             assert steps_saved(out) == steps_done(out) == k
     run_fit(data, out, steps=8)
     assert_same(out, whole)
+
+
+@pytest.mark.parametrize("place", ["loss", "held_out"])
+@pytest.mark.parametrize("how", ["asked", "dies"])
+def test_a_run_stopped_at_its_last_step_is_scored_once(how, place, data, tmp_path):
+    run_fit(data, tmp_path / "whole", steps=6)
+    ends = [(line["step"], "held_out" in line) for line in read_metrics(tmp_path / "whole")[-3:]]
+    assert ends == [(5, False), (6, False), (6, True)]
+    out, stop = tmp_path / "run", StopSignal()
+
+    def on_step(record):
+        if record["step"] == 6 and place in record:
+            if how == "dies":
+                raise Died
+            stop.number = signal.SIGTERM
+
+    with suppress(Died, Stopped):
+        run_fit(data, out, steps=6, on_step=on_step, stop=stop)
+    assert ("held_out" in read_metrics(out)[-1]) == (place == "held_out")
+    run_fit(data, out, steps=6)
+    assert_same(out, what_is_left(tmp_path / "whole"))
+
+
+def test_the_last_step_is_not_scored_where_the_caller_does_it(data, tmp_path):
+    run_fit(data, tmp_path / "run", steps=6, score_last=False)
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "held_out" in line] == [3]
+
+
+def test_every_step_says_what_it_took(data, tmp_path):
+    started, cpu_started = time.perf_counter(), time.process_time()
+    run_fit(data, tmp_path / "run", steps=6)
+    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+    clocks = [line["clock"] for line in train_lines(tmp_path / "run")]
+    assert 0 < sum(clock["cpu_s"] for clock in clocks) < cpu_s
+    assert 0 < sum(128 / clock["tokens_per_s"] for clock in clocks) < wall_s
 
 
 def test_a_run_killed_as_it_wrote_a_line_or_a_file_goes_on(data, tmp_path, whole):

@@ -28,8 +28,9 @@ def command(data, out, model="flash", **changes):
 
 
 def what_is_left(out):
-    """What a run leaves: every file's content but the clock, the run's id and the process that held the lock, and links
-    as what they name. Of the checkpoints the last: which one is before it depends on where the run was stopped."""
+    """What a run leaves: every file's content but the clock, the memory, the run's id and the process that held the
+    lock, and links as what they name. Of the checkpoints the last: which one is before it depends on where the run was
+    stopped."""
     last = f"step-{steps_saved(out):08d}"
     paths = [path for path in sorted(out.rglob("*")) if path.is_symlink() or not path.is_dir()]
     return {str(path.relative_to(out)): os.readlink(path) if path.is_symlink() else content(path)
@@ -41,6 +42,8 @@ def content(path):
         return [{**json.loads(line), "clock": None} for line in path.read_text().splitlines()]
     if path.name == "run.json":
         return {**json.loads(path.read_text()), "id": None}
+    if path.name == "result.json":
+        return {**json.loads(path.read_text()), "peak_mib": None}
     if path.name == "MANIFEST.json":
         return {**json.loads(path.read_text()), "run": None, "sha256": None}
     return None if path.name == "run.lock" else path.read_bytes()

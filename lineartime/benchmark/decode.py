@@ -14,14 +14,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lineartime.benchmark.measure import Row, clock_of, peak_rss_bytes, provenance, spread, what_is_timed
+from lineartime.benchmark.measure import Row, clock_of, provenance, spread, what_is_timed
 from lineartime.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
 from lineartime.captured import CapturedStep
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import NumericsError, UsageError
 from lineartime.generate import PIECE_TOKENS, decode_step
 from lineartime.info import decoding_bytes, mib, table
-from lineartime.machine import choose_settings
+from lineartime.machine import choose_settings, peak_rss_bytes
 from lineartime.model import LanguageModel
 from lineartime.packing import packed_weights
 

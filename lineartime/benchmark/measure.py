@@ -4,12 +4,10 @@ Cells of a table are measured in turn, many times over, so that a machine that s
 processor time of the process stands beside the time on the clock: on a CPU, other programs disturb it less.
 """
 
-import ctypes
 import importlib.metadata
 import json
 import os
 import platform
-import resource
 import shlex
 import signal
 import statistics
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import NumericsError, ResourceError
-from lineartime.machine import choose_settings
+from lineartime.machine import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,45 +103,6 @@ def rows_of_commit(path: Path) -> list[Row]:
         with suppress(ValueError):
             rows.append(json.loads(line))
     return [row for row in rows if row.get("commit") == here]
-
-
-def rss_bytes(name: str = "VmRSS") -> int | None:
-    """What Linux says of this process's memory; None where it does not."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
-    except (OSError, StopIteration):
-        return None
-
-
-def peak_rss_bytes() -> int:
-    """The most memory this process has had at once. On Linux not `ru_maxrss`, which starts from the parent's."""
-    peak = rss_bytes("VmHWM")
-    if peak is not None:
-        return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most memory there has been at once: of the process on a CPU, of tensors on a GPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
-
-
-def forget_peak(device: torch.device) -> None:
-    """Let the peak begin again from the memory now held; where a system cannot, it stays."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back what the allocator keeps, so that other processes can have it."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> tuple[int, int]:

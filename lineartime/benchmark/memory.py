@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from rich.console import Console
 
-from lineartime.benchmark.measure import Row, in_own_process, peak_rss_bytes, provenance
+from lineartime.benchmark.measure import Row, in_own_process, provenance
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import ResourceError, UsageError
 from lineartime.generate import PIECE_TOKENS, prefill
 from lineartime.info import mib, table
+from lineartime.machine import peak_bytes
 from lineartime.model import LanguageModel
 
 
@@ -47,8 +48,8 @@ def read_prompt(config: Row, n_tokens: int, threads: int, device: str, seed: int
 
     def sample(n_read: int) -> None:
         if n_read * 10 >= n_tokens * (len(tenths) + 1):
-            peak = peak_rss_bytes() if device == "cpu" else torch.cuda.max_memory_allocated()
-            tenths.append({"tokens": n_read, "peak_mib": peak / 2**20, "seconds": time.perf_counter() - started})
+            peak_mib = peak_bytes(torch.device(device)) / 2**20
+            tenths.append({"tokens": n_read, "peak_mib": peak_mib, "seconds": time.perf_counter() - started})
 
     cpu = time.process_time()
     _, state = prefill(model, [prompt], sample)

@@ -21,13 +21,9 @@ from lineartime.benchmark.measure import (
     Stopwatch,
     Worker,
     available_bytes,
-    forget_peak,
     in_own_process,
-    peak_bytes,
     peak_flops,
     provenance,
-    release_memory,
-    rss_bytes,
     what_is_timed,
 )
 from lineartime.benchmark.peers import (
@@ -43,7 +39,7 @@ from lineartime.benchmark.peers import (
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.errors import NumericsError, UsageError
 from lineartime.info import describe, table
-from lineartime.machine import choose_settings
+from lineartime.machine import choose_settings, forget_peak, peak_bytes, release_memory, rss_bytes
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
 from lineartime.settings import require
