@@ -24,6 +24,7 @@ def reproduce(
         help="File of rows, looked at for what is there and added to; by default rows.jsonl in --out.")] = None,
     jobs: Annotated[int | None, typer.Option(
         help="Runs at a time; by default one per processor core, and one on a GPU.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Only the first so many seeds of each cell.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what is there and what is missing.")] = False,
     device: Device = None,
 ) -> None:
@@ -34,8 +35,9 @@ def reproduce(
         require_name("table", name, TABLES)
     require_name("scale", scale, SCALE_NAMES)
     size = cast(ScaleName, scale)
-    if jobs is not None and jobs < 1:
-        raise UsageError("wrong value", f"jobs = {jobs}", "it takes whole numbers from 1")
+    for option, value in (("jobs", jobs), ("seeds", seeds)):
+        if value is not None and value < 1:
+            raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
     from lineartime.reproduce import runner
@@ -49,7 +51,8 @@ def reproduce(
                 say(line)
         return
     where = pick_device(device).type
-    place = runner.Place(texts, out, path, where, jobs or (1 if where == "cuda" else os.cpu_count() or 1), note)
+    at_once = jobs or (1 if where == "cuda" else os.cpu_count() or 1)
+    place = runner.Place(texts, out, path, where, at_once, seeds, note)
     with StopSignal().listening() as stop:
         n_rows = sum(runner.reproduce(name, size, place, stop) for name in names)
     say(f"{n_rows:,} rows added to {path}" if n_rows else f"complete: {path} has every row; nothing to do.")

@@ -16,8 +16,8 @@ from lineartime.masking import masked_rows
 from lineartime.model import LanguageModel, masked_token_losses, token_losses
 from lineartime.tokenizer import load_tokenizer
 
-XZ_LIMIT_BYTES = 1 << 24
-"""Text up to this size is compared with `xz` after training."""
+XZ_LIMIT_BYTES = 1 << 22
+"""Text up to this size is compared with `xz` after training: of more it takes longer than a small model's training."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,6 +67,8 @@ class Place:
     rows: Path
     device: str
     jobs: int
+    seeds: int | None
+    """Of each cell only the first so many."""
     tell: Callable[[str], None]
 
     def data(self, text: Text) -> Path:
@@ -86,13 +88,15 @@ class Place:
         return str(self.texts / name)
 
 
-def missing_jobs(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Job]:
-    """The runs that have no row yet: every cell with its first seed, then with its second, ..."""
+def missing_jobs(cells: Sequence[Cell], rows: Sequence[Row], seeds: int | None = None) -> list[Job]:
+    """The runs that have no row yet: every cell with its first seed, then with its second, ...; of the first `seeds`
+    only."""
     jobs = []
     for seed in range(max(len(cell.seeds) for cell in cells)):
         for cell in cells:
             last: Kind = "finetune" if cell.questions else "train"
-            if cell.table.kind == "train" and seed in cell.seeds and not rows_of(cell, rows, last, seed):
+            wanted = cell.table.kind == "train" and seed in cell.seeds[:seeds]
+            if wanted and not rows_of(cell, rows, last, seed):
                 jobs.append(Job(cell, seed))
     return jobs
 
@@ -113,7 +117,7 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
     cells = cells_of(table, scale)
     with checkpoint.lock(place.out):
         rows = read_rows(place.rows)
-        jobs, columns = missing_jobs(cells, rows), missing_times(cells, rows)
+        jobs, columns = missing_jobs(cells, rows, place.seeds), missing_times(cells, rows)
         place.tell(f"{table} at scale {scale}: {len(cells)} cells; {len(jobs)} runs and {len(columns)} columns of step "
                    "times are missing")
         for text in dict.fromkeys(job.cell.text for job in jobs):
