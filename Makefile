@@ -8,7 +8,7 @@ help:
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
-	@echo "make gpu     tests and measurements on a GPU, STAGE=tests, kernels, step or decode; into OUT=out/gpu, resumable"
+	@echo "make gpu     on a GPU: STAGE=tests, kernels, step, decode or tables (the paper's); into OUT=out/gpu, resumable"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove .venv and caches, not what was trained (out/)"
 
@@ -29,7 +29,8 @@ types: .venv/installed
 bench bench-all: .venv/installed
 	.venv/bin/lineartime benchmark run $@ --json $(or $(ROWS),out/bench.jsonl) $(BENCH_ARGS)
 
-# No environment is made: it takes the packages that $(PYTHON) has. STAGE is tests, kernels, step, decode or several; all by default.
+# No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
+# The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
 

@@ -2,7 +2,9 @@
 
 A stage ends by itself within its minutes: nothing is started for which the time left is too short, and what runs at the
 end is stopped. The same command goes on where it stopped: cells whose rows are in OUT/rows.jsonl are left out. The most
-telling cells come first. OUT gets rows.jsonl, summary.md, progress.jsonl (what was tried) and tests.txt.
+telling cells come first. OUT gets rows.jsonl, summary.md, progress.jsonl (what was tried) and tests.txt. The stage
+`tables` makes the paper's tables by `lineartime reproduce`: its rows are in OUT/tables.jsonl, its runs and logs in
+OUT/reproduce.
 """
 
 import argparse
@@ -19,14 +21,21 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("tests", "kernels", "step", "decode")
+STAGES = ("tests", "kernels", "step", "decode", "tables")
+TABLES = ("lm_pg19", "flash_ablation", "gap", "chunk_size", "lm_wiki40b", "speedup", "gpu_latency", "mlm_c4",
+          "gau_vs_transformer", "gau_ablation", "mhsa_ablation", "triviaqa")
+"""The tables of `lineartime reproduce`, in the order they are made."""
+
+COMMITTED_ROWS = ROOT / "runs" / "rows.jsonl"
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
-FOR_TESTS = ("pytest", "hypothesis")
+FOR_TESTS, FOR_TABLES = ("pytest", "hypothesis"), ("pyarrow",)
 PEERS = {"flash-pytorch": "flash_pytorch", "fla:retention": "fla", "fla:gla": "fla"}
 KERNEL = "triton"
 """What a kernel of ours is called in a row."""
@@ -37,10 +46,17 @@ AT_ONCE = 8
 FIRST_GUESS_S, TINY_GUESS_S = 75.0, 10.0
 """How long a cell is thought to take before one has been measured."""
 
+SAVE_S = 40.0
+"""How long before the end of a stage what trains is asked to save: it first ends its step, or its compiling."""
+
+STOPPED, COMPLETE = "stopped at the end of the stage's time", "complete"
+"""How a cell can end; of `tables` a cell is complete when it has every row."""
+
 
 @dataclass(frozen=True)
 class Cell:
-    """One call of `lineartime benchmark`, whose rows are written together or not at all."""
+    """One call of `lineartime benchmark`, whose rows are written together or not at all; or of `lineartime reproduce`,
+    which goes on where it stopped."""
 
     stage: str
     name: str
@@ -120,8 +136,12 @@ def cells_of_kernels() -> list[Cell]:
             op("quadratic_attention", 2048, 16384), op("linear_attention", 8192, 65536)]
 
 
+def cells_of_tables() -> list[Cell]:
+    return [Cell("tables", table, ("reproduce", table, "--scale", "gpu")) for table in TABLES]
+
+
 def tiny_cells() -> list[Cell]:
-    """A few seconds each, on a processor too: they prove the script and measure nothing."""
+    """A few seconds each, on a processor too: they prove the script and measure nothing. Tables are only planned."""
     sizes = tuple(part for setting in ("n_layers=1", "d_model=32", "vocab_size=64", "chunk_size=32", "n_heads=2",
                                        "query_key_dim=16") for part in ("--set", setting))
     return [*(step("tiny", context, "flash transformer++", 256, "--repeats", "2", *sizes, precision="float32")
@@ -129,7 +149,8 @@ def tiny_cells() -> list[Cell]:
             Cell("decode", "tiny-decode/1", ("decode", "flash", "transformer++", "--lengths", "64,128", "--repeats",
                                              "1", "--precision", "float32", *sizes)),
             Cell("kernels", "tiny-op/linear_cross_entropy", ("op", "linear_cross_entropy", "--contexts", "64",
-                                                             "--tokens", "128", "--repeats", "2", *sizes))]
+                                                             "--tokens", "128", "--repeats", "2", *sizes)),
+            Cell("tables", "tiny-plan", ("reproduce", *TABLES, "--scale", "gpu", "--plan"))]
 
 
 class Out:
@@ -138,7 +159,7 @@ class Out:
     def __init__(self, folder: Path, before: Path | None):
         self.folder = folder
         self.rows, self.progress = folder / "rows.jsonl", folder / "progress.jsonl"
-        self.summary = folder / "summary.md"
+        self.summary, self.tables = folder / "summary.md", folder / "tables.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         if before is not None and not self.rows.exists():
             shutil.copyfile(before, self.rows)
@@ -149,7 +170,8 @@ class Out:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def measured(self) -> set[str]:
-        return {row["cell"] for row in self.read(self.rows) if row.get("cell")}
+        return {*(row["cell"] for row in self.read(self.rows) if row.get("cell")),
+                *(line["cell"] for line in self.read(self.progress) if line["ended"] == COMPLETE)}
 
     def tried(self, cell: Cell) -> list[dict]:
         return [line for line in self.read(self.progress) if line["cell"] == cell.name]
@@ -166,6 +188,15 @@ class Out:
             file.flush()
             os.fsync(file.fileno())
 
+    def sign_tables(self, commit: str | None) -> None:
+        """Write the commit into the tables' rows that have none, as rows from a checkout without git."""
+        rows = self.read(self.tables)
+        if any(row["commit"] is None for row in rows):
+            aside = self.tables.with_name(".tmp-tables.jsonl")
+            aside.unlink(missing_ok=True)
+            self.append(aside, [{**row, "commit": row["commit"] or commit} for row in rows])
+            os.replace(aside, self.tables)
+
     def summarise(self, cells: Sequence[Cell], note: str = "") -> None:
         """Write the summary anew: what is done, what is left, what the rows give."""
         measured = self.measured()
@@ -173,25 +204,33 @@ class Out:
         for stage in STAGES[1:]:
             mine = [cell for cell in cells if cell.stage == stage]
             left = [cell.name for cell in mine if cell.name not in measured]
-            lines.append(f"- {stage}: {len(mine) - len(left)} of {len(mine)} cells"
+            lines.append(f"- {stage}: {len(mine) - len(left)} of {len(mine)} done"
                          + (f"; left: {', '.join(left)}" if left else ""))
             for cell in mine:
                 if cell.name in left and (tried := self.tried(cell)):
                     lines.append(f"  - {cell.name}: {tried[-1]['ended']}")
         tests = self.folder / "tests.txt"
         if tests.exists():
-            last = (tests.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
-            lines.append(f"- tests: {last.strip('= ')}")
+            lines.append(f"- tests: {last_line(tests).strip('= ')}")
         if note:
             lines.append(f"- {note}")
-        text = ""
-        if measured:
-            done = subprocess.run([sys.executable, "-m", "lineartime", "report", "speed", "--rows", str(self.rows)],
-                                  env=environment(), capture_output=True, text=True)
-            text = done.stdout or done.stderr
+        text = report("speed", "--rows", str(self.rows)) if self.read(self.rows) else ""
+        if any(row["scale"] == "gpu" for row in self.read(self.tables)):
+            text += "\n" + report("--scale", "gpu", "--rows", str(self.tables))
         aside = self.summary.with_name(".tmp-summary.md")
         aside.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
         os.replace(aside, self.summary)
+
+
+def report(*arguments: str) -> str:
+    """What `lineartime report` prints."""
+    done = subprocess.run([sys.executable, "-m", "lineartime", "report", *arguments], env=environment(),
+                          capture_output=True, text=True)
+    return done.stdout or done.stderr
+
+
+def last_line(path: Path) -> str:
+    return (path.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
 
 
 def environment() -> dict[str, str]:
@@ -199,22 +238,30 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def end_with_parent() -> None:
-    """In a child: die when this script is killed, so that nothing goes on measuring beside the next call."""
+def end_with_parent(number: int) -> None:
+    """In a child: get this signal when this script is killed, so that nothing goes on measuring beside the next
+    call."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, number)
 
 
-def run(command: Sequence[str], seconds: float, output: Path | None = None) -> str:
-    """Run a command of this checkout for at most so long; how it ended, "" for well."""
+def run(command: Sequence[str], seconds: float, output: Path | None = None, save_s: float = 0.0) -> str:
+    """Run a command of this checkout for at most so long; how it ended, "" for well.
+
+    save_s: so long before that it is asked to save and end, where it can."""
     out = output.open("w", encoding="utf-8") if output else None
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=out or subprocess.PIPE,
-                               text=True, start_new_session=True, preexec_fn=end_with_parent)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=out, stderr=out or subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=partial(end_with_parent, signal.SIGTERM if save_s else signal.SIGKILL))
     try:
-        _, errors = process.communicate(timeout=max(seconds, 1))
+        _, errors = process.communicate(timeout=max(seconds - save_s, 1))
     except subprocess.TimeoutExpired:
-        return "stopped at the end of the stage's time"
+        return STOPPED
     finally:
+        if process.poll() is None and save_s:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=save_s)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
@@ -269,6 +316,42 @@ def run_cells(stage: str, cells: Sequence[Cell], out: Out, device: str, commit: 
     return well
 
 
+def run_tables(cells: Sequence[Cell], out: Out, device: str, commit: str | None, texts: Path | None, deadline: float,
+               guess_s: float) -> bool:
+    """The tables in their order, those that failed last; each until it has every row or the time is over. True where
+    none failed.
+
+    texts: the folder with the texts of the scale; None where nothing is trained."""
+    if texts is not None and (missing := absent(FOR_TABLES)):
+        say(f"tables: not made, {', '.join(missing)} is missing here")
+        return False
+    if texts is not None and not texts.is_dir():
+        say(f"tables: not made, {texts} is not there; --texts names the folder with the texts of the scale")
+        return False
+    if COMMITTED_ROWS.exists() and not out.tables.exists():
+        shutil.copyfile(COMMITTED_ROWS, out.tables)
+    runs, well = out.folder / "reproduce", True
+    runs.mkdir(exist_ok=True)
+    more = ["--rows", str(out.tables), "--out", str(runs), "--device", device]
+    more += ["--texts", str(texts.resolve())] if texts is not None else []
+    left = [cell for cell in cells if cell.stage == "tables" and cell.name not in out.measured()]
+    for cell in sorted(left, key=lambda cell: any(line["ended"] != STOPPED for line in out.tried(cell))):
+        remaining, started = deadline - time.monotonic(), time.monotonic()
+        if remaining < guess_s:
+            say(f"tables: {remaining:.0f} s are left; the same command goes on with {cell.name}")
+            break
+        log, n_before = runs / f"{cell.name}.log", len(out.read(out.tables))
+        ended = run([sys.executable, "-m", "lineartime", *cell.arguments, *more], remaining, log, SAVE_S)
+        ended = last_line(log) if ended.startswith("exit code") else ended or COMPLETE
+        out.sign_tables(commit)
+        took, n_rows = time.monotonic() - started, len(out.read(out.tables)) - n_before
+        out.append(out.progress, [{"cell": cell.name, "ended": ended, "seconds": round(took, 1)}])
+        say(f"tables: {cell.name} {ended}, {n_rows} rows ({took:.0f} s)")
+        well &= ended in (STOPPED, COMPLETE)
+        out.summarise(cells)
+    return well
+
+
 def run_tests(out: Out, tiny: bool, seconds: float) -> bool:
     """The tests that need a GPU, in several processes, their output in tests.txt; a dry run only collects them."""
     missing = absent(FOR_TESTS)
@@ -281,8 +364,7 @@ def run_tests(out: Out, tiny: bool, seconds: float) -> bool:
     lines = text.read_text(encoding="utf-8").strip().splitlines()
     tests = [line for line in lines if "::" in line]
     if tiny or ended or not tests:
-        last = lines[-1].strip("= ") if lines else "no output"
-        say(f"tests: only collected: {last}" + (f"; {ended}" if ended else ""))
+        say(f"tests: only collected: {last_line(text).strip('= ')}" + (f"; {ended}" if ended else ""))
         return bool(tests) and not ended
     n = max(min(AT_ONCE, (os.cpu_count() or 2) // 2, len(tests)), 1)
     parts = [out.folder / f".tests-{i}.txt" for i in range(n)]
@@ -292,8 +374,7 @@ def run_tests(out: Out, tiny: bool, seconds: float) -> bool:
     lines = [line for part in parts for line in part.read_text(encoding="utf-8").strip().splitlines()]
     counts = Counter({"passed": 0})
     for part in parts:
-        last = (part.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
-        for number, word in re.findall(r"(\d+) (passed|failed|errors?)\b", last):
+        for number, word in re.findall(r"(\d+) (passed|failed|errors?)\b", last_line(part)):
             counts[word.rstrip("s")] += int(number)
         part.unlink()
     summary = ", ".join(f"{number} {word}" for word, number in counts.items()) + f" of {len(tests)}"
@@ -338,6 +419,8 @@ def main() -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all by default")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for rows and summary")
     parser.add_argument("--before", type=Path, help="rows of an earlier call, taken where OUT has none")
+    parser.add_argument("--texts", type=Path, default=ROOT / "out" / "texts",
+                        help="folder with the texts of the tables, out/texts of the checkout by default")
     parser.add_argument("--minutes", type=float, default=9.0, help="of each stage")
     parser.add_argument("--commit", help="written into rows where the checkout has no git")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -352,17 +435,20 @@ def main() -> int:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     out = Out(given.out.resolve(), given.before)
-    cells = tiny_cells() if given.tiny else cells_of_steps() + cells_of_decoding() + cells_of_kernels()
+    cells = tiny_cells() if given.tiny else [*cells_of_steps(), *cells_of_decoding(), *cells_of_kernels(),
+                                             *cells_of_tables()]
     if peers := absent_peers():
         say(f"not installed, so left out: {', '.join(peers)}")
         cells = [cell for cell in cells if len(peers) < len(PEERS) or not cell.name.startswith("gpu-peers/")]
     well = True
     for stage in given.stages or STAGES:
-        deadline = started + 60 * given.minutes
+        deadline, guess_s = started + 60 * given.minutes, TINY_GUESS_S if given.tiny else FIRST_GUESS_S
         if stage == "tests":
             well &= run_tests(out, given.tiny, deadline - time.monotonic())
+        elif stage == "tables":
+            texts = None if given.tiny else given.texts
+            well &= run_tables(cells, out, given.device, given.commit, texts, deadline, guess_s)
         else:
-            guess_s = TINY_GUESS_S if given.tiny else FIRST_GUESS_S
             well &= run_cells(stage, cells, out, given.device, given.commit, deadline, guess_s)
         note = ""
         if stage == "kernels" and not any(row.get("variant") == KERNEL for row in out.read(out.rows)):

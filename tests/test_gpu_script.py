@@ -16,6 +16,8 @@ import typer
 from lineartime.benchmark.op import OPS
 from lineartime.benchmark.peers import parse_label
 from lineartime.cli import app
+from lineartime.reproduce.scales import cells_of
+from lineartime.reproduce.tables import TABLES
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -34,13 +36,25 @@ def script(*arguments, cwd=None, **environment):
 def test_every_cell_is_one_that_the_benchmark_knows():
     cells = [*gpu.cells_of_steps(), *gpu.cells_of_decoding(), *gpu.cells_of_kernels()]
     assert len({cell.name for cell in cells}) == len(cells)
-    assert {cell.stage for cell in cells} == set(gpu.STAGES) - {"tests"}
+    assert {cell.stage for cell in cells} == set(gpu.STAGES) - {"tests", "tables"}
     verbs = typer.main.get_command(app).commands["benchmark"]
-    for cell in [*cells, *gpu.tiny_cells()]:
+    for cell in [*cells, *gpu.tiny_cells()[:-1]]:
         verb, *rest = cell.arguments
         verbs.commands[verb].make_context(verb, [*rest, "--device", "cuda", "--json", "rows.jsonl"])
         for name in itertools.takewhile(lambda each: not each.startswith("--"), rest):
             assert name in OPS if verb == "op" else parse_label(name)
+
+
+def test_every_table_is_made_and_the_most_telling_first():
+    cells = gpu.cells_of_tables()
+    assert [cell.name for cell in cells][:4] == ["lm_pg19", "flash_ablation", "gap", "chunk_size"]
+    assert sorted(cell.name for cell in cells) == sorted(TABLES)
+    verb = typer.main.get_command(app).commands["reproduce"]
+    for cell in [*cells, gpu.tiny_cells()[-1]]:
+        given = verb.make_context("reproduce", [*cell.arguments[1:], "--rows", "rows.jsonl"]).params
+        assert given["scale"] == "gpu" and set(given["tables"]) <= set(TABLES)
+    first = cells_of("lm_pg19", "gpu")[:2]
+    assert [(cell.row, cell.column) for cell in first] == [("FLASH", "8192"), ("Transformer++", "8192")]
 
 
 def test_the_most_telling_comes_first():
@@ -76,7 +90,7 @@ def test_a_dry_run_measures_and_the_next_one_goes_on(tmp_path):
     assert {row["cell"] for row in rows} == {"tiny-decode/1"} and {row["model"] for row in rows} == {
         "flash", "transformer++"}
     summary = (out / "summary.md").read_text()
-    assert "- decode: 1 of 1 cells" in summary and "### Decoding" in summary
+    assert "- decode: 1 of 1 done" in summary and "### Decoding" in summary
     again = script(*arguments, cwd=tmp_path)
     assert again.returncode == 0 and "1 cells are measured already" in again.stdout
     assert len((out / "rows.jsonl").read_text().splitlines()) == len(rows)
@@ -128,6 +142,69 @@ def test_tests_are_shared_out_and_counted(tmp_path, monkeypatch, capsys):
     assert gpu.run_tests(out, True, 100) and "only collected: 7 tests collected" in capsys.readouterr().out
 
 
+def test_a_dry_run_plans_the_tables(tmp_path):
+    done = script("tables", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0 and "tables: tiny-plan complete, 0 rows" in done.stdout, done.stdout
+    planned = (tmp_path / "out" / "reproduce" / "tiny-plan.log").read_text()
+    assert "lm_pg19 at scale gpu" in planned and "FLASH, 8192, pg19_medium-32000" in planned
+    assert "- tables: 1 of 1 done" in (tmp_path / "out" / "summary.md").read_text()
+    again = script("tables", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
+    assert again.returncode == 0 and "tiny-plan" not in again.stdout
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """The stage with a verb that ends as the test says, and adds a row; what it returns and what it called."""
+    monkeypatch.setattr(gpu, "COMMITTED_ROWS", tmp_path / "committed.jsonl")
+    monkeypatch.setattr(gpu, "report", lambda *arguments: f"report {' '.join(arguments)}\n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "committed.jsonl").write_text('{"scale": "cpu", "commit": "abc", "table": 0}\n')
+    out = gpu.Out(tmp_path / "out", None)
+
+    def make(ends, guess_s=1.0, texts="texts"):
+        called = []
+
+        def run(command, seconds, log, save_s):
+            table = command[command.index("reproduce") + 1]
+            called.append(table)
+            ended = ends.get(table, "")
+            log.write_text(f"{table} begins\nerror: no text of {table}\n")
+            out.append(out.tables, [{"scale": "gpu", "commit": None, "table": table}])
+            return ended
+
+        monkeypatch.setattr(gpu, "run", run)
+        cells = gpu.cells_of_tables()[:3]
+        well = gpu.run_tables(cells, out, "cuda", "def", tmp_path / texts, time.monotonic() + 60, guess_s)
+        return well, called
+
+    make.out = out
+    return make
+
+
+def test_tables_are_made_in_order_and_go_on_where_they_stopped(tables):
+    stopped = {"lm_pg19": gpu.STOPPED}
+    assert tables(stopped) == (True, ["lm_pg19", "flash_ablation", "gap"])
+    assert tables(stopped) == (True, ["lm_pg19"])
+    assert tables({}) == (True, ["lm_pg19"]) and tables({}) == (True, [])
+    rows = tables.out.read(tables.out.tables)
+    assert [row["commit"] for row in rows] == ["abc", *["def"] * 5]
+    summary = tables.out.summary.read_text()
+    assert "- tables: 3 of 3 done" in summary and f"report --scale gpu --rows {tables.out.tables}" in summary
+
+
+def test_a_table_that_failed_is_said_and_tried_again_after_the_others(tables, capsys):
+    assert tables({"lm_pg19": "exit code 3", "flash_ablation": gpu.STOPPED})[0] is False
+    assert "tables: lm_pg19 error: no text of lm_pg19, 1 rows" in capsys.readouterr().out
+    assert tables({}) == (True, ["flash_ablation", "lm_pg19"])
+
+
+def test_no_table_is_begun_without_its_text_or_with_too_little_time(tables, monkeypatch, capsys):
+    assert tables({}, guess_s=100.0) == (True, []) and "goes on with lm_pg19" in capsys.readouterr().out
+    assert tables({}, texts="elsewhere") == (False, []) and "--texts names the folder" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "absent", lambda packages: list(packages))
+    assert tables({}) == (False, []) and "pyarrow is missing here" in capsys.readouterr().out
+
+
 def test_nothing_is_started_when_too_little_time_is_left(tmp_path, monkeypatch, capsys):
     out = gpu.Out(tmp_path, None)
     monkeypatch.setattr(gpu, "measure", fake_measure({"a": "done"}))
@@ -176,11 +253,30 @@ def test_a_command_ends_in_time_with_all_that_it_started(tmp_path):
     wait_until_gone(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_runs_dies_with_the_script(tmp_path, number):
+SAVER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))
+print("listens", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_command_is_asked_to_save_before_it_is_killed(tmp_path):
+    started, saves = time.monotonic(), [sys.executable, "-c", SAVER, tmp_path / "saved"]
+    assert gpu.run(saves, 24, tmp_path / "log", save_s=20) == gpu.STOPPED
+    assert (tmp_path / "saved").exists() and time.monotonic() - started < 15
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    started = time.monotonic()
+    assert gpu.run([sys.executable, "-c", deaf], 2, tmp_path / "log", save_s=1) == gpu.STOPPED
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize(("number", "save_s"), [(signal.SIGTERM, 0), (signal.SIGKILL, 0), (signal.SIGTERM, 20),
+                                                (signal.SIGKILL, 20)])
+def test_what_runs_dies_with_the_script(tmp_path, number, save_s):
     code = (f"import sys, signal; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu, pathlib\n"
             "signal.signal(signal.SIGTERM, gpu.stop)\n"
-            f"gpu.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}))")
+            f"gpu.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}), {save_s})")
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         for _ in range(200):
