@@ -80,8 +80,8 @@ class Outcome:
     finetuned: dict[int, Row]
     timed: tuple[Row, ...]
     """Steps that were measured side by side with others of their "run", oldest first."""
-    failures: tuple[str, ...]
-    """What failed and never went well."""
+    failures: dict[str, str]
+    """What failed and never went well, by kind of row."""
 
     @property
     def known(self) -> bool:
@@ -241,20 +241,21 @@ def outcomes_of(table: str, scale: ScaleName, rows: Iterable[Row]) -> Outcomes:
 
 def outcome_of(cell: Cell, planned: bool, rows: Sequence[Row]) -> Outcome:
     """What rows, oldest first, say of a cell."""
-    trained, train_failures = by_seed(rows_of(cell, rows, "train"), "")
-    finetuned, finetune_failures = by_seed(rows_of(cell, rows, "finetune") if cell.questions else [], "fine-tuning, ")
-    steps = rows_of(cell, rows, "step")
-    timed = tuple(row for row in steps if not row.get("failed"))
-    step_failures = [f"step: {steps[-1]['failed']}"] if steps and not timed else []
-    return Outcome(cell, planned, trained, finetuned, timed, (*train_failures, *finetune_failures, *step_failures))
+    found = {"train": rows_of(cell, rows, "train"), "step": rows_of(cell, rows, "step"),
+             "finetune": rows_of(cell, rows, "finetune") if cell.questions else []}
+    well = {kind: [row for row in of_kind if not row.get("failed")] for kind, of_kind in found.items()}
+    by_seed = {kind: {row["settings"].get("seed"): row for row in of_kind} for kind, of_kind in well.items()}
+    failures = {kind: "; ".join(dict.fromkeys(failure(row) for row in of_kind if row.get("failed")
+                                              and row["settings"].get("seed") not in by_seed[kind]))
+                for kind, of_kind in found.items()}
+    return Outcome(cell, planned, dict(sorted(by_seed["train"].items())), dict(sorted(by_seed["finetune"].items())),
+                   tuple(well["step"]), {kind: said for kind, said in failures.items() if said})
 
 
-def by_seed(rows: Sequence[Row], what: str) -> tuple[dict[int, Row], list[str]]:
-    """The newest row of each seed that went well, and what is to be said of seeds where none did."""
-    well = {row["settings"]["seed"]: row for row in rows if not row.get("failed")}
-    failed = {row["settings"]["seed"]: f"{what}seed {row['settings']['seed']}: {row['failed']}"
-              for row in rows if row.get("failed") and row["settings"]["seed"] not in well}
-    return dict(sorted(well.items())), [failed[seed] for seed in sorted(failed)]
+def failure(row: Row) -> str:
+    """"seed 1: the loss is not finite"; of a step, which has no seed, only what it said."""
+    seed = row["settings"].get("seed")
+    return row["failed"] if seed is None else f"seed {seed}: {row['failed']}"
 
 
 def best_loss(row: Row) -> float:

@@ -4,11 +4,14 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from lineartime.report.rows import STEPS, Cell, Ratio, Table, ratio, side_name, tables_of
 
 TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding",
           "decode-read": "Decoding after contexts that were read"}
+CLOCKS = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
+Row = dict[str, Any]
 RIVALS_OF = {"flash-quad": ("transformer++", "transformer++/unfused")}
 """Besides FLASH against everything: what else of ours is compared, and with whom."""
 
@@ -234,14 +237,8 @@ def caption(table: Table) -> str:
     """Where the numbers come from: machine, clock, repeats, commit, versions, commands; and what failed."""
     rows = [cell.row for cell in table.cells]
     first = rows[0]
-    words = []
-    if table.on_cpu:
-        words.append(f"{table.threads} thread{'s' * (table.threads > 1)} of {table.hardware}, {first['cores']} cores, "
-                     f"{first['memory_gib']:.0f} GiB")
-    else:
-        words.append(f"one {table.hardware}, beside {first['cpu']}")
-    clocks = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
-    words.append(joined(unique(clocks[row["clock"]] for row in rows if "clock" in row)))
+    words = [machine_text(first)]
+    words.append(joined(unique(CLOCKS[row["clock"]] for row in rows if "clock" in row)))
     words.append(joined(table.dtypes))
     if "filled" in [row.get("context") for row in rows]:
         words.append("states of random numbers that were never tokens")
@@ -249,10 +246,7 @@ def caption(table: Table) -> str:
     warm = sorted({row.get("warm_up", 0) for row in rows})
     if counts:
         words.append(f"medians of {span_of(map(str, counts))}, after {span_of(map(str, warm))} to warm up")
-    loads = [row["load_average"] for row in rows]
-    words.append(f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}")
-    words.append("commit " + joined(unique(short(row["commit"]) for row in rows)))
-    words.append("torch " + joined(unique(row["torch"] for row in rows)))
+    words += provenance_words(rows)
     for name in sorted({name for row in rows for name in row.get("settings") or {}}):
         chosen = unique(str((row.get("settings") or {}).get(name, "not set")) for row in rows)
         words.append(f"{name.replace('_', ' ')}: {joined(chosen)}")
@@ -268,6 +262,22 @@ def caption(table: Table) -> str:
                     if cell.failed and table.newest(side=cell.side, variant=cell.variant, dtype=cell.dtype,
                                                     context=cell.context) is cell)
     return text + (f"\n\nFailed: {'; '.join(failed)}." if failed else "")
+
+
+def machine_text(row: Row) -> str:
+    """What a row was measured on."""
+    if row["device"] == "cpu":
+        threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+        return f"{threads} of {row['cpu']}, {row['cores']} cores, {row['memory_gib']:.0f} GiB"
+    return f"one {row['gpu']}, beside {row['cpu']}"
+
+
+def provenance_words(rows: Sequence[Row]) -> list[str]:
+    """How busy the machine was, and which commit and torch made the rows."""
+    loads = [row["load_average"] for row in rows]
+    return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}",
+            "commit " + joined(unique(short(row["commit"]) for row in rows)),
+            "torch " + joined(unique(row["torch"] for row in rows))]
 
 
 def short(commit: str | None) -> str:
@@ -290,9 +300,9 @@ def tokens(n: int) -> str:
     return f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}"
 
 
-def number(x: float) -> str:
+def number(x: float, figures: int = 3) -> str:
     """Three figures or so, never an exponent."""
-    return f"{x:.{max(0, 2 - max(0, math.floor(math.log10(abs(x)))))}f}" if x else "0"
+    return f"{x:.{max(0, figures - 1 - max(0, math.floor(math.log10(abs(x)))))}f}" if x else "0"
 
 
 def doubtful(both: Ratio) -> str:
@@ -323,9 +333,10 @@ def without_repeats(lines: Sequence[Sequence[str]]) -> list[list[str]]:
     return [["" if i and lines[i - 1][0] == line[0] else line[0], *line[1:]] for i, line in enumerate(lines)]
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table; columns after the words are right-aligned."""
-    n_words = next((i for i, name in enumerate(head) if name[:1].isdigit() or name in ("tokens", "ms")), len(head))
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int | None = None) -> str:
+    """A table; columns after the words, which are as many as is said, are right-aligned."""
+    if n_words is None:
+        n_words = next((i for i, name in enumerate(head) if name[:1].isdigit() or name in ("tokens", "ms")), len(head))
     rule = ["---" if i < n_words else "---:" for i in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
 
