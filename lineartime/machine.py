@@ -2,6 +2,7 @@
 
 import ctypes
 import resource
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Names of `mallopt(3)`."""
+
+PR_SET_PDEATHSIG = 1
+"""Of `prctl(2)`."""
 
 
 def choose_settings(device: torch.device) -> dict[str, str]:
@@ -80,3 +84,10 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def end_with_parent() -> None:
+    """Ask Linux to send this process SIGTERM when the one that started it is gone, however that ended: for a process
+    that would else hold its run's lock."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -27,6 +27,7 @@ from lineartime.config import run_config
 from lineartime.data import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.info import describe
+from lineartime.machine import end_with_parent
 from lineartime.reproduce.rows import Kind, Row, append_rows, measured_together, read_rows, rows_of
 from lineartime.reproduce.scales import Cell, Questions, Text, cells_of
 from lineartime.reproduce.tables import ScaleName
@@ -122,12 +123,10 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
                    "times are missing")
         for text in dict.fromkeys(job.cell.text for job in jobs):
             prepare(text, place, stop)
-        n_rows = 0
+        n_rows = sum(len(time_steps(column, place, stop)) for column in columns)
         for row in run_all(jobs, rows, place, stop):
             n_rows += 1
             place.tell(f"  {row['settings']['model']}, context {row['settings']['context']:,}: {outcome(row)}")
-        for column in columns:
-            n_rows += len(time_steps(column, place, stop))
     return n_rows
 
 
@@ -150,7 +149,8 @@ def prepare(text: Text, place: Place, stop: StopSignal) -> None:
     source = "--hub" if text.folder is None else place.below_texts(text.folder)
     arguments = ["prepare", source, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out",
                  str(place.data(text)), *(["--mlm"] if text.mlm else [])]
-    failed = call(arguments, f"text {text.name}", place.out / f"prepare-{text.name}.log", place,
+    place.data(text).parent.mkdir(parents=True, exist_ok=True)
+    failed = call(arguments, f"text {text.name}", place.data(text).with_suffix(".log"), place,
                   lambda: stop.number is not None)
     stop.check(STOPPED)
     if failed is not None:
@@ -195,10 +195,11 @@ def run_job(job: Job, rows: Sequence[Row], place: Place, over: Callable[[], bool
     """Train, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     run, settings = folder / "run", cell.settings(job.seed)
+    folders = {"data": str(place.data(cell.text)), "out": str(run)}
     shared = {"scale": cell.scale.name, "text": cell.text.name, "settings": settings, "device": place.device,
-              "dtype": settings["precision"], "threads": place.threads}
+              "dtype": run_config({**settings, **folders}).train.precision, "threads": place.threads}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "settings.toml", toml({**settings, "data": str(place.data(cell.text)), "out": str(run)}))
+    write_atomically(folder / "settings.toml", toml({**settings, **folders}))
     arguments = ["train", str(folder / "settings.toml"), "--device", place.device]
     failed = call(arguments, job.label, folder / "train.log", place, over)
     if over():
@@ -278,7 +279,7 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place,
     with open(log, "a+", encoding="utf-8", errors="replace") as file:
         begin = file.seek(0, os.SEEK_END)
         process = subprocess.Popen([sys.executable, "-m", "lineartime", *arguments], stdout=file, stderr=file,
-                                   env=environment, start_new_session=True)
+                                   env=environment, start_new_session=True, preexec_fn=end_with_parent)
         asked, told, last = False, time.monotonic(), ""
         while (code := wait_for(process, 0.5)) is None:
             if over() and not asked:
@@ -333,7 +334,7 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
         timed.append(TimedCell(parse_label(label), config.model, config.train.micro_batch_tokens,
                                config.train.precision))
     measured = benchmark_step(timed, threads=place.threads, device=place.device, progress=progress)
-    rows = [{"kind": "step", "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(None), **row}
-            for cell, row in zip(column, measured, strict=True)]
+    rows = [{**row, "kind": "step", "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(None),
+             "machine": row.get("settings")} for cell, row in zip(column, measured, strict=True)]
     append_rows(place.rows, rows)
     return rows
