@@ -7,7 +7,7 @@ seed counts, and one that failed only where none went well.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -79,7 +79,8 @@ class Outcome:
     """Rows that went well, by seed."""
     finetuned: dict[int, Row]
     timed: tuple[Row, ...]
-    """Steps that were measured side by side with others of their "run", oldest first."""
+    """Steps that were measured side by side with others of their "run": oldest first, but for the run that most cells
+    of the column have, which is last."""
     failures: dict[str, str]
     """What failed and never went well, by kind of row."""
 
@@ -136,7 +137,7 @@ class Outcome:
 
     @property
     def step_ms(self) -> Spread | None:
-        """Time of such a step, in the newest run that measured it."""
+        """Time of such a step, in the last run that measured it."""
         return spread_of(self.timed[-1][f"{self.timed[-1]['clock']}_ms"]) if self.timed else None
 
     @property
@@ -216,7 +217,7 @@ def check(row: Row) -> None:
     needed: dict[str, Callable[[Row], object]] = {
         "train": lambda row: (best_loss(row), row["held_out"].get("n_words"), row["tokens"]),
         "finetune": lambda row: (row["f1"], finetune_ms(row)),
-        "step": lambda row: (row["run"], ms_per_token(row))}
+        "step": lambda row: (row["run"], row["time"], ms_per_token(row))}
     look_at = needed[row["kind"]]
     if not row.get("failed"):
         look_at(row)
@@ -231,18 +232,29 @@ def outcomes_of(table: str, scale: ScaleName, rows: Iterable[Row]) -> Outcomes:
     outcomes = {}
     for column in declared.columns:
         cells = [Cell(declared, label, column, SCALES[scale]) for label in declared.models]
-        for cell in cells:
-            place = cell.row, column
-            # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
-            alone = place in planned or sum(other.key == cell.key for other in cells) == 1
-            outcomes[place] = outcome_of(cell, place in planned, rows if alone else ())
+        # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
+        alone = [sum(other.key == cell.key for other in cells) == 1 for cell in cells]
+        found = [outcome_of(cell, (cell.row, column) in planned, rows)
+                 if (cell.row, column) in planned or only else outcome_of(cell, False, ())
+                 for cell, only in zip(cells, alone, strict=True)]
+        outcomes.update({(outcome.cell.row, column): outcome for outcome in timed_together(found)})
     return Outcomes(declared, SCALES[scale], outcomes)
+
+
+def timed_together(column: Sequence[Outcome]) -> list[Outcome]:
+    """The cells of a column with the run last that timed most of them, the newest of several: what stands in one column
+    should have been measured in one run."""
+    rows = [row for outcome in column for row in outcome.timed]
+    runs = [row["run"] for row in rows]
+    _, _, best = max(((runs.count(row["run"]), row["time"], row["run"]) for row in rows), default=(0, "", ""))
+    return [replace(outcome, timed=tuple(sorted(outcome.timed, key=lambda row: row["run"] == best)))
+            for outcome in column]
 
 
 def outcome_of(cell: Cell, planned: bool, rows: Sequence[Row]) -> Outcome:
     """What rows, oldest first, say of a cell."""
-    found = {"train": rows_of(cell, rows, "train"), "step": rows_of(cell, rows, "step"),
-             "finetune": rows_of(cell, rows, "finetune") if cell.questions else []}
+    found = {"train": rows_of(cell, rows, "train") if cell.table.kind == "train" else [],
+             "finetune": rows_of(cell, rows, "finetune") if cell.questions else [], "step": rows_of(cell, rows, "step")}
     well = {kind: [row for row in of_kind if not row.get("failed")] for kind, of_kind in found.items()}
     by_seed = {kind: {row["settings"].get("seed"): row for row in of_kind} for kind, of_kind in well.items()}
     failures = {kind: "; ".join(dict.fromkeys(failure(row) for row in of_kind if row.get("failed")
@@ -297,7 +309,7 @@ def paired(ours: Outcome, theirs: Outcome, of: Callable[[Row], float]) -> Seeds 
 
 
 def step_speedup(ours: Outcome, reference: Outcome) -> Ratio | None:
-    """The reference's time of a step over ours, in the newest run that measured both."""
+    """The reference's time of a step over ours, in the last run that measured both."""
     theirs = {row["run"]: row for row in reference.timed}
     return next((ratio_of(ms_per_token(theirs[row["run"]]), ms_per_token(row)) for row in reversed(ours.timed)
                  if row["run"] in theirs), None)
