@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,7 @@ def draw(table: Table, what: str, path: Path) -> None:
                 axes.plot(contexts, values, marker="o", color=colour[side], markersize=3.5,
                           linewidth=1.1 if eager else 2.2 if side == "flash" else 1.6,
                           linestyle=(0, (4, 2)) if eager else "-", zorder=3 if side == "flash" else 2)
-            scale_logarithmically(axes, table)
+            scale_logarithmically(axes, {context: tokens(context) for context in table.contexts})
             axes.set_title(dtype)
             axes.set_xlabel("tokens of context")
         axes = panels[0]
@@ -88,14 +88,13 @@ def draw(table: Table, what: str, path: Path) -> None:
         figure.suptitle(f"{title(table)}. {table.hardware}", fontsize=9.5, x=0.008, ha="left", color="#555555")
 
 
-def scale_logarithmically(axes: "Axes", table: Table) -> None:
-    """Both axes, with the contexts that were measured and plain numbers."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+def scale_logarithmically(axes: "Axes", contexts: Mapping[int, str]) -> None:
+    """Both axes, with the names of the contexts that were measured and plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(table.contexts))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(round(x))))
+    axes.set_xticks(list(contexts), list(contexts.values()))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))

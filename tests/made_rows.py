@@ -1,0 +1,81 @@
+"""Rows of `lineartime reproduce` without any runs: their numbers are laws of the cell, so that tests know them."""
+
+import itertools
+import json
+import math
+from dataclasses import asdict
+
+from lineartime.reproduce.scales import cells_of
+
+MACHINE = {"time": "2026-01-02T03:04:05Z", "commit": "0123456789" * 4, "command": "lineartime reproduce",
+           "cpu": "a CPU", "cores": 2, "memory_gib": 24.0, "gpu": None, "load_average": 0.5, "python": "3.12.0",
+           "torch": "2.13.0", "lineartime": "0.1.0", "device": "cpu", "dtype": "bfloat16", "threads": 1}
+
+
+def made_rows(*tables, scale="cpu"):
+    """All rows of whole tables: each cell trained with its seeds, fine-tuned where it is, timed beside its column."""
+    rows = {}
+    for table in tables:
+        for cell in cells_of(table, scale):
+            made = [step_row(cell)]
+            for seed in cell.seeds if cell.table.kind == "train" else ():
+                made += [train_row(cell, seed), *([finetune_row(cell, seed)] if cell.questions else [])]
+            for row in made:
+                rows.setdefault(json.dumps([row["kind"], row["text"], row["settings"]], sort_keys=True), row)
+    return list(rows.values())
+
+
+def place(cell):
+    """Which row of its table a cell is in: the later, the better and the faster it is."""
+    return list(cell.table.models).index(cell.row)
+
+
+def final_loss(cell, seed=0):
+    """Nats per token: 0.05 less with each row and with each doubling of the context, 0.01 more with each seed."""
+    first = 2.0 if cell.text.mlm else 4.0
+    return first - 0.05 * place(cell) - 0.05 * math.log2(cell.where.context / 512) + 0.01 * seed
+
+
+def step_ms(cell):
+    """Half as fast at four times the context, but for the rows of a linear model."""
+    grows = 0.0 if "flash" in cell.model.preset and cell.model.preset != "flash-quad" else 0.5
+    return (300 - 20 * place(cell)) * (cell.where.context / 512) ** grows
+
+
+def times(ms):
+    return {"median": ms, "q1": 0.97 * ms, "q3": 1.03 * ms, "min": 0.95 * ms, "max": 1.2 * ms, "n": 5}
+
+
+def train_row(cell, seed):
+    settings, loss = cell.settings(seed), final_loss(cell, seed)
+    steps = settings.get("steps", 1000)
+    curve = [[steps * part // 10, loss + 3 * (1 / part - 0.1)] for part in range(1, 11)]
+    edges = [0, 32, *(2**n for n in range(6, 1 + round(math.log2(settings["context"]))))]
+    positions = [{"first": first + 1, "last": last, "loss": loss + 1 / (last - 16)}
+                 for first, last in itertools.pairwise(edges)]
+    held_out = {"loss": loss, "perplexity": math.exp(loss), "n_tokens": 1000, "loss_by_position": positions}
+    if not cell.text.mlm:
+        held_out |= {"word_perplexity": math.exp(2 * loss), "bits_per_byte": loss / 2, "n_words": 500, "n_bytes": 3000}
+    return {"kind": "train", "scale": cell.scale.name, "text": cell.text.name, "settings": settings,
+            "n_parameters": 1_800_000, "data": {"sha256": "0" * 64, "train_tokens": 10**6, "validation_tokens": 10**5,
+                                                "vocab_size": cell.text.vocab_size},
+            "curve": curve, "held_out": held_out, "tokens": steps * settings.get("tokens_per_step", 2**18),
+            "epochs": 0.5, "train_s": {"cpu": 60.0, "wall": 90.0}, "peak_mib": 700.0,
+            "step_ms": {"cpu": times(2 * step_ms(cell)), "wall": times(3 * step_ms(cell))}, **MACHINE}
+
+
+def finetune_row(cell, seed):
+    return {"kind": "finetune", "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(seed),
+            "questions": asdict(cell.questions), "f1": 10.0 + place(cell) + seed, "exact_match": 5.0,
+            "n_questions": 100, "word_overlap": {"exact_match": 17.6, "f1": 26.0},
+            "step_ms": {"cpu": times(400.0), "wall": times(600.0)},
+            "train_s": {"cpu": 50.0, "wall": 60.0}, **MACHINE}
+
+
+def step_row(cell):
+    settings = cell.settings(None)
+    return {"kind": "step", "scale": cell.scale.name, "text": cell.text.name, "settings": settings, "benchmark": "step",
+            "model": cell.model.preset, "context_tokens": settings["context"],
+            "tokens_per_step": settings["micro_batch_tokens"], "n_parameters": 1_800_000, "clock": "cpu",
+            "cpu_ms": times(step_ms(cell)), "wall_ms": times(1.5 * step_ms(cell)), "peak_mib": 900.0,
+            "run": f"{cell.table.name} {cell.column}", **MACHINE}
