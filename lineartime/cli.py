@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lineartime import cli_reproduce, cli_speed
+from lineartime import cli_report, cli_reproduce, cli_speed
 from lineartime.arguments import Device, Setting, numbers, pick_device, whole_numbers
 from lineartime.config import PRESETS, RunConfig, model_config, parse_setting, run_config
 from lineartime.errors import LineartimeError, ResourceError, UsageError
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 app.add_typer(cli_speed.benchmark, name="benchmark")
-app.add_typer(cli_speed.report, name="report")
 app.command("reproduce")(cli_reproduce.reproduce)
+app.command("report")(cli_report.report)
 
 QuestionFiles = Annotated[list[Path] | None, typer.Option(
     help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]

@@ -1,4 +1,4 @@
-"""The verbs that measure and report: `lineartime benchmark ...` and `lineartime report ...`."""
+"""The verb that measures: `lineartime benchmark ...`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,7 @@ import typer
 
 from lineartime.arguments import Device, Setting, pick_device, whole_numbers
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.terminal import note, say
+from lineartime.terminal import note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -251,42 +251,3 @@ def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict
     from lineartime.benchmark.cells import shaped_config
 
     return {name: shaped_config(name, task, settings=settings) for name in models}
-
-
-report = typer.Typer(no_args_is_help=True, help="Tables, sentences and pictures from measured rows.")
-
-
-@report.callback()
-def report_options() -> None:
-    """The options before what is reported."""
-
-
-@report.command("speed")
-def report_speed(
-    rows: Annotated[Path | None, typer.Option(
-        help="Rows of `lineartime benchmark --json`; by default the checkout's.")] = None,
-    targets: Annotated[bool, typer.Option("--targets", help="Print what was wanted beside what was reached.")] = False,
-    targets_file: Annotated[Path | None, typer.Option(help="What was wanted; by default the checkout's.")] = None,
-    into: Annotated[list[Path] | None, typer.Option(
-        help="Page whose places for tables are filled, <!-- speed: begin -->; may be given again.")] = None,
-    images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
-) -> None:
-    """Speed and memory as Markdown: where FLASH loses first, then ratios, times and memory by context."""
-    from lineartime.errors import DataError
-    from lineartime.report.rows import read_rows
-    from lineartime.report.speed import speed_section
-    from lineartime.report.targets import read_targets, targets_table
-
-    folder = Path(__file__).resolve().parents[1] / "benchmarks"
-    rows = rows or folder / "rows.jsonl"
-    cells, n_old = read_rows(rows)
-    if not cells and not n_old:
-        raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    wanted = read_targets(targets_file or folder / "targets.toml") if targets or into else []
-    if into:
-        from lineartime.report.pages import fill_pages
-
-        for path in fill_pages(into, images, cells, n_old, wanted):
-            say(f"written  {path}")
-        return
-    print(targets_table(wanted, cells) if targets else speed_section(cells, n_old), end="")

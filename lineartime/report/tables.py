@@ -1,6 +1,6 @@
 """The paper's tables with our numbers beside its own, as Markdown: made of rows and `paper.toml`, and nothing else."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lineartime.report.outcomes import (
@@ -138,14 +138,19 @@ GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))
 """Table 5: a model, and it with mixed chunks."""
 
 
-def report(rows: Iterable[Row], names: Sequence[str], scales: Sequence[ScaleName]) -> list[Outcomes]:
-    """Every table at every scale that has rows of it; at the first scale where none has. No scales: any."""
-    rows = list(rows)
+def tables_shown(rows: Sequence[Row], names: Sequence[str], scales: Sequence[ScaleName]) -> list[Outcomes]:
+    """Tables, by default all, at the scales, by default all, that have rows of them; one without any is shown once."""
     shown = []
     for name in names or TABLES:
         at_scales = [outcomes_of(name, scale, rows) for scale in scales or reversed(SCALE_NAMES)]
         shown += [outcomes for outcomes in at_scales if outcomes.known] or at_scales[:1]
     return shown
+
+
+def tables_text(shown: Sequence[Outcomes], pictures: Callable[[Outcomes], Sequence[tuple[str, str]]] = lambda _: (),
+                ) -> str:
+    """Sections one below the other. pictures: a table's, as in `table_section`."""
+    return "\n".join(table_section(outcomes, pictures(outcomes)) for outcomes in shown)
 
 
 def table_section(outcomes: Outcomes, pictures: Sequence[tuple[str, str]] = ()) -> str:
@@ -205,11 +210,15 @@ def paper_text(outcomes: Outcomes, paper: Paper, measure: Measure, row: str, col
 
 def ours_text(outcomes: Outcomes, outcome: Outcome, measure: Measure) -> str:
     text = measure.ours(outcomes, outcome)
-    if text is not None:
-        return text
-    if any(kind in outcome.failures for kind in measure.kinds):
+    needed = [outcome, reference_of(outcomes, outcome)] if measure in (TO_QUALITY, BY_STEP) else [outcome]
+    return why_not(needed, measure.kinds) if text is None else text
+
+
+def why_not(cells: Sequence[Outcome], kinds: Sequence[str]) -> str:
+    """What stands for a number that these kinds of rows of cells do not give."""
+    if any(kind in cell.failures for cell in cells for kind in kinds):
         return FAILED
-    return NOT_TIMED if "step" in measure.kinds and outcome.trained else NOT_RUN
+    return NOT_TIMED if "step" in kinds and all(cell.trained for cell in cells) else NOT_RUN
 
 
 def gap_tables(outcomes: Outcomes, paper: Paper) -> str:
@@ -223,7 +232,7 @@ def gap_tables(outcomes: Outcomes, paper: Paper) -> str:
                 ours, theirs = outcomes.cells[chunked, column], outcomes.cells[plain, column]
                 more = seeds_text(paired(ours, theirs, of), signed)
                 line += [str(paper.printed("gap", chunked, column))] if printed else []
-                line.append(more or (FAILED if "train" in {**ours.failures, **theirs.failures} else NOT_RUN))
+                line.append(more or why_not([ours, theirs], ["train"]))
             lines.append(line)
         return f"**{title}**\n\n{markdown(head, lines, 1)}"
 
@@ -244,10 +253,9 @@ def speedup_table(outcomes: Outcomes, paper: Paper) -> str:
         line, flash = [column], outcomes.cells["FLASH", column]
         for rival in rivals:
             reference = outcomes.cells[rival, column]
-            failed = flash.failures or reference.failures
-            found = (speedup_text(flash, reference), step_speedup_text(flash, reference))
-            line += [str(paper.printed("speedup", rival, column)),
-                     *(text or (FAILED if failed else NOT_RUN) for text in found)]
+            absent = why_not([flash, reference], TO_QUALITY.kinds)
+            line += [str(paper.printed("speedup", rival, column)), speedup_text(flash, reference) or absent,
+                     step_speedup_text(flash, reference) or absent]
         lines.append(line)
     return markdown(head, lines, 1)
 
@@ -273,8 +281,8 @@ def notes(outcomes: Outcomes, paper: Paper) -> list[str]:
     if answered:
         overlap = unique(f"{row['word_overlap']['f1']:.1f}" for row in answered)
         words.append(f"F1 of {joined(unique(str(row['n_questions']) for row in answered))} questions; that of the span "
-                     f"that shares most words with the question: {joined(overlap)}. Steps of fine-tuning were not timed "
-                     "side by side.")
+                     f"that shares most words with the question: {joined(overlap)}. Fine-tuning was not timed side by "
+                     "side.")
     parts = [f"<sub>{' '.join(words)}</sub>"]
     failed = [f"{place_text(outcome)}: {joined(outcome.failures.values())}" for outcome in known if outcome.failures]
     if failed:
