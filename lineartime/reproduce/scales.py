@@ -134,8 +134,7 @@ class Cell:
 
     @property
     def seeds(self) -> range:
-        """TriviaQA's runs are two each, and its differences are not claimed: one seed."""
-        return range(1 if self.questions else self.scale.seeds)
+        return range(1 if self.row in self.table.one_seed else self.scale.seeds)
 
     def settings(self, seed: int | None = 0) -> Settings:
         """What `lineartime train` is given but for the folders; seed None leaves the seed out."""
