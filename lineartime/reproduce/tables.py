@@ -101,7 +101,8 @@ ONE_SIZE = ("MHSA+MLP 12+12 x 768", "MHSA+GLU 12+12 x 768", "GAU 22 x 768")
 
 CHUNKED = {"C = 1": Model("flash", {"chunk_size": 1}), "C = 16": Model("flash", {"chunk_size": 16}),
            "C = 64": Model("flash", {"chunk_size": 64}), "C = 128": Model("flash", {"chunk_size": 128}),
-           "C = 256": Model("flash", {"chunk_size": 256}), "C = 512": Model("flash", {"chunk_size": 512}), "C = T": QUAD}
+           "C = 256": Model("flash", {"chunk_size": 256}), "C = 512": Model("flash", {"chunk_size": 512}),
+           "C = T": QUAD}
 """C = T is FLASH-Quad: causal, with one chunk the linear part sees nothing (tests/test_laws.py)."""
 
 TRIVIAQA = {
@@ -165,6 +166,14 @@ TABLES = {table.name: table for table in (
           gpu=((("Transformer++", "Performer", "Performer-Matmul", "FLASH"),
                 ("512 x 4", "1024 x 2", "2048 x 1", "4096 x 1")),),
           cpu=((("Transformer++", "Performer", "Performer-Matmul", "FLASH"), ("512 x 4", "2048 x 1")),)),
+    Table("position_bias", "A study of ours: what the form of the position bias does in short training", {
+        "FLASH": FLASH, "FLASH-Quad": QUAD, "FLASH-Quad, n = 512": Model("flash-quad", {"attn_scale_len": 512}),
+        "Transformer++": PLUS_PLUS, "Transformer++, relu2": Model("transformer++", {"attn_kernel": "relu2"}),
+        "Transformer++, relu2, n = 512": Model("transformer++", {"attn_kernel": "relu2", "attn_scale_len": 512})},
+          contexts("wiki40b", 256), reference="Transformer++",
+          gpu=((("FLASH-Quad", "FLASH-Quad, n = 512"), ("256",)),),
+          cpu=((("FLASH", "FLASH-Quad", "FLASH-Quad, n = 512", "Transformer++", "Transformer++, relu2",
+                 "Transformer++, relu2, n = 512"), ("256",)),)),
     Table("speedup", "Figure 1: FLASH's speed-up over both Transformers on Wiki-40B",
           {"Transformer": TRANSFORMER, "Transformer++": PLUS_PLUS, "FLASH": FLASH},
           contexts("wiki40b", 512, 1024, 2048, 4096, 8192),
