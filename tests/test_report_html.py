@@ -47,9 +47,10 @@ def body(text, folder="."):
 
 
 def test_a_table_keeps_its_cells_and_their_alignment():
-    made = body("| model | 512 |\n| --- | ---: |\n| a \\| b | **1.5** |\n")
-    assert ('<thead><tr><th>model</th><th class="number">512</th></tr></thead><tbody>\n'
-            '<tr><td>a | b</td><td class="number"><strong>1.5</strong></td></tr>\n</tbody>') in made
+    made = body("| model | ours |\n| --- | ---: |\n| a \\| b | **1.5** |\n| c | not run |\n")
+    assert ('<thead><tr><th>model</th><th class="number">ours</th></tr></thead><tbody>\n'
+            '<tr><td>a | b</td><td class="number"><strong>1.5</strong></td></tr>\n'
+            '<tr><td>c</td><td class="number pale">not run</td></tr>\n</tbody>') in made
 
 
 def test_lists_are_nested_as_they_are_indented():

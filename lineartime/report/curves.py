@@ -19,6 +19,7 @@ from lineartime.report.outcomes import Outcome, Outcomes, Seeds, paired, perplex
 from lineartime.report.paper import read_paper
 from lineartime.report.pictures import scale_logarithmically
 from lineartime.report.speed import number, span_of, tokens
+from lineartime.report.tables import GAPS
 from lineartime.reproduce.tables import Column
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ PICTURES = {
     "mlm_c4": ("cost", "positions"), "lm_wiki40b": ("cost", "positions"), "lm_pg19": ("cost", "positions"),
     "triviaqa": ("answers",), "flash_ablation": ("cost", "positions"), "gap": ("gap",),
     "chunk_size": ("cost", "positions"), "gpu_latency": ("latency",), "speedup": ("speedup",)}
-"""What is drawn of each table."""
+OF_OTHERS = ("perplexity",)
+"""What is drawn of each of the paper's tables, and of a study that is not the paper's."""
 
 SHOWS = {
     "cost": "Quality against what training costs", "positions": "Loss by position in the context",
@@ -45,12 +47,10 @@ COLOUR_OF = {
     "Transformer++": COLOURS[1], "MHSA+GLU": COLOURS[1], "MC-TFM++": COLOURS[3], "Combiner": COLOURS[3],
     "Performer": COLOURS[5], "Performer-Matmul": COLOURS[3],
     "FLASH (LocalOnly)": COLOURS[5], "FLASH (GlobalOnly)": COLOURS[2],
-    "C = 1": "#a6bddb", "C = 64": "#67a9cf", "C = 128": "#3690c0", "C = 256": COLOURS[0], "C = 512": "#023858",
+    "C = 1": "#c0c6dd", "C = 16": "#a6bddb", "C = 64": "#67a9cf", "C = 128": "#3690c0", "C = 256": COLOURS[0],
+    "C = 512": "#023858",
     "to the same quality": COLOURS[0], "by the time of a step": COLOURS[5], "the paper's": COLOURS[6]}
-"""A line's, the same in every picture."""
-GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))
-"""Without mixed chunks and with them."""
-
+"""A line's, the same in every picture; others take one after the other of all."""
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 
 UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -111,7 +111,7 @@ Panels = Sequence[Lines | Dots]
 def files_of(outcomes: Outcomes) -> list[tuple[str, str]]:
     """File names of a table's pictures and what each shows; none of what nothing is known of."""
     return [(f"{outcomes.table.name}-{outcomes.scale.name}-{what}.png", what)
-            for what in PICTURES[outcomes.table.name] if panels_of(outcomes, what)]
+            for what in PICTURES.get(outcomes.table.name, OF_OTHERS) if panels_of(outcomes, what)]
 
 
 def panels_of(outcomes: Outcomes, what: str) -> Panels:
@@ -261,8 +261,8 @@ def speedup_panels(outcomes: Outcomes) -> list[Lines]:
 
 
 def perplexity_dots(outcomes: Outcomes) -> list[Dots]:
-    """Tables 1 and 2: a panel for each column; the dashed line is the mean of the layer that nothing is changed in."""
-    first = next(iter(outcomes.table.models))
+    """Tables 1 and 2: a panel for each column; the dashed line is the mean of the row that others are changes of."""
+    first = outcomes.table.reference or next(iter(outcomes.table.models))
     panels = []
     for name, column in outcomes.table.columns.items():
         original = outcomes.cells[first, name].perplexity
@@ -313,7 +313,8 @@ def values_of(outcomes: Outcomes, column: str, of: Callable[[Outcome], Seeds | N
 
 
 def title_of(column: Column, name: str = "") -> str:
-    return f"{name}, context {column.context:,}" if name else f"Context {column.context:,}"
+    """With the column's name, if that says more than its context."""
+    return f"Context {column.context:,}" if name in ("", str(column.context)) else f"{name}, context {column.context:,}"
 
 
 def draw_all(tables: Iterable[Outcomes], folder: Path) -> list[Path]:
@@ -360,10 +361,11 @@ def draw(outcomes: Outcomes, what: str, path: Path) -> None:
 
 def draw_lines(axes: "Axes", panel: Lines) -> None:
     """Means as lines, with a band from the least to the most; a single point has a bar."""
+    others = itertools.cycle(COLOURS)
     for line in panel.lines:
         x, y, low, high = (list(values) for values in zip(*line.points, strict=True))
         front = line.name in IN_FRONT
-        look: dict[str, Any] = {"color": COLOUR_OF[line.name], "zorder": 3 if front else 2,
+        look: dict[str, Any] = {"color": COLOUR_OF.get(line.name) or next(others), "zorder": 3 if front else 2,
                                 "linewidth": 2.2 if front else 1.5}
         if len(x) == 1:
             reach = [[y[0] - low[0]], [high[0] - y[0]]]

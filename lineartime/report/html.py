@@ -6,16 +6,12 @@ bold, code, links, and the tags `details`, `summary`, `sub`, `sup`, `br`. All el
 
 import base64
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
 from lineartime.errors import DataError
-from lineartime.report.curves import draw_all
-from lineartime.report.outcomes import Outcomes
-from lineartime.run import write_atomically
 
 INLINE = re.compile(
     r"`(?P<code>[^`]+)`|\[(?P<words>[^\]]+)\]\((?P<link>[^)\s]+)\)|\*\*(?P<bold>.+?)\*\*|\\(?P<sign>[\\*_|`])"
@@ -28,16 +24,17 @@ STYLE = """
 :root { color-scheme: light; }
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; color: #222; background: #fff;
        font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.3rem; margin-top: 3rem; border-bottom: 1px solid #ddd; }
 h1, h2, h3, h4 { line-height: 1.25; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.4rem; } h3 { font-size: 1.2rem; }
+h2, h3 { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #ccc; }
 a { color: #0057a0; }
 nav ul { margin: 0; padding-left: 1.2rem; }
 .wide { overflow-x: auto; margin: 1rem 0; overflow-wrap: normal; }
-.wide img { display: block; width: 100%; min-width: 42rem; height: auto; }
+.wide img { display: block; width: 100%; min-width: 42rem; max-width: 64rem; height: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
 th { border-bottom: 2px solid #888; vertical-align: bottom; }
-.number { text-align: right; }
+.number { text-align: right; } .pale { color: #767676; }
 tr > :first-child { position: sticky; left: 0; background: #fff; }
 tbody tr:hover > * { background: #f3f6fa; }
 sub, sup { font-size: .85rem; vertical-align: baseline; color: #555; }
@@ -48,16 +45,6 @@ details { margin: .8rem 0; } summary { cursor: pointer; }
   tr > :first-child { max-width: 8rem; white-space: normal; }
 }
 """
-
-
-def write_page(path: Path, title: str, text: str, tables: Sequence[Outcomes]) -> None:
-    """A text with the pictures of these tables, named in it by their file names, as one file.
-
-    Raises DataError for another picture, ResourceError."""
-    with tempfile.TemporaryDirectory() as folder:
-        draw_all(tables, Path(folder))
-        made = page(title, text, Path(folder))
-    write_atomically(path, made)
 
 
 def page(title: str, text: str, folder: Path) -> str:
@@ -127,16 +114,22 @@ def kind_of(line: str) -> str:
 def table(lines: Sequence[str]) -> Iterator[str]:
     """The lines of a table: names of columns, how they are aligned, rows. It scrolls by itself where it is too wide."""
     head, rule, *rows = ([part.strip() for part in re.split(r"(?<!\\)\|", line.strip()[1:-1])] for line in lines)
-    style = [' class="number"' if part.endswith(":") else "" for part in rule]
 
     def row(cells: Sequence[str], tag: str) -> str:
-        filled = (f"<{tag}{how}>{inline(cell)}</{tag}>" for cell, how in zip(cells, style, strict=True))
-        return f"<tr>{''.join(filled)}</tr>"
+        return f"<tr>{''.join(cell(words, how, tag) for words, how in zip(cells, rule, strict=True))}</tr>"
 
     yield '<div class="wide" tabindex="0"><table>'
     yield f"<thead>{row(head, 'th')}</thead><tbody>"
     yield from (row(cells, "td") for cells in rows)
     yield "</tbody></table></div>"
+
+
+def cell(words: str, rule: str, tag: str) -> str:
+    """A number stands at the right; words in its place, such as "not run", are pale."""
+    if not rule.endswith(":"):
+        return f"<{tag}>{inline(words)}</{tag}>"
+    pale = tag == "td" and not re.search(r"\d", words)
+    return f'<{tag} class="number{" pale" if pale else ""}">{inline(words)}</{tag}>'
 
 
 def listed(items: Sequence[tuple[int, str]]) -> Iterator[str]:
