@@ -232,11 +232,13 @@ def outcomes_of(table: str, scale: ScaleName, rows: Iterable[Row]) -> Outcomes:
     outcomes = {}
     for column in declared.columns:
         cells = [Cell(declared, label, column, SCALES[scale]) for label in declared.models]
-        # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
-        alone = [sum(other.key == cell.key for other in cells) == 1 for cell in cells]
-        found = [outcome_of(cell, (cell.row, column) in planned, rows)
-                 if (cell.row, column) in planned or only else outcome_of(cell, False, ())
-                 for cell, only in zip(cells, alone, strict=True)]
+        keys = [cell.key for cell in cells] if rows else []  # which takes its time
+        found = []
+        for number, cell in enumerate(cells):
+            runs = (cell.row, column) in planned
+            # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
+            shares = rows and (runs or keys.count(keys[number]) == 1)
+            found.append(outcome_of(cell, runs, rows) if shares else Outcome(cell, runs, {}, {}, (), {}))
         outcomes.update({(outcome.cell.row, column): outcome for outcome in timed_together(found)})
     return Outcomes(declared, SCALES[scale], outcomes)
 

@@ -131,7 +131,8 @@ MEASURES = {
     "gau_ablation": (PERPLEXITY, PARAMETERS, STEP), "mhsa_ablation": (PERPLEXITY, PARAMETERS, STEP),
     "mlm_c4": QUALITY_AND_SPEED, "lm_wiki40b": QUALITY_AND_SPEED, "flash_ablation": QUALITY_AND_SPEED,
     "lm_pg19": (WORDS, TOKENS, STEP, TO_QUALITY, BY_STEP, MEMORY, PARAMETERS),
-    "triviaqa": (PERPLEXITY, F1, BY_STEP, BY_FINETUNING), "chunk_size": (PERPLEXITY, STEP, MEMORY),
+    "triviaqa": (PERPLEXITY, F1, BY_STEP, BY_FINETUNING),
+    "position_bias": (PERPLEXITY, STEP, TO_QUALITY, BY_STEP), "chunk_size": (PERPLEXITY, STEP, MEMORY),
     "gap": (PERPLEXITY,), "gpu_latency": (STEP, MEMORY, PARAMETERS), "speedup": ()}
 """Of each table, in order."""
 GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))
@@ -173,8 +174,7 @@ def measured(outcomes: Outcomes, paper: Paper, measure: Measure) -> str:
     table = outcomes.table
     printed = {place: paper_text(outcomes, paper, measure, *place) for place in outcomes.cells}
     both = any(printed.values())
-    head = ["", *(words for column in table.columns
-                  for words in ([f"{column}: paper", "ours"] if both else [column]))]
+    head = ["", *(words for column in table.columns for words in headings(column, both))]
     lines = []
     for row in table.models:
         line = [row]
@@ -191,12 +191,19 @@ def measured(outcomes: Outcomes, paper: Paper, measure: Measure) -> str:
 def one_column(outcomes: Outcomes, paper: Paper, measures: Sequence[Measure]) -> str:
     """Models by measures, where a table has but one column."""
     (column,) = outcomes.table.columns
-    titles = [measure.title.format(reference=outcomes.table.reference) for measure in measures]
-    head = ["", *(words for title in titles for words in (f"{title}: paper", "ours"))]
-    lines = [[row, *(text for measure in measures for text in (
-        paper_text(outcomes, paper, measure, row, column) or "",
-        ours_text(outcomes, outcomes.cells[row, column], measure)))] for row in outcomes.table.models]
+    head, lines = [""], [[row] for row in outcomes.table.models]
+    for measure in measures:
+        printed = [paper_text(outcomes, paper, measure, row, column) for row in outcomes.table.models]
+        head += headings(measure.title.format(reference=outcomes.table.reference), any(printed))
+        for line, text in zip(lines, printed, strict=True):
+            line += [text or ""] if any(printed) else []
+            line.append(ours_text(outcomes, outcomes.cells[line[0], column], measure))
     return markdown(head, lines, 1)
+
+
+def headings(label: str, printed: bool) -> list[str]:
+    """Of the paper's column and ours, or of ours alone."""
+    return [f"{label}: paper", "ours"] if printed else [label]
 
 
 def paper_text(outcomes: Outcomes, paper: Paper, measure: Measure, row: str, column: str) -> str | None:
@@ -224,7 +231,7 @@ def why_not(cells: Sequence[Outcome], kinds: Sequence[str]) -> str:
 def gap_tables(outcomes: Outcomes, paper: Paper) -> str:
     """Table 5: what mixed chunks add to the perplexity, and to the loss, which is comparable between scales."""
     def differences(title: str, columns: Sequence[str], of: Callable[[Row], float], printed: bool) -> str:
-        head = ["", *(words for column in columns for words in ([f"{column}: paper", "ours"] if printed else [column]))]
+        head = ["", *(words for column in columns for words in headings(column, printed))]
         lines = []
         for plain, chunked in GAPS:
             line = [f"{plain} -> {chunked}"]
@@ -247,7 +254,7 @@ def gap_tables(outcomes: Outcomes, paper: Paper) -> str:
 def speedup_table(outcomes: Outcomes, paper: Paper) -> str:
     """Figure 1: lengths by rivals."""
     rivals = [row for row in outcomes.table.models if row != "FLASH"]
-    head = ["Length", *(words for rival in rivals for words in (f"over {rival}: paper", "ours", "by time of a step"))]
+    head = ["Length", *(words for rival in rivals for words in (*headings(f"over {rival}", True), "by time of a step"))]
     lines = []
     for column in outcomes.table.columns:
         line, flash = [column], outcomes.cells["FLASH", column]
