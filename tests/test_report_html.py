@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.errors import DataError
+from lineartime.plot import drawing
 from lineartime.report.html import STYLE, inline, page
 
 VOID = {"meta", "img", "br"}
@@ -90,11 +91,12 @@ def test_what_is_folded_stays_folded():
 
 
 def test_a_picture_is_inside_the_page(tmp_path):
-    (tmp_path / "x.png").write_bytes(b"\x89PNG picture")
+    with drawing(tmp_path / "x.png", width=5, height=1) as figure:
+        figure.text(0, 0, "words")
     tree = Tree(page("T", '## A\n\n![what "it" shows](x.png)\n', tmp_path))
     (source,) = tree.attributes("img", "src")
-    assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == b"\x89PNG picture"
-    assert tree.attributes("img", "alt") == ['what "it" shows']
+    assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == (tmp_path / "x.png").read_bytes()
+    assert tree.attributes("img", "alt") == ['what "it" shows'] and tree.attributes("img", "width") == ["480"]
     with pytest.raises(DataError, match="cannot read the picture") as raised:
         page("T", "![a](y.png)\n", tmp_path)
     assert "\n" not in str(raised.value)

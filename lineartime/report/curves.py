@@ -17,7 +17,7 @@ from lineartime.errors import ResourceError
 from lineartime.plot import COLOURS, drawing, label_positions
 from lineartime.report.outcomes import Outcome, Outcomes, Seeds, paired, perplexity_of, speedup, step_speedup, steps_to
 from lineartime.report.paper import read_paper
-from lineartime.report.pictures import scale_logarithmically
+from lineartime.report.pictures import label_plainly, scale_logarithmically
 from lineartime.report.speed import number, span_of, tokens
 from lineartime.report.tables import GAPS
 from lineartime.reproduce.tables import Column
@@ -47,14 +47,16 @@ COLOUR_OF = {
     "Transformer++": COLOURS[1], "MHSA+GLU": COLOURS[1], "MC-TFM++": COLOURS[3], "Combiner": COLOURS[3],
     "Performer": COLOURS[5], "Performer-Matmul": COLOURS[3],
     "FLASH (LocalOnly)": COLOURS[5], "FLASH (GlobalOnly)": COLOURS[2],
-    "C = 1": "#c0c6dd", "C = 16": "#a6bddb", "C = 64": "#67a9cf", "C = 128": "#3690c0", "C = 256": COLOURS[0],
-    "C = 512": "#023858",
+    "C = 1": COLOURS[3], "C = 16": COLOURS[4], "C = 64": COLOURS[5], "C = 128": COLOURS[1], "C = 256": COLOURS[0],
+    "C = 512": COLOURS[6],
     "to the same quality": COLOURS[0], "by the time of a step": COLOURS[5], "the paper's": COLOURS[6]}
 """A line's, the same in every picture; others take one after the other of all."""
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 
 UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 DASHED: dict[str, Any] = {"color": "#444444", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
+FAR_APART = 6.0
+"""Times: what training costs in one panel, from which on a linear scale hides the cheapest."""
 PER_ROW = 3
 """Panels beside each other."""
 
@@ -338,7 +340,7 @@ def draw(outcomes: Outcomes, what: str, path: Path) -> None:
     n_rows = math.ceil(len(panels) / n_columns)
     names = panels[0].names if isinstance(panels[0], Dots) else []
     height = 1.1 + 0.36 * len(names) if names else 3.3
-    with drawing(path, width=max(0.3 + 4.2 * n_columns, 7.5), height=0.8 + height * n_rows,
+    with drawing(path, width=max(0.3 + 4.2 * n_columns, 8), height=0.8 + height * n_rows,
                  metadata={"Rows": digest(outcomes, what)}) as figure:
         places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
         for i, (axes, panel) in enumerate(zip(places, panels, strict=False)):
@@ -356,7 +358,8 @@ def draw(outcomes: Outcomes, what: str, path: Path) -> None:
             axes.set_visible(False)
         words = textwrap.fill(alt_text(outcomes, what), round(13.5 * figure.get_figwidth()))
         figure.suptitle(words, fontsize=9.5, x=0.008, ha="left", color="#555555")
-        add_legend(figure, places, list(outcomes.table.models))
+        lines = [line.name for panel in panels if isinstance(panel, Lines) for line in panel.lines]
+        add_legend(figure, places, [*outcomes.table.models, *lines])
 
 
 def draw_lines(axes: "Axes", panel: Lines) -> None:
@@ -388,12 +391,20 @@ def draw_lines(axes: "Axes", panel: Lines) -> None:
 
 
 def zoom_to_end(axes: "Axes", panel: Lines) -> None:
-    """Leave out the first third of every curve, where quality rises so fast that the rest would be pressed together."""
+    """Leave out the first third of every curve, where quality rises so fast that the rest would be pressed together.
+
+    Costs that are far apart are on a logarithmic scale."""
     late = [point for line in panel.lines for point in line.points[len(line.points) // 3:]]
     low, high = min(point[2] for point in late), max(point[3] for point in late)
     room = 0.06 * (high - low) or 0.1
     axes.set_ylim(low - room, max(high, panel.level or high) + room)
-    axes.set_xlim(0, None)
+    ends = [line.points[-1][0] for line in panel.lines]
+    if max(ends) > FAR_APART * min(ends):
+        axes.set_xscale("log")
+        axes.set_xlim(0.9 * min(point[0] for point in late), 1.1 * max(ends))
+        label_plainly(axes.xaxis)
+    else:
+        axes.set_xlim(0, None)
 
 
 def widen(axes: "Axes", panel: Lines) -> None:

@@ -20,6 +20,9 @@ PICTURE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)]+)\)")
 HEADING = re.compile(r"(#{1,6}) (.+)")
 ITEM = re.compile(r"( *)- (.+)")
 
+CSS_DPI, DPI = 96, 150
+"""Of a page, and of the pictures that `plot` draws."""
+
 STYLE = """
 :root { color-scheme: light; }
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; color: #222; background: #fff;
@@ -30,7 +33,7 @@ h2, h3 { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #ccc; }
 a { color: #0057a0; }
 nav ul { margin: 0; padding-left: 1.2rem; }
 .wide { overflow-x: auto; margin: 1rem 0; overflow-wrap: normal; }
-.wide img { display: block; width: 100%; min-width: 42rem; max-width: 64rem; height: auto; }
+.wide img { display: block; max-width: max(100%, 52rem); height: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
 th { border-bottom: 2px solid #888; vertical-align: bottom; }
@@ -149,15 +152,17 @@ def listed(items: Sequence[tuple[int, str]]) -> Iterator[str]:
 
 
 def picture(line: str, folder: Path) -> str:
-    """A picture with its bytes inside the page. Raises DataError."""
+    """A PNG inside the page, as wide as it was drawn. Raises DataError."""
     match = PICTURE.fullmatch(line)
     assert match
     path = folder / match["path"]
     try:
-        content = base64.b64encode(path.read_bytes()).decode()
+        content = path.read_bytes()
     except OSError as e:
         raise DataError("cannot read the picture", path, e.strerror) from None
-    return f'<div class="wide"><img alt="{escape(match["alt"])}" src="data:image/png;base64,{content}"></div>'
+    width = round(int.from_bytes(content[16:20]) * CSS_DPI / DPI)
+    return (f'<div class="wide"><img alt="{escape(match["alt"])}" width="{width}" '
+            f'src="data:image/png;base64,{base64.b64encode(content).decode()}"></div>')
 
 
 def inline(text: str) -> str:

@@ -15,6 +15,7 @@ from lineartime.report.speed import TITLES, parameters, title, tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 NAME_HEIGHT = 0.058
 """Of a line's name, in heights of a panel."""
@@ -90,15 +91,22 @@ def draw(table: Table, what: str, path: Path) -> None:
 
 def scale_logarithmically(axes: "Axes", contexts: Mapping[int, str]) -> None:
     """Both axes, with the names of the contexts that were measured and plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(list(contexts), list(contexts.values()))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    label_plainly(axes.yaxis)
+
+
+def label_plainly(axis: "Axis") -> None:
+    """1, 2, 5, 10 along a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def name_lines(axes: "Axes", lines: Sequence[Line], colour: dict[str, str]) -> None:
