@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
                                                    help="Any field; `none` switches one off.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
+ShippedModel = Annotated[str | None, typer.Option("--model", metavar="NAME",
+                                                  help="A model that ships with the package: small.")]
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lineartime import cli_report, cli_reproduce, cli_speed
-from lineartime.arguments import Device, Setting, numbers, pick_device, whole_numbers
+from lineartime.arguments import Device, Setting, ShippedModel, numbers, pick_device, whole_numbers
 from lineartime.config import PRESETS, RunConfig, model_config, parse_setting, run_config
 from lineartime.errors import LineartimeError, ResourceError, UsageError
 from lineartime.settings import read_toml
+from lineartime.shipped import model_folder
 from lineartime.terminal import Stream, Terminal, TrainingBar, evaluate_with_bar, prompt_progress, say, summary
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ def evaluate(
     max_answer_tokens: MaxAnswerTokens = 30,
     predictions: Annotated[Path | None, typer.Option(help="File for the answers, {question id: answer}.")] = None,
     score: Annotated[Path | None, typer.Option(help="Score this file of answers; no run is needed.")] = None,
+    shipped: ShippedModel = None,
     device: Device = None,
 ) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
@@ -223,6 +225,10 @@ def evaluate(
     if out is not None and not out.parent.is_dir():
         raise ResourceError("cannot write", out, "there is no such folder")
     lengths = whole_numbers(contexts) if contexts is not None else []
+    if shipped is not None and run is not None:
+        raise UsageError("two models are named", f"{run} and --model {shipped}", "leave one out")
+    if shipped is not None:
+        run = model_folder(shipped)
     if precision not in ("float32", "bfloat16"):
         raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
     if questions:
@@ -446,9 +452,11 @@ def answer(
 
 @app.command()
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
-    prompts: Annotated[list[str] | None, typer.Argument(
-        help="Prompts; `-` reads one from stdin; none begins a document.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="RUN|PROMPT", show_default=False,
+        help="A run, one of its checkpoints or an exported folder, unless --model names a model; then prompts: `-` "
+             "reads one from stdin, none begins a document.")] = None,
+    shipped: ShippedModel = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="File with a prompt; may be given again.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
@@ -468,7 +476,8 @@ def generate(
         raise UsageError("seed must not be negative", f"{seed}")
     if precision not in ("float32", "bfloat16"):
         raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
-    texts = read_prompts(prompts or [], prompt_file or [])
+    run, prompts = model_and_prompts(arguments or [], shipped)
+    texts = read_prompts(prompts, prompt_file or [])
     import torch
 
     from lineartime.generate import check_sampling
@@ -489,6 +498,16 @@ def generate(
     stream.finish()
 
 
+def model_and_prompts(arguments: list[str], shipped: str | None) -> tuple[Path, list[str]]:
+    """The folder of the model, and the prompts: where --model names one every argument is a prompt, otherwise the
+    first is the run."""
+    if shipped is not None:
+        return model_folder(shipped), arguments
+    if not arguments:
+        raise UsageError("no model is named", "generate", "name a run, or a model that ships: --model small")
+    return Path(arguments[0]), arguments[1:]
+
+
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     """The prompts of a command line, in order: arguments, `-` for stdin, then files;
     one empty prompt where there is none."""
@@ -505,6 +524,31 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
         except OSError as e:
             raise UsageError("cannot read the prompt", path, e.strerror) from None
     return texts or [""]
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run of `lineartime train`.")],
+    out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
+    data: Annotated[Path | None, typer.Option(
+        help="The text that the run was trained on, prepared; by default where the run found it.")] = None,
+    about: Annotated[Path | None, typer.Option(help="Markdown file that the model card begins with.")] = None,
+    prompt: Annotated[str, typer.Option(
+        help="What the card's sample continues; by default it begins a document.")] = "",
+    device: Device = None,
+) -> None:
+    """Make a run into a folder to give away: weights in bfloat16, and a model card with held-out scores."""
+    from lineartime.export import export as export_run
+    from lineartime.questions import read_utf8
+
+    text = read_utf8(about) if about is not None else ""
+    made = export_run(run, out, data=data, about=text, prompt=prompt, device=pick_device(device),
+                      score=lambda model, stream: evaluate_with_bar(model, stream, model.config.context, "float32", 8))
+    for split, evaluation in made.scores.items():
+        say(summary(split, evaluation, made.task))
+    say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
+        "transformers)")
+    say(f"card     {out / 'README.md'}")
 
 
 @app.command()

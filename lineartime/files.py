@@ -74,7 +74,7 @@ def _locked_folder(folder: Path, lock: str, out: Path) -> Iterator[IO[bytes]]:
         except (BlockingIOError, FileNotFoundError):
             ours = False
         if not ours:
-            raise ResourceError("another prepare is writing this folder", out, "wait for it")
+            raise ResourceError("another process is writing this folder", out, "wait for it")
         try:
             for left in folder.iterdir():
                 if left.name != lock:

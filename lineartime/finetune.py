@@ -23,11 +23,21 @@ from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, Run
 from lineartime.config import to_dict as fields_of
 from lineartime.data import places_of_step
 from lineartime.errors import CheckpointError, DataError, UsageError
+from lineartime.files import hash_of
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.questions import Question, read_questions
-from lineartime.run import RESULT_FILE, RUN_FILE, TOKENIZER_FILE, Run, different, load_model, write_atomically
+from lineartime.run import (
+    RESULT_FILE,
+    RUN_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    Run,
+    different,
+    load_model,
+    write_atomically,
+)
 from lineartime.settings import replace_fields, require
 from lineartime.spans import Rows, Windows, predict, separator_of, span_logits, span_losses, stack_rows, training_rows
 from lineartime.tokenizer import Tokenizer
@@ -257,7 +267,8 @@ def finetune(plan: FineTuning, device: torch.device, stop: StopSignal, display: 
                         f"of {rows.counts.questions} questions {rows.counts.unlabelled} have no label, "
                         f"{rows.counts.without_document} no document, {rows.counts.answer_not_found} an answer "
                         "that no document holds")
-    description = {"pretrained_sha256": weights_sha256(Path(facts["checkpoint"])), "rows_sha256": rows.sha256(),
+    pretrained_sha256 = hash_of(Path(facts["checkpoint"]) / WEIGHTS_FILE)["sha256"]
+    description = {"pretrained_sha256": pretrained_sha256, "rows_sha256": rows.sha256(),
                    "tokenizer_sha256": tokenizer.sha256, "validation_sha256": questions_sha256(validation),
                    **dataclasses.asdict(plan.windows)}
     configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate), "fine-tuned", "questions",
@@ -365,12 +376,6 @@ def read_result(path: Path) -> dict[str, Any]:
         return result
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError("damaged", path, str(e)) from None
-
-
-def weights_sha256(folder: Path) -> str:
-    """What identifies a checkpoint's weights."""
-    manifest = json.loads((folder / checkpoint.MANIFEST).read_text(encoding="utf-8"))
-    return manifest["files"]["model.safetensors"]["sha256"]
 
 
 def questions_sha256(questions: Sequence[Question]) -> str:

@@ -9,7 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.config import QUESTION_ANSWERING, RunConfig, model_config_from_json, model_config_json, to_dict
@@ -20,7 +22,9 @@ from lineartime.tokenizer import Tokenizer
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
+CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
+WEIGHTS_FILE = "model.safetensors"
 
 
 class Run:
@@ -87,7 +91,7 @@ class Run:
         with suppress(OSError), open(self.out / METRICS_FILE, "rb") as file:
             os.fsync(file.fileno())  # the lines up to a step are on the disk before its checkpoint
         checkpoint.save(self.out, step, run=self.id, tensors={"model": weights, "optimizer": moments},
-                        documents={"config.json": model_config_json(model.config), **documents},
+                        documents={CONFIG_FILE: model_config_json(model.config), **documents},
                         keep=self.config.train.keep)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -186,30 +190,57 @@ def best_run(out: Path) -> Path:
         raise CheckpointError("damaged", path, str(e)) from None
 
 
-def load_model(path: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
-    """The model and tokenizer of a run (its newest whole checkpoint) or of one checkpoint, and the run's facts.
+def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """The model and tokenizer of a run (its newest whole checkpoint), of one checkpoint, or of a folder that
+    `lineartime export` made; and what is known of it: the folder, and the step unless it was exported.
 
     Of a folder of `lineartime finetune` the best run is taken; what it saved is a `SpanModel`.
-    Returns the model in evaluation mode on the CPU. Raises UsageError where there is neither, CheckpointError for
-    damage."""
-    path = best_run(path)
+    Returns the model in evaluation mode on the CPU, in float32. Raises UsageError where there is none of these,
+    CheckpointError for damage."""
+    path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
-    if not (path / checkpoint.MANIFEST).exists():
-        read_run(path)
-        newest = checkpoint.newest(path)
-        if newest is None:
-            raise UsageError("no checkpoint yet", path, "let the training save one")
-        folder = newest.path
-    loaded = checkpoint.load(folder)
+    if is_exported(path):
+        facts: dict[str, Any] = {"checkpoint": str(folder)}
+        documents, weights = read_exported(folder)
+    else:
+        if not (path / checkpoint.MANIFEST).exists():
+            read_run(path)
+            newest = checkpoint.newest(path)
+            if newest is None:
+                raise UsageError("no checkpoint yet", path, "let the training save one")
+            folder = newest.path
+        loaded = checkpoint.load(folder)
+        facts = {"checkpoint": str(folder), "step": loaded.step}
+        documents, weights = loaded.documents, loaded.tensors.get("model", {})
     try:
-        config = model_config_from_json(loaded.documents["config.json"])
-        kind = SpanModel if QUESTION_ANSWERING in loaded.documents["config.json"] else LanguageModel
-        tokenizer = Tokenizer(loaded.documents[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
-        weights = loaded.tensors["model"]
+        config = model_config_from_json(documents[CONFIG_FILE])
+        kind = SpanModel if QUESTION_ANSWERING in documents[CONFIG_FILE] else LanguageModel
+        tokenizer = Tokenizer(documents[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
     with torch.device("meta"):
         model = kind(config)
     checkpoint.check_tensors(weights, dict(model.named_parameters()))
     model.load_state_dict(weights, assign=True)
-    return model.eval(), tokenizer, {"checkpoint": str(folder), "step": loaded.step}
+    return model.eval(), tokenizer, facts
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a folder holds weights and is no checkpoint, which has an optimizer and a manifest too."""
+    beside = (checkpoint.MANIFEST, "optimizer.safetensors", RUN_FILE)
+    return (path / WEIGHTS_FILE).exists() and not any((path / name).exists() for name in beside)
+
+
+def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The documents and the weights of an exported folder, bfloat16 made float32. Raises CheckpointError."""
+    documents = {}
+    for name in (CONFIG_FILE, TOKENIZER_FILE):
+        try:
+            documents[name] = (folder / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointError("cannot read", folder / name, str(e)) from None
+    try:
+        weights = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, safetensors.SafetensorError) as e:
+        raise CheckpointError("damaged", folder / WEIGHTS_FILE, str(e)) from None
+    return documents, {name: weight.float() for name, weight in weights.items()}

@@ -367,7 +367,7 @@ def test_two_at_once_do_not_mix(tmp_path):
     while not (tmp_path / ".out.partial" / "train-00000.bin").exists():
         assert process.poll() is None
         time.sleep(0.0005)
-    with pytest.raises(ResourceError, match="another prepare is writing this folder"):
+    with pytest.raises(ResourceError, match="another process is writing this folder"):
         prepare([tmp_path / "a.jsonl"], out, tokenizer="bytes", held_out=0.1)
     assert process.wait() == 0
     assert open_split(out, "train").n_documents == 70
