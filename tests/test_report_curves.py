@@ -88,6 +88,15 @@ def test_a_cell_that_was_not_timed_has_no_cost_and_a_reference_that_was_not_trai
     assert panels_of(made("lm_wiki40b", keep=lambda row: row["kind"] == "train"), "cost") == []
 
 
+def test_a_context_that_only_other_tables_ran_is_left_out():
+    rows = made_rows("lm_wiki40b", "chunk_size", scale="gpu")
+    outcomes = outcomes_of("lm_wiki40b", "gpu", rows)
+    assert outcomes.cells["FLASH-Quad", "1024"].trained
+    for what in ("cost", "positions"):
+        titles = [panel.title for panel in panels_of(outcomes, what)]
+        assert [title for title in titles if "Context" in title] == ["Context 512", "Context 2,048", "Context 8,192"]
+
+
 def test_latency_is_per_token_and_of_a_step_where_columns_are_steps():
     outcomes = made("lm_wiki40b")
     panel = panels_of(outcomes, "cost")[0]
@@ -202,7 +211,7 @@ def pictures(monkeypatch):
 
 
 @pytest.mark.parametrize(("table", "scale"), [*((table, "cpu") for table in TABLES), ("lm_wiki40b", "paper"),
-                                              ("gau_vs_transformer", "paper"), ("gap", "paper")])
+                                              ("lm_pg19", "gpu"), ("gau_vs_transformer", "paper"), ("gap", "paper")])
 def test_what_is_drawn_can_be_read(tmp_path, pictures, table, scale):
     """No words on other words or outside; every line in its colour."""
     outcomes = made(table, scale)

@@ -55,7 +55,7 @@ IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 
 UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 DASHED: dict[str, Any] = {"color": "#444444", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
-FAR_APART = 6.0
+FAR_APART = 10.0
 """Times: what training costs in one panel, from which on a linear scale hides the cheapest."""
 PER_ROW = 3
 """Panels beside each other."""
@@ -148,7 +148,7 @@ def cost_panels(outcomes: Outcomes) -> list[Lines]:
     if longest is None:
         return []
     unit = next(unit for unit in UNITS if longest >= 2 * unit[0] or unit == UNITS[-1])
-    panels = [cost_panel(outcomes, column, *unit) for column in outcomes.known_columns]
+    panels = [cost_panel(outcomes, column, *unit) for column in own_columns(outcomes)]
     return [panel for panel in (*latency_panels(outcomes), *panels) if panel.lines]
 
 
@@ -188,7 +188,7 @@ def latency_panels(outcomes: Outcomes) -> list[Lines]:
 
     Nothing without two contexts to join."""
     table = outcomes.table
-    columns = {name: column.context for name, column in table.columns.items()
+    columns = {name: column.context for name, column in own_columns(outcomes).items()
                if any(outcome.timed for outcome in in_column(outcomes, name))}
     if len(columns) < 2:
         return []
@@ -210,7 +210,7 @@ def latency_panels(outcomes: Outcomes) -> list[Lines]:
 def position_panels(outcomes: Outcomes) -> list[Lines]:
     """A panel for each context: the loss of early and of late tokens, at the end of training."""
     panels = []
-    for name, column in outcomes.table.columns.items():
+    for name, column in own_columns(outcomes).items():
         lines = not_empty(Line(outcome.cell.row, tuple(
             (math.sqrt((span.first - 0.5) * (span.last + 0.5)), span.loss.mean, span.loss.least, span.loss.most)
             for span in outcome.loss_by_position)) for outcome in in_column(outcomes, name))
@@ -299,6 +299,12 @@ def gap_dots(outcomes: Outcomes) -> list[Dots]:
     return panels
 
 
+def own_columns(outcomes: Outcomes) -> dict[str, Column]:
+    """Those with a cell that the scale runs and has rows of: not where runs of other tables are all there is."""
+    return {name: column for name, column in outcomes.table.columns.items()
+            if any(outcome.planned and outcome.known for outcome in in_column(outcomes, name))}
+
+
 def in_column(outcomes: Outcomes, column: str) -> list[Outcome]:
     return [outcomes.cells[row, column] for row in outcomes.table.models]
 
@@ -336,7 +342,7 @@ def draw_all(tables: Iterable[Outcomes], folder: Path) -> list[Path]:
 def draw(outcomes: Outcomes, what: str, path: Path) -> None:
     """One picture of `files_of`. Raises ResourceError where it cannot be written."""
     panels = panels_of(outcomes, what)
-    n_columns = min(PER_ROW, len(panels))
+    n_columns = 2 if len(panels) == 4 else min(PER_ROW, len(panels))
     n_rows = math.ceil(len(panels) / n_columns)
     names = panels[0].names if isinstance(panels[0], Dots) else []
     height = 1.1 + 0.36 * len(names) if names else 3.3
@@ -364,6 +370,8 @@ def draw(outcomes: Outcomes, what: str, path: Path) -> None:
 
 def draw_lines(axes: "Axes", panel: Lines) -> None:
     """Means as lines, with a band from the least to the most; a single point has a bar."""
+    from matplotlib.ticker import LogLocator
+
     others = itertools.cycle(COLOURS)
     for line in panel.lines:
         x, y, low, high = (list(values) for values in zip(*line.points, strict=True))
@@ -388,6 +396,7 @@ def draw_lines(axes: "Axes", panel: Lines) -> None:
         widen(axes, panel)
     elif panel.axes == "positions":
         label_positions(axes)
+        axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
 
 
 def zoom_to_end(axes: "Axes", panel: Lines) -> None:
