@@ -134,7 +134,8 @@ def test_the_newest_row_of_a_seed_counts_and_a_failed_one_only_alone():
     outcome = outcomes_of("lm_wiki40b", "cpu", [old, new, failed, other]).cells["FLASH", "512"]
     assert outcome.loss == Seeds((2.0,)) and outcome.failures == {"train": "seed 1: memory"}
     text = table_section(outcomes_of("lm_wiki40b", "cpu", [other]))
-    assert line_of(text, "Perplexity", "FLASH")[2] == "failed" and "Failed: FLASH, 512: seed 1: memory." in text
+    assert line_of(text, "Perplexity", "FLASH")[2] == "failed"
+    assert "Failed: FLASH, 512: seed 1: memory." in text and "Ours:" not in text
 
 
 def test_rows_of_other_settings_scales_and_texts_are_not_a_cells():
@@ -265,6 +266,15 @@ def test_the_caption_has_what_it_takes_to_repeat_it():
                   "median (quartiles) of 5, processor time",
                   "`lineartime reproduce lm_wiki40b --scale cpu --texts TEXTS`"):
         assert words in section, words
+
+
+def test_a_gpus_rows_are_told_by_their_own_clock():
+    cell = cell_of("lm_pg19", "FLASH", "8192", "gpu")
+    row = {key: value for key, value in step_row(cell).items() if key != "cpu_ms"} | {
+        "device": "cuda", "gpu": "a GPU", "clock": "gpu", "gpu_ms": {**times(50.0), "n": 7}}
+    section = table_section(outcomes_of("lm_pg19", "gpu", [row]))
+    assert line_of(section, "Milliseconds of a step", "FLASH")[-1] == "50.0 (48.5-51.5)"
+    assert "median (quartiles) of 7, CUDA events" in section and "one a GPU, beside a CPU" in section
 
 
 def test_cells_without_all_seeds_and_without_rows_are_listed():

@@ -282,7 +282,7 @@ def notes(outcomes: Outcomes, paper: Paper) -> list[str]:
                      f"\"{NEVER}\" never gets there.")
     if BY_STEP in MEASURES[table.name] or table.name == "speedup":
         words.append(f"By time of a step: {whose} over this model's, both of one run (quartile over quartile).")
-    if known:
+    if any(outcome.rows for outcome in known):
         words.append(measured_words(known))
     answered = [row for outcome in known for row in outcome.finetuned.values()]
     if answered:
@@ -309,7 +309,7 @@ def place_text(outcome: Outcome) -> str:
 
 
 def measured_words(known: Sequence[Outcome]) -> str:
-    """Seeds, clock, text, machine, commit and command of what was run."""
+    """Seeds, clock, text, machine, commit and command of what was run, if only a part of it went well."""
     rows = [row for outcome in known for row in outcome.rows]
     trained = [row for outcome in known for row in outcome.trained.values()]
     timed = [outcome.timed[-1] for outcome in known if outcome.timed]
@@ -323,13 +323,13 @@ def measured_words(known: Sequence[Outcome]) -> str:
     if timed:
         n_tokens = unique(f"{row['tokens_per_step']:,}" for row in timed)
         words.append(f"steps of {joined(n_tokens)} tokens timed side by side, median (quartiles) of "
-                     f"{joined(unique(str(row['cpu_ms']['n']) for row in timed))}, "
+                     f"{joined(unique(str(row[row['clock'] + '_ms']['n']) for row in timed))}, "
                      f"{joined(unique(CLOCKS[row['clock']] for row in timed))}")
     words += unique(f"text {row['text']} ({row['data']['train_tokens']:,} tokens to train on, "
                     f"{row['data']['validation_tokens']:,} held out, vocabulary {row['data']['vocab_size']:,}, "
                     f"sha256 {row['data']['sha256'][:10]})" for row in trained)
-    words += [joined(unique(row["dtype"] for row in rows))] if rows else []
+    words.append(joined(unique(row["dtype"] for row in rows)))
     words += unique(map(machine_text, rows))
-    words += provenance_words(rows) if rows else []
+    words += provenance_words(rows)
     table, scale = known[0].cell.table.name, known[0].cell.scale.name
     return f"Ours: {'; '.join(words)}. Made by `lineartime reproduce {table} --scale {scale} --texts TEXTS`."
