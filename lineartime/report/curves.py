@@ -31,7 +31,8 @@ PICTURES = {
     "gau_vs_transformer": ("sizes",), "gau_ablation": ("perplexity",), "mhsa_ablation": ("perplexity",),
     "mlm_c4": ("cost", "positions"), "lm_wiki40b": ("cost", "positions"), "lm_pg19": ("cost", "positions"),
     "triviaqa": ("answers",), "flash_ablation": ("cost", "positions"), "gap": ("gap",),
-    "chunk_size": ("cost", "positions"), "gpu_latency": ("latency",), "speedup": ("speedup",)}
+    "chunk_size": ("cost", "positions"), "gpu_latency": ("latency",), "speedup": ("speedup",),
+    "more_tokens": ("cost", "positions")}
 OF_OTHERS = ("perplexity",)
 """What is drawn of each of the paper's tables, and of a study that is not the paper's."""
 

@@ -132,7 +132,8 @@ MEASURES = {
     "mlm_c4": QUALITY_AND_SPEED, "lm_wiki40b": QUALITY_AND_SPEED, "flash_ablation": QUALITY_AND_SPEED,
     "lm_pg19": (WORDS, TOKENS, STEP, TO_QUALITY, BY_STEP, MEMORY, PARAMETERS),
     "triviaqa": (PERPLEXITY, F1, BY_STEP, BY_FINETUNING),
-    "position_bias": (PERPLEXITY, STEP, TO_QUALITY, BY_STEP), "chunk_size": (PERPLEXITY, STEP, MEMORY),
+    **dict.fromkeys(("position_bias", "more_tokens"), (PERPLEXITY, STEP, TO_QUALITY, BY_STEP)),
+    "chunk_size": (PERPLEXITY, STEP, MEMORY),
     "gap": (PERPLEXITY,), "gpu_latency": (STEP, MEMORY, PARAMETERS), "speedup": ()}
 """Of each table, in order."""
 GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))

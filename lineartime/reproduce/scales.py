@@ -146,14 +146,14 @@ class Cell:
         shape = {**scale.shape, **{name: own[name] for name in own if name in (*MODEL_FIELDS, "gau", "pairs")}}
         shaped = shaped_config(model.preset, task, {name: shape[name] for name in shape if name != "context"})
         chosen = {name: getattr(shaped, name) for name in MODEL_FIELDS if getattr(shaped, name) != getattr(plain, name)}
-        chosen |= {**(model.size if scale.name == "paper" else {}), **model.fields,
-                   **(model.cpu if scale.name == "cpu" else {})}
         chosen["context"] = own.get("context", column.context)
         if column.task == "triviaqa":
             chosen["causal"] = False
         train = {**scale.train, **scale.train.get(family, {}),
                  **{name: value for name, value in own.items() if name not in shape}}
         chosen |= {name: value for name, value in train.items() if name not in ("gau", "pairs")}
+        chosen |= {**(model.size if scale.name == "paper" else {}), **model.fields,
+                   **(model.cpu if scale.name == "cpu" else {})}
         if column.tokens is not None:
             chosen |= {"tokens_per_step": column.tokens}
         micro = run_config({"model": model.preset, "data": "-", "out": "-"}).train.micro_batch_tokens

@@ -19,11 +19,11 @@ class Model:
 
     preset: str
     fields: dict[str, Any] = field(default_factory=dict)
-    """What makes it this row, at every scale."""
+    """What makes it this row, at every scale: fields of the model or of its training."""
     size: dict[str, Any] = field(default_factory=dict)
     """Where the row has a size of its own: at the paper's scale only, for the others have one size for all."""
     cpu: dict[str, Any] = field(default_factory=dict)
-    """Fields that the smallest scale takes in place of those of the same name."""
+    """Fields that the smallest scale has besides, or in place of those of the same name."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,12 @@ TRIVIAQA = {
     "FLASH s=512 + first-to-all": Model("flash", {"query_key_dim": 512, "first_to_all": True},
                                         cpu={"query_key_dim": 128})}
 
+TEN_TIMES = {"steps": 4000, "warmup_steps": 400, "eval_every": 200, "save_every": 1000}
+MORE_TOKENS = {"Transformer": Model("transformer", cpu=TEN_TIMES),
+               "Transformer++": Model("transformer++", cpu=TEN_TIMES),
+               "Transformer++, 2e-3": Model("transformer++", {"learning_rate": 2e-3}, cpu=TEN_TIMES),
+               "FLASH-Quad": Model("flash-quad", cpu=TEN_TIMES), "FLASH": Model("flash", cpu=TEN_TIMES)}
+
 TABLES = {table.name: table for table in (
     Table("gau_vs_transformer", "Figure 3: GAU and Transformers at a short context", FIGURE_3, SHORT,
           gpu=((ONE_SIZE, BOTH),), cpu=((ONE_SIZE, BOTH),)),
@@ -174,6 +180,9 @@ TABLES = {table.name: table for table in (
           gpu=((("FLASH-Quad", "FLASH-Quad, n = 512"), ("256",)),),
           cpu=((("FLASH", "FLASH-Quad", "FLASH-Quad, n = 512", "Transformer++", "Transformer++, relu2",
                  "Transformer++, relu2, n = 512"), ("256",)),)),
+    Table("more_tokens", "A study of ours: do Transformers catch up in ten times the tokens?", MORE_TOKENS,
+          contexts("pg19", 512), reference="Transformer++", one_seed=tuple(MORE_TOKENS),
+          gpu=((("Transformer++", "FLASH-Quad", "FLASH"), ("512",)),), cpu=((tuple(MORE_TOKENS), ("512",)),)),
     Table("speedup", "Figure 1: FLASH's speed-up over both Transformers on Wiki-40B",
           {"Transformer": TRANSFORMER, "Transformer++": PLUS_PLUS, "FLASH": FLASH},
           contexts("wiki40b", 512, 1024, 2048, 4096, 8192),
