@@ -66,8 +66,9 @@ def filled_tables(text: str, page: Path, images: Path, rows: Sequence[Row]) -> s
     Raises UsageError for a page without a whole place, or one for a table or a scale that does not exist."""
     def table(names: list[str]) -> str:
         outcomes = named_outcomes(names, page, rows)
-        return table_section(outcomes, [(curves.alt_text(outcomes, what), link(images / name, page))
-                                        for name, what in curves.files_of(outcomes)])
+        section = table_section(outcomes, [(curves.alt_text(outcomes, what), link(images / name, page))
+                                           for name, what in curves.files_of(outcomes)])
+        return f"#{section}"  # one heading below that of the question it answers
 
     return fill_places(text, page, {"table": table}, "table lm_wiki40b cpu")
 
