@@ -353,7 +353,7 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page.write_text(PLACE + "<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
     pictures = [path for path in fill_table_pages([page], images, rows) if path.suffix == ".png"]
     text = page.read_text()
-    assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n### Table 5")
+    assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n#### Table 5")
     assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
     assert pictures and all(f"](images/{path.name})" in text for path in pictures)
     with Image.open(pictures[0]) as picture:
