@@ -117,7 +117,8 @@ TEN_TIMES = {"steps": 4000, "warmup_steps": 400, "eval_every": 200, "save_every"
 MORE_TOKENS = {"Transformer": Model("transformer", cpu=TEN_TIMES),
                "Transformer++": Model("transformer++", cpu=TEN_TIMES),
                "Transformer++, 2e-3": Model("transformer++", {"learning_rate": 2e-3}, cpu=TEN_TIMES),
-               "FLASH-Quad": Model("flash-quad", cpu=TEN_TIMES), "FLASH": Model("flash", cpu=TEN_TIMES)}
+               "FLASH-Quad": Model("flash-quad", cpu=TEN_TIMES), "FLASH": Model("flash", cpu=TEN_TIMES),
+               "FLASH (LocalOnly)": Model("flash", {"chunk_parts": "local"}, cpu=TEN_TIMES)}
 
 TABLES = {table.name: table for table in (
     Table("gau_vs_transformer", "Figure 3: GAU and Transformers at a short context", FIGURE_3, SHORT,
@@ -180,7 +181,7 @@ TABLES = {table.name: table for table in (
           gpu=((("FLASH-Quad", "FLASH-Quad, n = 512"), ("256",)),),
           cpu=((("FLASH", "FLASH-Quad", "FLASH-Quad, n = 512", "Transformer++", "Transformer++, relu2",
                  "Transformer++, relu2, n = 512"), ("256",)),)),
-    Table("more_tokens", "A study of ours: do Transformers catch up in ten times the tokens?", MORE_TOKENS,
+    Table("more_tokens", "A study of ours: who is ahead after ten times the tokens?", MORE_TOKENS,
           contexts("pg19", 512), reference="Transformer++", one_seed=tuple(MORE_TOKENS),
           gpu=((("Transformer++", "FLASH-Quad", "FLASH"), ("512",)),), cpu=((tuple(MORE_TOKENS), ("512",)),)),
     Table("speedup", "Figure 1: FLASH's speed-up over both Transformers on Wiki-40B",
