@@ -83,7 +83,7 @@ def test_cells_of_one_model_on_one_text_share_their_run():
 
 
 def test_one_gpu_reads_no_text_twice():
-    tokens = {"pg19_medium": 32e6, "wiki40b_mini/en": 2.3e6}  # at a vocabulary of 32,000, rounded down
+    tokens = {"pg19_medium": 36e6, "wiki40b_mini/en": 2.2e6}  # at a vocabulary of 32,000, rounded down
     for table in TABLES:
         for cell in cells_of(table, "gpu"):
             train = config_of(cell).train
@@ -135,9 +135,11 @@ def test_a_table_is_made_and_only_once(tiny):
         assert row["data"]["train_tokens"] > 5000 and row["epochs"] == row["tokens"] / row["data"]["train_tokens"]
         assert row["held_out"]["bits_per_byte"] > 1 and row["peak_mib"] > 100 and row["commit"] is not None
         assert row["step_ms"]["cpu"]["n"] == 6 and 0 < row["train_s"]["cpu"] and row["threads"] == 1
+        assert row["command"] == "lineartime reproduce speedup --scale cpu"
         described = json.loads(next(place.out.glob(f"runs/{row['settings']['model']}-*/run/run.json")).read_text())
         assert described["train"]["seed"] == 0 and described["model"]["d_model"] == 16
     assert measured_together(cells, rows) is not None
+    assert str(place.out) not in before and str(place.texts) not in before  # rows are made to be given away
     assert runner.reproduce("speedup", "cpu", first, StopSignal()) == 0
     assert place.rows.read_text() == before
     # A stop asked for while a run trains: it saves, no row is made of it, and the same command goes on.

@@ -207,15 +207,25 @@ def run_job(job: Job, rows: Sequence[Row], place: Place, over: Callable[[], bool
     made = []
     if not rows_of(cell, rows, "train", job.seed):
         made.append({"kind": "train", **shared, **(trained(run, cell) if failed is None else as_result(failed)),
-                     **provenance()})
+                     **made_by(cell)})
     if failed is None and cell.questions is not None:
         failed = call(finetune_arguments(run, cell.questions, place), f"{job.label}, questions",
                       folder / "finetune.log", place, over)
         if over():
             return made
         scores = finetuned(run.with_name("questions")) if failed is None else as_result(failed)
-        made.append({"kind": "finetune", **shared, "questions": asdict(cell.questions), **scores, **provenance()})
+        made.append({"kind": "finetune", **shared, "questions": asdict(cell.questions), **scores, **made_by(cell)})
     return made
+
+
+def made_by(cell: Cell) -> Row:
+    """Where a row comes from."""
+    return {**provenance(), "command": command_of(cell)}
+
+
+def command_of(cell: Cell) -> str:
+    """What makes a cell's rows, without the folders of the machine that it ran on."""
+    return f"lineartime reproduce {cell.table.name} --scale {cell.scale.name}"
 
 
 def finetune_arguments(run: Path, questions: Questions, place: Place) -> list[str]:
@@ -335,6 +345,6 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
                                config.train.precision))
     measured = benchmark_step(timed, threads=place.threads, device=place.device, progress=progress)
     rows = [{**row, "kind": "step", "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(None),
-             "machine": row.get("settings")} for cell, row in zip(column, measured, strict=True)]
+             "machine": row.get("settings"), "command": command_of(cell)} for cell, row in zip(column, measured, strict=True)]
     append_rows(place.rows, rows)
     return rows
