@@ -345,6 +345,7 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
                                config.train.precision))
     measured = benchmark_step(timed, threads=place.threads, device=place.device, progress=progress)
     rows = [{**row, "kind": "step", "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(None),
-             "machine": row.get("settings"), "command": command_of(cell)} for cell, row in zip(column, measured, strict=True)]
+             "machine": row.get("settings"), "command": command_of(cell)}
+            for cell, row in zip(column, measured, strict=True)]
     append_rows(place.rows, rows)
     return rows
