@@ -134,7 +134,7 @@ MEASURES = {
     "triviaqa": (PERPLEXITY, F1, BY_STEP, BY_FINETUNING),
     **dict.fromkeys(("position_bias", "more_tokens"), (PERPLEXITY, STEP, TO_QUALITY, BY_STEP)),
     "chunk_size": (PERPLEXITY, STEP, MEMORY),
-    "gap": (PERPLEXITY,), "gpu_latency": (STEP, MEMORY, PARAMETERS), "speedup": ()}
+    "learning_rates": (PERPLEXITY,), "gap": (PERPLEXITY,), "gpu_latency": (STEP, MEMORY, PARAMETERS), "speedup": ()}
 """Of each table, in order."""
 GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))
 """Table 5: a model, and it with mixed chunks."""

@@ -85,22 +85,20 @@ GPU = Scale(
              "triviaqa": {"steps": 32, "warmup_steps": 4, "eval_every": 4}})
 
 CPU = Scale(
-    "cpu", "two processor cores: a sixth of the paper's width and a quarter of its layers, chunks of 64 where the "
+    "cpu", "two processor cores: a twelfth of the paper's width and a sixth of its layers, chunks of 64 where the "
     "paper has 256 (16 where it has 64), few contexts, small texts in the form of the published ones, vocabulary "
-    "4,096, 800 steps of 2,048 tokens (PG-19: 400 of 4,096), learning rate 5e-3",
+    "4,096, 1,000 steps of 4,096 tokens, a fifth of them warm-up, one learning rate for GAUs and one for Transformers",
     texts={"wiki40b": Text("wiki40b", 4096, "wiki40b_mini/en"), "c4": Text("c4", 4096, "c4_mini/en", mlm=True),
            "pg19": Text("pg19", 4096, "pg19_mini"), "triviaqa": Text("wiki40b", 4096, "wiki40b_mini/en", mlm=True)},
     questions=Questions(*MINI_QUESTIONS, 512, {"learning_rates": "1e-3", "epochs": 1, "negatives": 0.1},
                         {"tokens_per_step": 8192, "micro_batch_tokens": 8192, "precision": "bfloat16"}),
     seeds=3,
-    shape={"d_model": 128, "chunk_size": 64, "gau": {"n_layers": 6, "query_key_dim": 64},
-           "pairs": {"n_layers": 3, "n_heads": 4}},
-    train={"precision": "bfloat16", "tokens_per_step": 2048, "micro_batch_tokens": 2048, "steps": 800,
-           "warmup_steps": 80, "learning_rate": 5e-3, "eval_every": 80, "eval_tokens": 2**16, "save_every": 400,
-           "keep": 1, "gau": {"compile": True}},
-    of_task={"triviaqa": {"context": 512},
-             "pg19": {"tokens_per_step": 4096, "micro_batch_tokens": 4096, "steps": 400, "warmup_steps": 40,
-                      "eval_every": 40, "save_every": 200}})
+    shape={"d_model": 64, "chunk_size": 64, "gau": {"n_layers": 4, "query_key_dim": 32},
+           "pairs": {"n_layers": 2, "n_heads": 2}},
+    train={"precision": "bfloat16", "tokens_per_step": 4096, "micro_batch_tokens": 4096, "steps": 1000,
+           "warmup_steps": 200, "eval_every": 100, "eval_tokens": 2**16, "save_every": 500, "keep": 1,
+           "gau": {"learning_rate": 4e-3, "compile": True}, "pairs": {"learning_rate": 2e-3}},
+    of_task={"triviaqa": {"context": 512}})
 
 SCALES: dict[ScaleName, Scale] = {scale.name: scale for scale in (PAPER, GPU, CPU)}
 MODEL_FIELDS = tuple(each.name for each in fields(ModelConfig))

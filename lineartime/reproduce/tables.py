@@ -107,18 +107,23 @@ CHUNKED = {"C = 1": Model("flash", {"chunk_size": 1}), "C = 16": Model("flash", 
 
 TRIVIAQA = {
     "Transformer+": PLUS, "Combiner": COMBINER,
-    "FLASH-Quad s=128": Model("flash-quad", {"query_key_dim": 128}, cpu={"query_key_dim": 32}),
-    "FLASH-Quad s=512": Model("flash-quad", {"query_key_dim": 512}, cpu={"query_key_dim": 128}),
-    "FLASH s=512": Model("flash", {"query_key_dim": 512}, cpu={"query_key_dim": 128}),
+    "FLASH-Quad s=128": Model("flash-quad", {"query_key_dim": 128}, cpu={"query_key_dim": 16}),
+    "FLASH-Quad s=512": Model("flash-quad", {"query_key_dim": 512}, cpu={"query_key_dim": 64}),
+    "FLASH s=512": Model("flash", {"query_key_dim": 512}, cpu={"query_key_dim": 64}),
     "FLASH s=512 + first-to-all": Model("flash", {"query_key_dim": 512, "first_to_all": True},
-                                        cpu={"query_key_dim": 128})}
+                                        cpu={"query_key_dim": 64})}
 
-TEN_TIMES = {"steps": 4000, "warmup_steps": 400, "eval_every": 200, "save_every": 1000}
-MORE_TOKENS = {"Transformer": Model("transformer", cpu=TEN_TIMES),
-               "Transformer++": Model("transformer++", cpu=TEN_TIMES),
-               "Transformer++, 2e-3": Model("transformer++", {"learning_rate": 2e-3}, cpu=TEN_TIMES),
-               "FLASH-Quad": Model("flash-quad", cpu=TEN_TIMES), "FLASH": Model("flash", cpu=TEN_TIMES),
-               "FLASH (LocalOnly)": Model("flash", {"chunk_parts": "local"}, cpu=TEN_TIMES)}
+LARGER: dict[str, Any] = {"d_model": 128, "steps": 4000, "warmup_steps": 400, "eval_every": 200, "save_every": 1000}
+GAUS, PAIRS = {"n_layers": 6, "query_key_dim": 64}, {"n_layers": 3, "n_heads": 4}
+MORE_TOKENS = {
+    label: Model(preset, fields, cpu=LARGER | (GAUS if preset.startswith("flash") else PAIRS) | {"learning_rate": rate})
+    for label, preset, fields, rate in (
+        ("Transformer", "transformer", {}, 5e-3), ("Transformer++", "transformer++", {}, 5e-3),
+        ("Transformer++, 2e-3", "transformer++", {}, 2e-3), ("FLASH-Quad", "flash-quad", {}, 5e-3),
+        ("FLASH", "flash", {}, 5e-3), ("FLASH (LocalOnly)", "flash", {"chunk_parts": "local"}, 5e-3))}
+LEARNING_RATES = {f"{label}, {rate:g}": Model(preset, {"learning_rate": rate}) for label, preset, rates in (
+    ("Transformer++", "transformer++", (1e-3, 2e-3, 4e-3)), ("FLASH-Quad", "flash-quad", (2e-3, 4e-3)),
+    ("FLASH", "flash", (2e-3, 4e-3, 8e-3))) for rate in rates}
 
 TABLES = {table.name: table for table in (
     Table("gau_vs_transformer", "Figure 3: GAU and Transformers at a short context", FIGURE_3, SHORT,
@@ -181,7 +186,10 @@ TABLES = {table.name: table for table in (
           gpu=((("FLASH-Quad", "FLASH-Quad, n = 512"), ("256",)),),
           cpu=((("FLASH", "FLASH-Quad", "FLASH-Quad, n = 512", "Transformer++", "Transformer++, relu2",
                  "Transformer++, relu2, n = 512"), ("256",)),)),
-    Table("more_tokens", "A study of ours: who is ahead after ten times the tokens?", MORE_TOKENS,
+    Table("learning_rates", "A study of ours: the learning rates of the smallest scale", LEARNING_RATES,
+          contexts("wiki40b", 512), one_seed=tuple(LEARNING_RATES),
+          gpu=((tuple(LEARNING_RATES), ("512",)),), cpu=((tuple(LEARNING_RATES), ("512",)),)),
+    Table("more_tokens", "A study of ours: larger models and more tokens", MORE_TOKENS,
           contexts("pg19", 512), reference="Transformer++", one_seed=tuple(MORE_TOKENS),
           gpu=((("Transformer++", "FLASH-Quad", "FLASH"), ("512",)),), cpu=((tuple(MORE_TOKENS), ("512",)),)),
     Table("speedup", "Figure 1: FLASH's speed-up over both Transformers on Wiki-40B",
