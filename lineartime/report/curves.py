@@ -46,7 +46,7 @@ COLOUR_OF = {
     "FLASH": COLOURS[0], "GAU": COLOURS[0], "FLASH-Quad": COLOURS[2], "C = T": COLOURS[2],
     "Transformer": COLOURS[6], "Transformer+": COLOURS[4], "MHSA+MLP": COLOURS[4],
     "Transformer++": COLOURS[1], "MHSA+GLU": COLOURS[1], "MC-TFM++": COLOURS[3], "Combiner": COLOURS[3],
-    "Performer": COLOURS[5], "Performer-Matmul": COLOURS[3],
+    "Performer": COLOURS[5], "Performer-Matmul": COLOURS[3], "Transformer++, 2e-3": COLOURS[3],
     "FLASH (LocalOnly)": COLOURS[5], "FLASH (GlobalOnly)": COLOURS[2],
     "C = 1": COLOURS[3], "C = 16": COLOURS[4], "C = 64": COLOURS[5], "C = 128": COLOURS[1], "C = 256": COLOURS[0],
     "C = 512": COLOURS[6],
@@ -450,6 +450,7 @@ def add_legend(figure: "Figure", panels: Sequence["Axes"], order: Sequence[str])
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     labels = sorted(handles, key=lambda label: order.index(label) if label in order else len(order))
-    n_rows = math.ceil(len(labels) / (figure.get_figwidth() // 1.9))
+    inches = max(1.9, 0.6 + 0.105 * max(map(len, labels), default=0))
+    n_rows = math.ceil(len(labels) / (figure.get_figwidth() // inches))
     figure.legend([handles[label] for label in labels], labels, loc="outside lower center",
                   ncols=math.ceil(len(labels) / n_rows))

@@ -189,7 +189,7 @@ TABLES = {table.name: table for table in (
     Table("learning_rates", "A study of ours: the learning rates of the smallest scale", LEARNING_RATES,
           contexts("wiki40b", 512), one_seed=tuple(LEARNING_RATES),
           gpu=((tuple(LEARNING_RATES), ("512",)),), cpu=((tuple(LEARNING_RATES), ("512",)),)),
-    Table("more_tokens", "A study of ours: twice the width and four times the steps of the smallest scale", MORE_TOKENS,
+    Table("more_tokens", "A study of ours: twice the width, four times the steps", MORE_TOKENS,
           contexts("pg19", 512), reference="Transformer++", one_seed=tuple(MORE_TOKENS),
           gpu=((("Transformer++", "FLASH-Quad", "FLASH"), ("512",)),), cpu=((tuple(MORE_TOKENS), ("512",)),)),
     Table("speedup", "Figure 1: FLASH's speed-up over both Transformers on Wiki-40B",
