@@ -208,6 +208,7 @@ def test_bfloat16_and_recomputed_activations(data, tmp_path, call, whole):
 
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as its compiler is imported
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it where it is shown, not raised
 def test_compiled_losses_are_the_losses(data, tmp_path, whole, call):
     """Though every micro-batch asks for another number of tokens."""
     code, _, err = call(*command(data, tmp_path / "run", task="c4", compile="true"))

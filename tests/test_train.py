@@ -262,6 +262,7 @@ def test_the_settings_reach_the_model(data, tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it where it is shown, not raised
 def test_compiled_losses_are_the_losses(data, tmp_path):
     """About a minute of processor time, nearly all of it the compiler's."""
     for compiled in (False, True):
