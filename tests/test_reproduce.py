@@ -31,7 +31,9 @@ def config_of(cell):
 def test_every_cell_is_a_run_that_can_be_configured():
     for cell in EVERY:
         assert config_of(cell).model.context == cell.settings()["context"]
-        assert cell.scale.texts[cell.where.task] == cell.text
+        plain = cell.scale.texts[cell.where.task]
+        larger = cell.scale.name == "cpu" and cell.table.name == "more_tokens"
+        assert cell.text == (dataclasses.replace(plain, vocab_size=4096) if larger else plain)
 
 
 def test_the_papers_scale_is_the_papers_settings():

@@ -4,7 +4,7 @@ A run is what `lineartime train` is given: a flat table of settings, and a text.
 `tables` and one of the three scales. Two cells with the same settings and text share a run.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lineartime.benchmark.cells import shaped_config
@@ -87,9 +87,9 @@ GPU = Scale(
 CPU = Scale(
     "cpu", "two processor cores: a twelfth of the paper's width and a sixth of its layers, chunks of 64 where the "
     "paper has 256 (16 where it has 64), few contexts, small texts in the form of the published ones, vocabulary "
-    "4,096, 1,000 steps of 4,096 tokens, a fifth of them warm-up, one learning rate for GAUs and one for Transformers",
-    texts={"wiki40b": Text("wiki40b", 4096, "wiki40b_mini/en"), "c4": Text("c4", 4096, "c4_mini/en", mlm=True),
-           "pg19": Text("pg19", 4096, "pg19_mini"), "triviaqa": Text("wiki40b", 4096, "wiki40b_mini/en", mlm=True)},
+    "1,024, 1,000 steps of 4,096 tokens, a fifth of them warm-up, one learning rate for GAUs and one for Transformers",
+    texts={"wiki40b": Text("wiki40b", 1024, "wiki40b_mini/en"), "c4": Text("c4", 1024, "c4_mini/en", mlm=True),
+           "pg19": Text("pg19", 1024, "pg19_mini"), "triviaqa": Text("wiki40b", 1024, "wiki40b_mini/en", mlm=True)},
     questions=Questions(*MINI_QUESTIONS, 512, {"learning_rates": "1e-3", "epochs": 1, "negatives": 0.1},
                         {"tokens_per_step": 8192, "micro_batch_tokens": 8192, "precision": "bfloat16"}),
     seeds=3,
@@ -123,7 +123,8 @@ class Cell:
 
     @property
     def text(self) -> Text:
-        return self.scale.texts[self.where.task]
+        text, own = self.scale.texts[self.where.task], self.where.cpu_vocab_size
+        return replace(text, vocab_size=own) if own and self.scale.name == "cpu" else text
 
     @property
     def questions(self) -> Questions | None:
