@@ -262,10 +262,17 @@ def test_the_caption_has_what_it_takes_to_repeat_it():
     section = table_section(outcomes)
     for words in (outcomes.scale.caption, "seeds 0, 1, 2", "1 thread of a CPU, 2 cores, 24 GiB", "bfloat16",
                   "commit 0123456789;", "torch 2.13.0", "64 TPU-v4 cores", "\"--\" never gets there",
-                  "text wiki40b_mini-en-4096 (1,000,000 tokens to train on, 100,000 held out, vocabulary 4,096, sha256",
+                  "text wiki40b_mini-en-1024 (1,000,000 tokens to train on, 100,000 held out, vocabulary 1,024, sha256",
                   "median (quartiles) of 5, processor time",
                   "`lineartime reproduce lm_wiki40b --scale cpu --texts TEXTS`"):
         assert words in section, words
+
+
+def test_a_studys_caption_is_its_own_at_the_smallest_scale():
+    for scale, own in (("cpu", True), ("gpu", False)):
+        outcomes = outcomes_of("more_tokens", scale, [])
+        section = table_section(outcomes)
+        assert ("4,000 steps of 4,096 tokens" in section) is own and (outcomes.scale.caption in section) is not own
 
 
 def test_a_gpus_rows_are_told_by_their_own_clock():

@@ -18,6 +18,7 @@ from lineartime.report.paper import Paper, read_paper
 from lineartime.report.rows import Spread
 from lineartime.report.speed import CLOCKS, folded, joined, machine_text, markdown, number, provenance_words, unique
 from lineartime.reproduce.rows import Row
+from lineartime.reproduce.scales import caption_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 
 NOT_RUN, NOT_TIMED, FAILED, NEVER = "not run", "not timed", "failed", "--"
@@ -271,7 +272,7 @@ def speedup_table(outcomes: Outcomes, paper: Paper) -> str:
 def notes(outcomes: Outcomes, paper: Paper) -> list[str]:
     """What the numbers are and where they come from; what failed, and what is not there."""
     table, scale, known = outcomes.table, outcomes.scale, outcomes.known
-    words = [f"Scale {scale.name}: {scale.caption}."]
+    words = [f"Scale {scale.name}: {caption_of(table, scale)}."]
     if paper.hardware:
         words.append(f"The paper's times are of {paper.hardware}.")
     if paper.note:

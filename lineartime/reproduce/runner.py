@@ -29,7 +29,7 @@ from lineartime.errors import LineartimeError, NumericsError, ResourceError, Usa
 from lineartime.info import describe
 from lineartime.machine import end_with_parent
 from lineartime.reproduce.rows import Kind, Row, append_rows, measured_together, read_rows, rows_of
-from lineartime.reproduce.scales import Cell, Questions, Text, cells_of
+from lineartime.reproduce.scales import Cell, Questions, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName
 from lineartime.run import RESULT_FILE, read_metrics, read_run, write_atomically
 from lineartime.train import StopSignal
@@ -134,7 +134,7 @@ def plan_lines(table: str, scale: ScaleName, rows: Sequence[Row]) -> list[str]:
     """What a table at a scale has and lacks: a line for each cell, and one for each column's step times."""
     cells = cells_of(table, scale)
     jobs, columns = missing_jobs(cells, rows), missing_times(cells, rows)
-    lines = [f"{table} at scale {scale}: {cells[0].scale.caption}"]
+    lines = [f"{table} at scale {scale}: {caption_of(cells[0].table, cells[0].scale)}"]
     for cell in cells:
         seeds = [str(job.seed) for job in jobs if job.cell is cell]
         what = f"{cell.row}, {cell.column}, {cell.text.name}"
