@@ -4,15 +4,17 @@ import dataclasses
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import text_files
+from test_finetune import write_questions
 from typer.testing import CliRunner
 
 from lineartime import cli
 from lineartime.config import TrainConfig, model_config, run_config
-from lineartime.data import SAMPLE
+from lineartime.data import SAMPLE, read_manifest
 from lineartime.errors import DataError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.reproduce import runner, scales
 from lineartime.reproduce.rows import append_rows, measured_together, read_rows, rows_of
@@ -190,6 +192,65 @@ def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=None), StopSignal())
     with pytest.raises(DataError, match="no/books"):
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
+
+
+def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypatch):
+    """One job gives two rows; where a kill took the second, the first is not made again."""
+    place, _ = tiny
+    (place.texts / "q").mkdir()
+    for name, first, n in (("train", 0, 8), ("dev", 100, 3)):
+        write_questions(place.texts / "q" / f"{name}.json", first, n)
+    asked = dataclasses.replace(TINY, seeds=1, questions=dataclasses.replace(
+        TINY.questions, options={"learning_rates": "1e-2,1e-3", "epochs": 1, "max_answer_tokens": 6}))
+    monkeypatch.setitem(scales.SCALES, "cpu", asked)
+    cell = next(cell for cell in cells_of("triviaqa", "cpu") if cell.row == "FLASH s=512 + first-to-all")
+    job = runner.Job(cell, 0)
+    runner.prepare(cell.text, place, StopSignal())
+    assert read_manifest(place.data(cell.text)).mask is not None
+    pretrained, answered = runner.run_job(job, [], place, lambda: False)
+    assert (pretrained["kind"], answered["kind"]) == ("train", "finetune") and "curve" in pretrained
+    folder = place.out / "runs" / job.folder / "questions"
+    result = json.loads((folder / "result.json").read_text())
+    assert set(result["learning_rates"]) == {"1e-02", "1e-03"} and answered["n_questions"] == 9
+    scores = result["learning_rates"][answered["best"].removeprefix("lr-")]
+    assert answered["f1"] == scores["f1"] == max(each["f1"] for each in result["learning_rates"].values())
+    described = json.loads((folder / answered["best"] / "run.json").read_text())
+    assert described["train"]["tokens_per_step"] == 128 and answered["train_s"]["cpu"] > 0
+    assert [row["kind"] for row in runner.run_job(job, [pretrained], place, lambda: False)] == ["finetune"]
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_ends(tiny):
+    place, _ = tiny
+    cell = cells_of("speedup", "cpu")[0]
+    runner.prepare(cell.text, place, StopSignal())
+    settings = {**cell.settings(0), "steps": 100_000, "data": str(place.data(cell.text)), "out": str(place.out / "run")}
+    (place.out / "settings.toml").write_text(runner.toml(settings))
+
+    metrics = place.out / "run" / "metrics.jsonl"
+    failed = runner.call(["train", str(place.out / "settings.toml")], "a run", place.out / "log", place,
+                         lambda: metrics.exists() and "loss" in metrics.read_text())
+    assert failed is not None and "saved" in str(failed)
+    assert (metrics.parent / "latest").exists() and not (metrics.parent / "result.json").exists()
+
+
+def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
+    place, _ = tiny
+    ended = []
+
+    def run_job(job, rows, place, over):
+        if job.cell.row == "FLASH":
+            raise DataError("no such text", "x")
+        for _ in range(400):
+            if over():
+                ended.append(job.cell.row)
+                return []
+            time.sleep(0.05)
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    jobs = [runner.Job(cell, 0) for cell in cells_of("speedup", "cpu")]
+    with pytest.raises(DataError, match="no such text"):
+        list(runner.run_all(jobs, [], place, StopSignal()))
+    assert ended == ["Transformer++"]
 
 
 def test_rows_survive_a_cut_line_and_refuse_what_they_are_not(tmp_path):
