@@ -69,6 +69,9 @@ class ModelConfig:
     """The first token of each chunk attends to the whole document by softmax too (Table 4)."""
     cls_softmax: bool = False
     """The first token of a row, [CLS], has softmax for its attention kernel (Section 4.3)."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weight matrices and embeddings. The paper's is for widths of 512 to 1,024;
+    a narrow model starts alike with 0.02 (768 / d_model)^1/2."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,6 +87,7 @@ class ModelConfig:
                     f"attn_kernel = {self.attn_kernel}")
         require(self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width",
                 f"d_model = {self.d_model}")
+        require(self.init_std > 0, "init_std must be positive", f"init_std = {self.init_std}")
         require(self.attn_scale_len is None or self.attn_scale_len >= 1, "attn_scale_len must be at least 1",
                 f"attn_scale_len = {self.attn_scale_len}")
         if self.end_of_document is not None:

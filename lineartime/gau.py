@@ -233,16 +233,19 @@ def what_kernels_lack(fields: dict[str, bool]) -> str:
     return next((f"kernels do not have this {name}" for name, lacks in fields.items() if lacks), "")
 
 
-def init_gau(layer: GatedAttentionUnit) -> None:
-    """Code 6's and Code 8's initial values:
-    normal(0, 0.02) for matrices, scales and the position bias, 0 for offsets."""
-    matrices = [layer.in_proj.weight, layer.out_proj.weight, layer.scale_offset.gamma, *layer.rel_pos_bias.parameters()]
+def init_gau(layer: GatedAttentionUnit, std: float = 0.02) -> None:
+    """Code 6's and Code 8's initial values: normal(0, std) for matrices, normal(0, 0.02) for scales and the position
+    bias, 0 for offsets."""
+    matrices = [layer.in_proj.weight, layer.out_proj.weight]
+    scales = [layer.scale_offset.gamma, *layer.rel_pos_bias.parameters()]
     offsets = [layer.in_proj.bias, layer.out_proj.bias, layer.scale_offset.beta]
     if layer.learned_weights:
-        matrices += [layer.chunk_scale_offset.gamma, *layer.chunk_bias.parameters()]
+        scales += [layer.chunk_scale_offset.gamma, *layer.chunk_bias.parameters()]
         offsets += [layer.chunk_scale_offset.beta]
     for matrix in matrices:
-        nn.init.normal_(matrix, std=0.02)
+        nn.init.normal_(matrix, std=std)
+    for scale in scales:
+        nn.init.normal_(scale, std=0.02)
     for offset in offsets:
         nn.init.zeros_(offset)
     for name, parameter in layer.norm.named_parameters():

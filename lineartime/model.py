@@ -194,22 +194,27 @@ def init_weights(model: LanguageModel) -> None:
 
     | parameter | value |
     |---|---|
-    | matrices, embeddings, GAU scales, position bias | normal(0, 0.02) |
+    | weight matrices, embeddings | normal(0, `init_std`), the paper's 0.02 unless set |
+    | GAU scales, position bias | normal(0, 0.02) |
     | biases, GAU offsets | 0 |
     | norm scales | 1 |
     | ScaledSin's scalar | d^-1/2 |
     """
+    std = model.config.init_std
     for module in model.modules():
         if isinstance(module, GatedAttentionUnit):
-            init_gau(module)
+            init_gau(module, std)
         elif isinstance(module, ScaledSin):
             nn.init.constant_(module.scalar, module.d_model**-0.5)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=std)
         elif isinstance(module, MultiHeadAttention | FeedForward):
             for part in (part for name, part in module.named_children() if not name.endswith("norm")):
                 for name, parameter in part.named_parameters():
-                    nn.init.zeros_(parameter) if name in ("bias", "beta") else nn.init.normal_(parameter, std=0.02)
+                    if name in ("bias", "beta"):
+                        nn.init.zeros_(parameter)
+                    else:
+                        nn.init.normal_(parameter, std=std if isinstance(part, nn.Linear) else 0.02)
     for name, parameter in model.named_parameters():
         if any(part.endswith("norm") for part in name.split(".")):
             nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)

@@ -132,6 +132,7 @@ REFUSED = [
     ({"rel_pos": "alibi"}, "wrong value: rel_pos = 'alibi'; it takes rope or none"),
     ({"model": "transformer", "n_layers": 0}, "n_layers must be at least 1: n_layers = 0"),
     ({"d_model": -768}, "d_model must be at least 1: d_model = -768"),
+    ({"init_std": 0.0}, "init_std must be positive: init_std = 0.0"),
     ({"attn_scale_len": 0}, "attn_scale_len must be at least 1: attn_scale_len = 0"),
     ({"learning_rate": 10**400}, "wrong value: learning_rate; the number is too large"),
     ({"seed": -(10**5000)}, "wrong value: seed; the number is too large"),

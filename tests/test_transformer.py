@@ -90,16 +90,18 @@ def test_feed_forward(norm: str, activation: str) -> None:
         assert torch.allclose(layer(x_TD), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("init_std", [0.02, 0.07])
 @pytest.mark.parametrize("task", ["c4", "wiki40b"])
 @pytest.mark.parametrize(("preset", "options"), [
     *((preset, {}) for preset in PRESETS), ("transformer++", {"attn_kernel": "relu2", "gate": True}),
     ("mc-tfm++", {"attn_kernel": "relu2"}), ("flash", {"chunk_pooling": "attention", "overlap": True}),
     ("flash-quad", {"gate": False}), ("flash", {"causal": False, "first_to_all": True}),
 ], ids=lambda x: "-".join(x) if isinstance(x, dict) else x)
-def test_initial_values(preset: str, options: dict, task: str) -> None:
-    """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, everything else normal(0, 0.02)."""
+def test_initial_values(preset: str, options: dict, task: str, init_std: float) -> None:
+    """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, everything else normal(0, 0.02): but for
+    matrices and embeddings where `init_std` says so."""
     torch.manual_seed(0)
-    fields = options | ({"n_heads": 4} if PRESETS[preset].ffn != "gau" else {})
+    fields = options | {"init_std": init_std} | ({"n_heads": 4} if PRESETS[preset].ffn != "gau" else {})
     model = LanguageModel(model_config(preset, task, n_layers=2, d_model=64, vocab_size=500, context=600, **fields))
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     drawn = []
@@ -112,7 +114,8 @@ def test_initial_values(preset: str, options: dict, task: str) -> None:
         elif kind in ("bias", "beta", "head_bias"):
             assert (parameter == 0).all(), name
         else:
-            drawn.append(parameter.detach().flatten())
-            assert abs(parameter.std() / 0.02 - 1) < 4 / (2 * parameter.numel()) ** 0.5, name
-            assert abs(parameter.mean()) < 4 * 0.02 / parameter.numel() ** 0.5, name
-    assert abs(torch.cat(drawn).std() / 0.02 - 1) < 0.01
+            std = init_std if kind == "weight" and parameter.dim() == 2 else 0.02
+            drawn.append(parameter.detach().flatten() / std)
+            assert abs(parameter.std() / std - 1) < 4 / (2 * parameter.numel()) ** 0.5, name
+            assert abs(parameter.mean()) < 4 * std / parameter.numel() ** 0.5, name
+    assert abs(torch.cat(drawn).std() - 1) < 0.01
