@@ -7,6 +7,7 @@ import typer
 
 from lineartime.arguments import Device, Setting, pick_device, whole_numbers
 from lineartime.config import PRESETS, ModelConfig
+from lineartime.files import append_json_lines
 from lineartime.terminal import note
 
 if TYPE_CHECKING:
@@ -226,22 +227,20 @@ def benchmark_read(
 ) -> None:
     """Memory while a long prompt is read: the most a process has had after each tenth of it."""
     config = benchmark_configs([model], task, settings or [])[model]
-    from lineartime.benchmark import measure, memory
+    from lineartime.benchmark import memory
 
     measured = memory.benchmark_read(config, tokens, threads=threads, device=pick_device(device).type)
     memory.print_read(measured)
     if rows is not None:
-        measure.append_rows(rows, [measured])
+        append_json_lines(rows, [measured])
 
 
 def shown_and_kept(show: "Callable[[Sequence[Row]], None]", path: Path | None) -> "Callable[[list[Row]], None]":
     """What to do with rows as they come: print them, and write them to the file if there is one."""
-    from lineartime.benchmark.measure import append_rows
-
     def on_rows(rows: "list[Row]") -> None:
         show(rows)
         if path is not None:
-            append_rows(path, rows)
+            append_json_lines(path, rows)
 
     return on_rows
 

@@ -1,15 +1,18 @@
-"""Files that are known by their hash, and a folder that is whole or not there."""
+"""Files that are known by their hash, a folder that is whole or not there, and files of JSON lines that only grow."""
 
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from lineartime.errors import DataError, ResourceError
+
+T = TypeVar("T")
 
 
 def hash_of(path: Path) -> dict[str, Any]:
@@ -95,3 +98,40 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to a file, one line each, and see them to the disk; a last line that a kill cut off is taken out before.
+    Raises ResourceError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            if path.is_file():  # not a pipe
+                whole, newline, last = path.read_bytes().rpartition(b"\n")
+                try:
+                    file.write(b"\n" if last and json.loads(last) else b"")
+                except ValueError:
+                    file.truncate(len(whole + newline))
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+            file.flush()
+            if path.is_file():
+                os.fsync(file.fileno())
+    except OSError as e:
+        raise ResourceError("cannot write", path, e.strerror) from None
+
+
+def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
+    """The lines of a file, each given to `parse`, which raises for what is not `what` ("a row of a run"). A last line
+    that is cut off is left out, as somebody may be writing it. Raises DataError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError("cannot read the rows", path, getattr(e, "strerror", None) or str(e)) from None
+    parsed = []
+    for number, line in enumerate(lines, 1):
+        try:
+            parsed.append(parse(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            if number < len(lines):
+                raise DataError(f"not {what}", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
+    return parsed

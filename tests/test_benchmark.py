@@ -1,6 +1,5 @@
 """What the benchmarks share: times, memory, where a row comes from, processes; speeds are no matter for a test."""
 
-import json
 import subprocess
 
 import pytest
@@ -10,7 +9,6 @@ from lineartime.benchmark import measure
 from lineartime.benchmark.measure import (
     Stopwatch,
     Worker,
-    append_rows,
     in_own_process,
     measure_gemm,
     provenance,
@@ -20,6 +18,7 @@ from lineartime.benchmark.measure import (
 from lineartime.benchmark.memory import benchmark_read, print_read
 from lineartime.config import model_config
 from lineartime.errors import ResourceError
+from lineartime.files import append_json_lines
 from lineartime.info import describe
 from lineartime.machine import forget_peak, peak_bytes, peak_rss_bytes, release_memory
 
@@ -119,19 +118,11 @@ def test_peak_memory_rises_with_what_is_touched_and_can_begin_again():
     assert peak_bytes(CPU) < before + 2**26
 
 
-def test_rows_are_appended_as_json_lines(tmp_path):
-    append_rows(tmp_path / "rows.jsonl", [{"a": 1}])
-    append_rows(tmp_path / "rows.jsonl", [{"a": 2}, {"a": 3}])
-    assert [json.loads(line)["a"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [1, 2, 3]
-    with pytest.raises(ResourceError, match="cannot write"):
-        append_rows(tmp_path, [{"a": 1}])
-
-
 def test_rows_of_this_commit_are_those_that_need_not_be_measured_again(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(measure, "commit", lambda: "abc")
     assert rows_of_commit(path) == []
-    append_rows(path, [{"commit": "abc", "a": 1}, {"commit": "abd", "a": 2}, {"commit": "abc+changes", "a": 3}])
+    append_json_lines(path, [{"commit": "abc", "a": 1}, {"commit": "abd", "a": 2}, {"commit": "abc+changes", "a": 3}])
     with path.open("a") as file:
         file.write('{"commit": "abc", "a":')  # killed while writing
     assert rows_of_commit(path) == [{"commit": "abc", "a": 1}]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.errors import NumericsError, ResourceError
+from lineartime.errors import NumericsError
 from lineartime.machine import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,15 +81,6 @@ def version() -> str | None:
         return importlib.metadata.version("lineartime")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Add rows to a file of JSON lines. Raises ResourceError."""
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-    except OSError as e:
-        raise ResourceError("cannot write", path, e.strerror) from None
 
 
 def rows_of_commit(path: Path) -> list[Row]:

@@ -4,7 +4,6 @@ A ratio is made of two rows of one run (one call of `lineartime benchmark`), whi
 that has both counts.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import DataError
+from lineartime.files import read_json_lines
 
 NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transformer", "transformer+": "Transformer+",
          "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
@@ -100,23 +99,18 @@ def read_rows(path: Path) -> tuple[list[Cell], int]:
 
     Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
     writing it."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError("cannot read the rows", path, getattr(e, "strerror", None) or str(e)) from None
-    cells, n_old = [], 0
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if "run" in row and ("unit" in row or "failed" in row):
-                cells.append(cell_of(row))
-            elif row["benchmark"] != "read":  # has a table of its own where it is measured
-                n_old += 1
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            if number < len(lines):
-                raise DataError("not a row of a measurement", f"{path}, line {number}",
-                                f"{type(e).__name__}: {e}") from None
-    return cells, n_old
+    n_old = 0
+
+    def parse(row: dict[str, Any]) -> Cell | None:
+        nonlocal n_old
+        if "run" in row and ("unit" in row or "failed" in row):
+            return cell_of(row)
+        if row["benchmark"] != "read":  # has a table of its own where it is measured
+            n_old += 1
+        return None
+
+    parsed = read_json_lines(path, parse, "a row of a measurement")
+    return [cell for cell in parsed if cell is not None], n_old
 
 
 def cell_of(row: dict[str, Any]) -> Cell:

@@ -4,14 +4,12 @@
 `text` and `settings` are equal, but for the seed. What failed has "failed" and no results.
 """
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.errors import DataError, ResourceError
+from lineartime.files import read_json_lines
 from lineartime.reproduce.scales import Cell
 
 Row = dict[str, Any]
@@ -24,38 +22,12 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a file; none where there is no file. A last line that a kill cut off is left out.
 
     Raises DataError for a file that holds something else."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError("cannot read the rows", path, getattr(e, "strerror", None) or str(e)) from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not {"kind", "text", "settings"} <= row.keys():
-                raise ValueError("it has no kind, text or settings")
-            rows.append(row)
-        except (ValueError, AttributeError, RecursionError) as e:
-            if number < len(lines):
-                raise DataError("not a row of a run", f"{path}, line {number}", str(e)) from None
-    return rows
+    def parse(row: Row) -> Row:
+        if not {"kind", "text", "settings"} <= row.keys():
+            raise ValueError("it has no kind, text or settings")
+        return row
 
-
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Add rows and see them to the disk; a line that a kill cut off is taken out before. Raises ResourceError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            whole = file.read().rfind(b"\n") + 1
-            if whole < size:
-                file.truncate(whole)
-            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        raise ResourceError("cannot write", path, e.strerror) from None
+    return read_json_lines(path, parse, "a row of a run") if path.exists() else []
 
 
 def rows_of(cell: Cell, rows: Sequence[Row], kind: Kind, seed: int | None = None) -> list[Row]:

@@ -26,9 +26,10 @@ from lineartime.benchmark.step import benchmark_step
 from lineartime.config import run_config
 from lineartime.data import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
+from lineartime.files import append_json_lines
 from lineartime.info import describe
 from lineartime.machine import end_with_parent
-from lineartime.reproduce.rows import Kind, Row, append_rows, measured_together, read_rows, rows_of
+from lineartime.reproduce.rows import Kind, Row, measured_together, read_rows, rows_of
 from lineartime.reproduce.scales import Cell, Questions, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName
 from lineartime.run import RESULT_FILE, read_metrics, read_run, write_atomically
@@ -175,7 +176,7 @@ def run_all(jobs: Sequence[Job], rows: Sequence[Row], place: Place, stop: StopSi
         try:
             for future in as_completed(futures):
                 made = future.result()
-                append_rows(place.rows, made)
+                append_json_lines(place.rows, made)
                 yield from made
         finally:
             ending.set()
@@ -347,5 +348,5 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
     rows = [{**row, "kind": "step", "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(None),
              "machine": row.get("settings"), "command": command_of(cell)}
             for cell, row in zip(column, measured, strict=True)]
-    append_rows(place.rows, rows)
+    append_json_lines(place.rows, rows)
     return rows
