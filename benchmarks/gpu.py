@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("tests", "kernels", "step", "decode", "tables")
 TABLES = ("lm_pg19", "flash_ablation", "gap", "chunk_size", "lm_wiki40b", "speedup", "gpu_latency", "mlm_c4",
           "gau_vs_transformer", "gau_ablation", "mhsa_ablation", "triviaqa", "position_bias",
-          "more_tokens", "learning_rates")
+          "more_tokens", "learning_rates", "initial_values")
 """The tables of `lineartime reproduce`, in the order they are made."""
 
 COMMITTED_ROWS = ROOT / "runs" / "rows.jsonl"

@@ -63,7 +63,8 @@ def test_two_cores_have_at_most_eight_cells_a_table_and_three_seeds():
         cells = cells_of(name, "cpu")
         assert 0 < len(cells) <= 8, name
         once = name in ("triviaqa", "more_tokens", "learning_rates")
-        assert all(len(cell.seeds) == (1 if once or cell.row == "C = 1" else 3) for cell in cells)
+        assert all(len(cell.seeds) == (1 if once or cell.row == "C = 1" or ", 0.02" in cell.row else 3)
+                   for cell in cells)
         assert table.reference is None or {table.reference} & {cell.row for cell in cells}
     assert {cell.row for cell in cells_of("chunk_size", "cpu")} >= {"C = 1", "C = T"}
     rows = [cell.row for cell in cells_of("triviaqa", "cpu")]

@@ -135,7 +135,8 @@ MEASURES = {
     "triviaqa": (PERPLEXITY, F1, BY_STEP, BY_FINETUNING),
     **dict.fromkeys(("position_bias", "more_tokens"), (PERPLEXITY, STEP, TO_QUALITY, BY_STEP)),
     "chunk_size": (PERPLEXITY, STEP, MEMORY),
-    "learning_rates": (PERPLEXITY,), "gap": (PERPLEXITY,), "gpu_latency": (STEP, MEMORY, PARAMETERS), "speedup": ()}
+    **dict.fromkeys(("learning_rates", "initial_values", "gap"), (PERPLEXITY,)),
+    "gpu_latency": (STEP, MEMORY, PARAMETERS), "speedup": ()}
 """Of each table, in order."""
 GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))
 """Table 5: a model, and it with mixed chunks."""

@@ -129,6 +129,11 @@ MORE_TOKENS = {
 LEARNING_RATES = {f"{label}, {rate:g}": Model(preset, {"learning_rate": rate}) for label, preset, rates in (
     ("Transformer++", "transformer++", (4e-3, 8e-3, 16e-3)), ("FLASH-Quad", "flash-quad", (4e-3, 8e-3)),
     ("FLASH", "flash", (4e-3, 8e-3, 16e-3))) for rate in rates}
+INITIAL_VALUES = {
+    "Transformer++": PLUS_PLUS, "FLASH-Quad": QUAD, "FLASH": FLASH,
+    **{f"{label}, 0.02": Model(preset, {"init_std": 0.02}) for label, preset in (
+        ("Transformer++", "transformer++"), ("FLASH-Quad", "flash-quad"), ("FLASH", "flash"))},
+    "Transformer++, 0.02, 2e-3": Model("transformer++", {"init_std": 0.02, "learning_rate": 2e-3})}
 
 TABLES = {table.name: table for table in (
     Table("gau_vs_transformer", "Figure 3: GAU and Transformers at a short context", FIGURE_3, SHORT,
@@ -194,6 +199,9 @@ TABLES = {table.name: table for table in (
     Table("learning_rates", "A study of ours: the learning rates of the smallest scale", LEARNING_RATES,
           contexts("wiki40b", 512), one_seed=tuple(LEARNING_RATES),
           gpu=((tuple(LEARNING_RATES), ("512",)),), cpu=((tuple(LEARNING_RATES), ("512",)),)),
+    Table("initial_values", "A study of ours: initial matrices of the paper's 0.02 in a narrow model", INITIAL_VALUES,
+          contexts("wiki40b", 512), one_seed=tuple(INITIAL_VALUES)[3:],
+          gpu=((("Transformer++", "FLASH-Quad", "FLASH"), ("512",)),), cpu=((tuple(INITIAL_VALUES), ("512",)),)),
     Table("more_tokens", "A study of ours: twice the width, four times the steps", MORE_TOKENS,
           {"512": Column("pg19", 512, cpu_vocab_size=4096)}, reference="Transformer++", one_seed=tuple(MORE_TOKENS),
           cpu_caption="two processor cores: width 128, 6 GAU layers (s = 64) or 3 pairs (4 heads), chunks of 64, a "
