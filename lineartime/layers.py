@@ -84,7 +84,8 @@ class RelPosBias(nn.Module):
         a1, a2 = self.a.chunk(2)
         b1, b2 = self.b.chunk(2)
         sin, cos = rotary(-offset, BIAS_WIDTH, self.a.dtype)
-        return cos @ (a1 * b1 + a2 * b2) + sin @ (a1 * b2 - a2 * b1)
+        # Not two products of matrices: autocast would take them in bfloat16, and the terms nearly cancel.
+        return (cos * (a1 * b1 + a2 * b2) + sin * (a1 * b2 - a2 * b1)).sum(-1)
 
     def forward(self, length: int) -> Tensor:
         """w of a square of `length` queries and keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]."""

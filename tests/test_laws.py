@@ -439,6 +439,21 @@ def test_position_bias_is_its_definition(n: int, length: int, seed: int, data: s
         assert (bias.at(torch.tensor(j - i)) - expected).abs() < 1e-11
 
 
+@pytest.mark.parametrize("n", [64, 512])
+def test_position_bias_is_not_rounded_under_autocast(n: int) -> None:
+    """Nor its gradients: the rotated form is a sum of terms that nearly cancel."""
+    bias = RelPosBias(n)
+    with torch.no_grad():
+        for parameter in bias.parameters():
+            parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+    found = []
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            w = bias(n)
+        found.append([w, *torch.autograd.grad((w * torch.linspace(-1, 1, len(w))).sum(), list(bias.parameters()))])
+    assert found[1][0].dtype == torch.float32 and all(map(torch.equal, *found))
+
+
 def test_state_after_a_million_tokens() -> None:
     """The float32 sum over 2^20 tokens of one document against float64, and what is read from it on the way."""
     config = replace(FLASH, n_layers=1, chunk_size=64, end_of_document=None)
