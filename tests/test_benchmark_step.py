@@ -1,5 +1,6 @@
 """Whole training steps: who is measured, that it is the same step, in which order, and what a row says."""
 
+import dataclasses
 import json
 import math
 import time
@@ -275,6 +276,18 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
     monkeypatch.setattr(step, "build", spoiled)
     (row,) = benchmark_step(cells("flash"), repeats=1)
     assert name in row["failed"]
+
+
+def test_a_masked_model_is_not_shown_what_it_is_asked_for():
+    """New weights copy what they see, the more the larger their initial values."""
+    config = dataclasses.replace(tiny("flash", "c4"), init_std=0.07, vocab_size=1000, d_model=64, context=256)
+    task = random_task(config, 4, 256, seed=0)
+    ids_BT, targets_BT = task.batch(0)
+    asked_BT = targets_BT >= 0
+    assert 0.1 < asked_BT.mean() < 0.2 and (ids_BT[asked_BT] == 0).all() and (ids_BT[~asked_BT] > 0).mean() > 0.99
+    loss, _ = compute_gradient(build(parse_label("flash"), config), task, [torch.from_numpy(part) for part in
+                               (ids_BT, targets_BT)], 4, TrainConfig(clip=None))
+    assert loss == pytest.approx(math.log(1000), abs=0.5)
 
 
 def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkeypatch):

@@ -356,8 +356,8 @@ def random_task(config: ModelConfig, n_rows: int, n_tokens: int, seed: int) -> T
     ids = generator.integers(config.vocab_size, size=(n_rows, n_tokens + 1))
     if config.causal:
         return RandomTokens(ids)
-    chosen = generator.random((n_rows, n_tokens)) < 0.15
-    return RandomMasks(ids[:, 1:], np.where(chosen, ids[:, 1:], NO_TARGET))
+    chosen = generator.random((n_rows, n_tokens)) < 0.15  # token 0 is the mask: new weights would copy what they see
+    return RandomMasks(np.where(chosen, 0, ids[:, 1:]), np.where(chosen, ids[:, 1:], NO_TARGET))
 
 
 class RandomTokens(NextToken):
