@@ -88,7 +88,8 @@ CPU = Scale(
     "cpu", "two processor cores: a twelfth of the paper's width and a sixth of its layers, chunks of 64 where the "
     "paper has 256 (16 where it has 64), few contexts, small texts in the form of the published ones, vocabulary "
     "1,024, initial matrices as much larger as the width is smaller (0.07 where the paper has 0.02), 1,000 steps of "
-    "4,096 tokens, a fifth of them warm-up, the learning rate that is best for each of three models (8e-3)",
+    "4,096 tokens, a fifth of them warm-up, the learning rate that is best for each of three models (8e-3), GAU layers "
+    "compiled and others not",
     texts={"wiki40b": Text("wiki40b", 1024, "wiki40b_mini/en"), "c4": Text("c4", 1024, "c4_mini/en", mlm=True),
            "pg19": Text("pg19", 1024, "pg19_mini"), "triviaqa": Text("wiki40b", 1024, "wiki40b_mini/en", mlm=True)},
     questions=Questions(*MINI_QUESTIONS, 512, {"learning_rates": "1e-3", "epochs": 1, "negatives": 0.1},
