@@ -109,7 +109,9 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             if path.is_file():  # not a pipe
                 whole, newline, last = path.read_bytes().rpartition(b"\n")
                 try:
-                    file.write(b"\n" if last and json.loads(last) else b"")
+                    if last:
+                        json.loads(last)
+                        file.write(b"\n")
                 except ValueError:
                     file.truncate(len(whole + newline))
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
