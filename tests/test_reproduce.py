@@ -224,7 +224,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(tiny):
     place, _ = tiny
     cell = cells_of("speedup", "cpu")[0]
     runner.prepare(cell.text, place, StopSignal())
-    settings = {**cell.settings(0), "steps": 100_000, "data": str(place.data(cell.text)), "out": str(place.out / "run")}
+    settings = {**cell.settings(0), "steps": 2000, "data": str(place.data(cell.text)), "out": str(place.out / "run")}
     (place.out / "settings.toml").write_text(runner.toml(settings))
 
     metrics = place.out / "run" / "metrics.jsonl"
