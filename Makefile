@@ -4,7 +4,7 @@ TOO_OLD = error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) -V 2>
 
 help:
 	@echo "make train   train FLASH on a book that ships here, in about five minutes"
-	@echo "make test    run the tests; PYTEST_ARGS='tests/test_config.py -k toml' picks some"
+	@echo "make test    run the tests; PYTEST_ARGS='tests/core/test_config.py -k toml' picks some"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
@@ -32,7 +32,7 @@ bench bench-all: .venv/installed
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
 # The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.
 gpu:
-	$(PYTHON) benchmarks/gpu.py $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
+	$(PYTHON) tools/gpu.py $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
 
 env: .venv/installed
 

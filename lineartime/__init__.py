@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from lineartime.gau import GatedAttentionUnit
     from lineartime.mhsa import FeedForward, MultiHeadAttention
     from lineartime.model import LanguageModel
+    from lineartime.release.pretrained import model_folder
     from lineartime.run import load_model
-    from lineartime.shipped import model_folder
 
 __all__ = ["PRESETS", "FeedForward", "GatedAttentionUnit", "LanguageModel", "ModelConfig", "MultiHeadAttention",
            "TrainConfig", "load_model", "model_config", "model_folder"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
-         "load_model": "run", "model_folder": "shipped"}
+         "load_model": "run", "model_folder": "release.pretrained"}
 
 
 def __getattr__(name: str) -> Any:

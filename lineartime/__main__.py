@@ -1,3 +1,3 @@
-from lineartime.cli import main
+from lineartime.cli.verbs import main
 
 main()

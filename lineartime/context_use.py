@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineartime.data import TokenStream
+from lineartime.data.prepare import TokenStream
 from lineartime.errors import DataError, NumericsError
-from lineartime.evaluate import by_position
+from lineartime.evaluation import by_position
 from lineartime.model import LanguageModel, token_losses
 from lineartime.settings import require
 

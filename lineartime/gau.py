@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache
 from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, unfold_heads
-from lineartime.decoding import empty_chunk_state, extend_chunks, extend_row
+from lineartime.decoding.cache import Cache, ChunkState, Feed, KeyValueCache
+from lineartime.decoding.extend import empty_chunk_state, extend_chunks, extend_row
 from lineartime.layers import (
     ACTIVATIONS,
     Layout,
@@ -23,7 +23,7 @@ from lineartime.layers import (
     rotary,
 )
 from lineartime.ops.cross_entropy import product_type
-from lineartime.ops.limits import kernels_refuse, use_kernels, want_kernels
+from lineartime.ops.dispatch import kernels_refuse, use_kernels, want_kernels
 from lineartime.ops.reference import learned_chunk_weights, to_chunks
 
 CHUNK_BIAS_LEN = 512

@@ -30,13 +30,13 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from lineartime.cache import DecodingState
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
+from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR
+from lineartime.decoding.cache import DecodingState
 from lineartime.errors import UsageError
 from lineartime.layers import at_least_float32
 from lineartime.model import LanguageModel, SpanModel, init_span_head, init_weights
 from lineartime.settings import require
-from lineartime.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR
 
 
 class LineartimeConfig(PreTrainedConfig):

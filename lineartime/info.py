@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lineartime.cache import KeyValueCache, tensors_of
 from lineartime.config import ModelConfig
+from lineartime.decoding.cache import KeyValueCache, tensors_of
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model import LanguageModel
 from lineartime.ops.baselines import BLOCK

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from lineartime.data import TokenStream, require_mask, rows_of_step
+from lineartime.data.prepare import TokenStream, require_mask, rows_of_step
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.model import LanguageModel
-from lineartime.tokenizer import Tokenizer
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 """Of the tokens 15% are asked for; of these 80% are masked, 10% replaced by another token, 10% left as they are."""

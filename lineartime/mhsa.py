@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.cache import Cache, ChunkState, Feed, KeyValueCache, PrefixState, RowCache
 from lineartime.chunks import Chunking, attend_chunks, bias_reach, chunk_ids, fold_heads, unfold_heads
-from lineartime.decoding import (
+from lineartime.decoding.cache import Cache, ChunkState, Feed, KeyValueCache, PrefixState, RowCache
+from lineartime.decoding.extend import (
     empty_chunk_state,
     extend_chunks,
     extend_linear,

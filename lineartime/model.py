@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lineartime.cache import Cache, DecodingState, Feed
 from lineartime.config import ModelConfig
+from lineartime.decoding.cache import Cache, DecodingState, Feed
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit, init_gau
 from lineartime.layers import Layout, ScaledSin, document_boundaries, make_norm, rotary

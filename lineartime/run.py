@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.config import QUESTION_ANSWERING, RunConfig, model_config_from_json, model_config_json, to_dict
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel, SpanModel
-from lineartime.tokenizer import Tokenizer
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"

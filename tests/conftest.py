@@ -17,7 +17,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-collect_ignore_glob = [] if HAS_TRITON else ["test_kernel_*.py"]
+collect_ignore_glob = [] if HAS_TRITON else ["*/test_kernel_*.py"]
 
 
 def pytest_configure(config):

@@ -13,7 +13,7 @@ def test_uninitialised_memory_of_the_package_is_nan(expression):
 
 
 def test_uninitialised_integers_are_no_index():
-    scope = {"__name__": "lineartime.data", "torch": torch}
+    scope = {"__name__": "lineartime.data.prepare", "torch": torch}
     assert (eval("torch.empty(3, dtype=torch.int64)", scope) < 0).all()
 
 

@@ -12,7 +12,7 @@ from lineartime.benchmark.memory import read_prompt
 from lineartime.benchmark.op import measure_op
 from lineartime.benchmark.step import reference, training_steps
 from lineartime.errors import LineartimeError
-from lineartime.train import out_of_memory
+from lineartime.training import out_of_memory
 
 JOBS: dict[str, Callable[..., Iterator[Row]]] = {
     "gemm": measure_gemm, "loss": measure_loss, "op": measure_op, "read": read_prompt, "reference": reference,

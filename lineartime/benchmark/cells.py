@@ -9,7 +9,7 @@ from lineartime.config import ModelConfig, model_config, parse_setting
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
-CELLS = Path(__file__).resolve().parents[2] / "benchmarks" / "cells.toml"
+CELLS = Path(__file__).with_name("cells.toml")
 
 
 @dataclass(frozen=True)

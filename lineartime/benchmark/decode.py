@@ -15,15 +15,15 @@ from rich.console import Console
 from torch import Tensor
 
 from lineartime.benchmark.measure import Row, clock_of, provenance, spread, what_is_timed
-from lineartime.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
-from lineartime.captured import CapturedStep
 from lineartime.config import ModelConfig, to_dict
+from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
 from lineartime.errors import NumericsError, UsageError
-from lineartime.generate import PIECE_TOKENS, decode_step
+from lineartime.generation.cuda_graph import CapturedStep
+from lineartime.generation.generate import PIECE_TOKENS, decode_step
+from lineartime.generation.onednn import packed_weights
 from lineartime.info import decoding_bytes, mib, table
-from lineartime.machine import choose_settings, peak_rss_bytes
 from lineartime.model import LanguageModel
-from lineartime.packing import packed_weights
+from lineartime.runtime import choose_settings, peak_rss_bytes
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 BLOCK_TOKENS = 256

@@ -26,8 +26,8 @@ from lineartime.benchmark.measure import (
 from lineartime.errors import ResourceError
 from lineartime.info import table
 from lineartime.layers import at_least_float32
-from lineartime.machine import choose_settings
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.runtime import choose_settings
 from lineartime.settings import require, require_name
 
 LIMITS = {"float32": 1e-5, "bfloat16": 0.02}

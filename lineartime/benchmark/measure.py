@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import NumericsError
-from lineartime.machine import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
+from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from lineartime.benchmark.measure import Row, in_own_process, provenance
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import ResourceError, UsageError
-from lineartime.generate import PIECE_TOKENS, prefill
+from lineartime.generation.generate import PIECE_TOKENS, prefill
 from lineartime.info import mib, table
-from lineartime.machine import peak_bytes
 from lineartime.model import LanguageModel
+from lineartime.runtime import peak_bytes
 
 
 def benchmark_read(config: ModelConfig, n_tokens: int = 1_000_000, *, threads: int = 1, device: str = "cpu",

@@ -33,9 +33,9 @@ from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import ResourceError
 from lineartime.info import table
 from lineartime.layers import rotary
-from lineartime.machine import choose_settings
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.runtime import choose_settings
 from lineartime.settings import require, require_name
 
 LIMITS = {"float32": 1e-4, "bfloat16": 0.06}

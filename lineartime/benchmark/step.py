@@ -39,12 +39,12 @@ from lineartime.benchmark.peers import (
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.errors import NumericsError, UsageError
 from lineartime.info import describe, table
-from lineartime.machine import choose_settings, forget_peak, peak_bytes, release_memory, rss_bytes
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
+from lineartime.objectives import MaskedTokens, NextToken, Task
+from lineartime.runtime import choose_settings, forget_peak, peak_bytes, release_memory, rss_bytes
 from lineartime.settings import require
-from lineartime.tasks import MaskedTokens, NextToken, Task
-from lineartime.train import compute_gradient, make_optimizer
+from lineartime.training import compute_gradient, make_optimizer
 
 Precision = Literal["float32", "bfloat16"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lineartime.ops import reference
 from lineartime.ops.baselines import performer_attention, rowmajor_axial_attention
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.limits import HAS_TRITON, kernels_refuse, norm_refuses, use_kernels
+from lineartime.ops.dispatch import HAS_TRITON, kernels_refuse, norm_refuses, use_kernels
 from lineartime.ops.reference import first_to_all_attention, mixed_chunk_attention, quadratic_attention
 
 if HAS_TRITON:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.limits import refuse_forward_mode
+from lineartime.ops.dispatch import refuse_forward_mode
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_rows, make_head, silu
 
 SLOTS = 32

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lineartime.ops.dispatch import is_hopper, refuse_forward_mode
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
-from lineartime.ops.limits import is_hopper, refuse_forward_mode
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
 
 

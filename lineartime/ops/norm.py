@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.cross_entropy import product_type
-from lineartime.ops.limits import MAX_WIDTH, refuse_forward_mode
+from lineartime.ops.dispatch import MAX_WIDTH, refuse_forward_mode
 
 TILE = 1024
 """Numbers in a tile of rows, but for rows that are longer."""

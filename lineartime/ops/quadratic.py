@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops import gradients
+from lineartime.ops.dispatch import refuse_forward_mode
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
-from lineartime.ops.limits import refuse_forward_mode
 from lineartime.ops.tiles import HALF, dot, load_rows, silu, silu_slope, store_rows, visible_tile
 
 

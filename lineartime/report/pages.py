@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from lineartime.benchmark import figures as pictures
+from lineartime.benchmark.goals import Target, targets_table
+from lineartime.benchmark.markdown import speed_section
+from lineartime.benchmark.rows import Cell, Table, tables_of
 from lineartime.errors import DataError, ResourceError, UsageError
-from lineartime.report import curves, pictures
-from lineartime.report.outcomes import Outcomes, outcomes_of
-from lineartime.report.rows import Cell, Table, tables_of
-from lineartime.report.speed import speed_section
-from lineartime.report.tables import table_section
-from lineartime.report.targets import Target, targets_table
+from lineartime.reproduce import figures as curves
+from lineartime.reproduce.markdown import table_section
+from lineartime.reproduce.results import Outcomes, outcomes_of
 from lineartime.reproduce.rows import Row
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.run import write_atomically

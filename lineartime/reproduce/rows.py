@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.files import read_json_lines
+from lineartime.atomic_io import read_json_lines
 from lineartime.reproduce.scales import Cell
 
 Row = dict[str, Any]
 Kind = Literal["train", "finetune", "step"]
-ROWS = Path(__file__).resolve().parents[2] / "runs" / "rows.jsonl"
+ROWS = Path(__file__).parents[1] / "results" / "quality.jsonl"
 """Those that the checkout has."""
 
 

@@ -55,7 +55,7 @@ class Scale:
     questions: Questions
     seeds: int = 1
     shape: Settings = field(default_factory=dict)
-    """Fields of all models, and in "gau" and "pairs" those of one family, as in benchmarks/cells.toml."""
+    """Fields of all models, and in "gau" and "pairs" those of one family, as in lineartime/benchmark/cells.toml."""
     train: Settings = field(default_factory=dict)
     """Fields of TrainConfig of all runs, and in "gau" and "pairs" those of one family."""
     of_task: dict[str, Settings] = field(default_factory=dict)

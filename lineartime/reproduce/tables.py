@@ -107,7 +107,7 @@ CHUNKED = {"C = 1": Model("flash", {"chunk_size": 1}), "C = 16": Model("flash", 
            "C = 64": Model("flash", {"chunk_size": 64}), "C = 128": Model("flash", {"chunk_size": 128}),
            "C = 256": Model("flash", {"chunk_size": 256}), "C = 512": Model("flash", {"chunk_size": 512}),
            "C = T": QUAD}
-"""C = T is FLASH-Quad: causal, with one chunk the linear part sees nothing (tests/test_laws.py)."""
+"""C = T is FLASH-Quad: causal, with one chunk the linear part sees nothing (tests/core/test_laws.py)."""
 
 TRIVIAQA = {
     "Transformer+": PLUS, "Combiner": COMBINER,

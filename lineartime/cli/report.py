@@ -1,0 +1,114 @@
+"""The verb that shows what rows say: `lineartime report`, and `lineartime report speed`."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from lineartime.cli.terminal import say
+from lineartime.errors import DataError, UsageError
+from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
+from lineartime.settings import require_name
+
+SPEED = "speed"
+PACKAGE = Path(__file__).parents[1]
+
+
+def report(
+    table: Annotated[str | None, typer.Argument(
+        help=f"A table or figure: {', '.join(TABLES)}; or {SPEED}, for speed and memory as measured by `lineartime "
+             "benchmark`. By default all tables.")] = None,
+    scale: Annotated[str | None, typer.Option(help="paper, gpu or cpu; by default each that has rows.")] = None,
+    rows: Annotated[Path | None, typer.Option(
+        help="Rows of `lineartime reproduce`, or for speed of `lineartime benchmark --json`; by default the "
+             "checkout's.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Page that gets all tables and their pictures in one file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Folder that gets the pictures.")] = None,
+    into: Annotated[list[Path] | None, typer.Option(
+        help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin --> or <!-- speed: begin -->; "
+             "may be given again.")] = None,
+    images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
+    targets: Annotated[bool, typer.Option(
+        "--targets", help="Speed: print what was wanted beside what was reached.")] = False,
+    targets_file: Annotated[Path | None, typer.Option(
+        help="Speed: what was wanted; by default the checkout's.")] = None,
+) -> None:
+    """The paper's numbers beside ours, as Markdown, PNG or one HTML page; or `speed`.
+    Speed and memory: where FLASH loses first, then ratios, times and memory by context."""
+    if table == SPEED:
+        refuse(table, {"--scale": scale, "--html": html, "--png": png})
+        report_speed(rows, targets, targets_file, into, images)
+        return
+    refuse("a table of the paper", {"--targets": targets or None, "--targets-file": targets_file})
+    if table is not None:
+        require_name("table", table, [*TABLES, SPEED])
+    if scale is not None:
+        require_name("scale", scale, SCALE_NAMES)
+    if into:
+        refuse("--into, whose places name their tables,", {"TABLE": table, "--scale": scale, "--html": html,
+                                                           "--png": png})
+    report_tables(table, cast(ScaleName | None, scale), rows, html, png, into, images)
+
+
+def refuse(what: str, given: dict[str, object]) -> None:
+    """Raise UsageError for the first that was given."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
+
+
+def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, into: list[Path] | None,
+                 images: Path) -> None:
+    """`lineartime report speed`."""
+    from lineartime.benchmark.goals import read_targets, targets_table
+    from lineartime.benchmark.markdown import speed_section
+    from lineartime.benchmark.rows import read_rows
+
+    rows = rows or PACKAGE / "results" / "speed.jsonl"
+    cells, n_old = read_rows(rows)
+    if not cells and not n_old:
+        raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
+    wanted = read_targets(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
+    if into:
+        from lineartime.report.pages import fill_pages
+
+        say_written(fill_pages(into, images, cells, n_old, wanted))
+        return
+    print(targets_table(wanted, cells) if targets else speed_section(cells, n_old), end="")
+
+
+def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None, html: Path | None, png: Path | None,
+                  into: list[Path] | None, images: Path) -> None:
+    """`lineartime report` of one table or all."""
+    from lineartime.reproduce.markdown import tables_shown, tables_text
+    from lineartime.reproduce.results import read_results
+    from lineartime.reproduce.rows import ROWS
+
+    results = read_results(rows or ROWS)
+    if into:
+        from lineartime.report.pages import fill_table_pages
+
+        say_written(fill_table_pages(into, images, results))
+        return
+    shown = tables_shown(results, [table] if table else [], [scale] if scale else [])
+    if html is None and png is None:
+        print(tables_text(shown), end="")
+        return
+    from lineartime.report.html import page
+    from lineartime.reproduce.figures import alt_text, draw_all, files_of
+    from lineartime.run import write_atomically
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = png or Path(scratch)
+        drawn = draw_all(shown, folder)
+        if html is not None:
+            text = tables_text(shown, lambda outcomes: [(alt_text(outcomes, what), name)
+                                                        for name, what in files_of(outcomes)])
+            write_atomically(html, page("The paper's tables and figures, and ours", text, folder))
+    say_written([*(drawn if png else []), *([html] if html else [])])
+
+
+def say_written(paths: list[Path]) -> None:
+    for path in paths:
+        say(f"written  {path}")

@@ -1,0 +1,59 @@
+"""The verb that makes the paper's tables again: `lineartime reproduce`."""
+
+import os
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from lineartime.cli.arguments import Device, pick_device
+from lineartime.cli.terminal import note, say
+from lineartime.errors import DataError, UsageError
+from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
+from lineartime.settings import require_name
+
+
+def reproduce(
+    tables: Annotated[list[str] | None, typer.Argument(
+        help=f"Tables and figures, by default all: {', '.join(TABLES)}.")] = None,
+    scale: Annotated[str, typer.Option(help="paper, gpu or cpu: how large.")] = "cpu",
+    texts: Annotated[Path | None, typer.Option(help="Folder with the texts of the scale, each in a folder.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for prepared text and runs; what is there goes on.")] = Path(
+        "out/reproduce"),
+    rows: Annotated[Path | None, typer.Option(
+        help="File of rows, looked at for what is there and added to; by default rows.jsonl in --out.")] = None,
+    jobs: Annotated[int | None, typer.Option(
+        help="Runs at a time; by default one per processor core, and one on a GPU.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Only the first so many seeds of each cell.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what is there and what is missing.")] = False,
+    device: Device = None,
+) -> None:
+    """Train, fine-tune and time what a table of the paper needs and has no row yet.
+    The same command goes on where it stopped; `lineartime report` shows the rows."""
+    names = tables or list(TABLES)
+    for name in names:
+        require_name("table", name, TABLES)
+    require_name("scale", scale, SCALE_NAMES)
+    size = cast(ScaleName, scale)
+    for option, value in (("jobs", jobs), ("seeds", seeds)):
+        if value is not None and value < 1:
+            raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
+    if texts is not None and not texts.is_dir():
+        raise DataError("no such folder of texts", texts)
+    from lineartime.reproduce import runner
+    from lineartime.reproduce.rows import read_rows
+    from lineartime.training import StopSignal
+
+    path = rows or out / "rows.jsonl"
+    if plan:
+        for name in names:
+            for line in runner.plan_lines(name, size, read_rows(path)):
+                say(line)
+        return
+    where = pick_device(device).type
+    at_once = jobs or (1 if where == "cuda" else os.cpu_count() or 1)
+    place = runner.Place(texts, out, path, where, at_once, seeds, note)
+    with StopSignal().listening() as stop:
+        n_rows = sum(runner.reproduce(name, size, place, stop) for name in names)
+    say(f"{n_rows:,} rows added to {path}" if n_rows else f"complete: {path} has every row; nothing to do.")
+    say(f"next     lineartime report {names[0] if len(names) == 1 else ''} --scale {scale} --rows {path}")

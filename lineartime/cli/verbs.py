@@ -1,0 +1,619 @@
+"""The command line: a verb is a function here. Arguments are checked before anything heavy is imported."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lineartime.cli import benchmark as cli_speed
+from lineartime.cli import report as cli_report
+from lineartime.cli import reproduce as cli_reproduce
+from lineartime.cli.arguments import Device, Setting, ShippedModel, numbers, pick_device, whole_numbers
+from lineartime.cli.terminal import Stream, Terminal, TrainingBar, evaluate_with_bar, prompt_progress, say, summary
+from lineartime.config import PRESETS, RunConfig, model_config, parse_setting, run_config
+from lineartime.errors import LineartimeError, ResourceError, UsageError
+from lineartime.release.pretrained import model_folder
+from lineartime.settings import read_toml
+
+if TYPE_CHECKING:
+    from lineartime.data.prepare import TokenStream
+    from lineartime.model import LanguageModel
+    from lineartime.qa.questions import Question
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+                  help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
+app.add_typer(cli_speed.benchmark, name="benchmark")
+app.command("reproduce")(cli_reproduce.reproduce)
+app.command("report")(cli_report.report)
+
+QuestionFiles = Annotated[list[Path] | None, typer.Option(
+    help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]
+Evidence = Annotated[Path | None, typer.Option(
+    help="Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the questions' folder.")]
+Stride = Annotated[int | None, typer.Option(
+    help="Tokens from one window of a document to the next; by default three quarters of the context.")]
+MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
+
+
+@app.callback()
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
+    """The options before the verb."""
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[list[Path] | None, typer.Argument(
+        help="Text: .txt, .jsonl(.gz), .json.gz, .parquet, or folders of them.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
+    sample: Annotated[bool, typer.Option("--sample", help="Prepare the book that ships with the package.")] = False,
+    tokenizer: Annotated[str, typer.Option(help="train, bytes, or the path of a tokenizer.json.")] = "train",
+    vocab_size: Annotated[int, typer.Option(help="Size of a trained tokenizer's vocabulary.")] = 32_000,
+    held_out: Annotated[float | None, typer.Option(help="Last fraction of the text, kept for validation.")] = None,
+    validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
+    test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    task: Annotated[str | None, typer.Option(help="Read the text as c4, wiki40b or pg19.")] = None,
+    hub: Annotated[bool, typer.Option("--hub", help="Read the task's data set from the hub, with `datasets`.")] = False,
+    documents: Annotated[int | None, typer.Option(help="With --hub: the first so many of each split.")] = None,
+    mlm: Annotated[bool, typer.Option("--mlm", help="For masked language modelling: add [MASK] and [SEP].")] = False,
+    jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
+) -> None:
+    """Tokenise text once into shards that training reads."""
+    from lineartime.data import prepare as data
+
+    manifest = data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
+                            held_out=held_out, validation=list(validation or []), test=list(test or []),
+                            field=text_field, task=task, hub=hub, documents=documents, mlm=mlm,
+                            jobs=jobs or os.cpu_count() or 1, progress=True)
+    if manifest.already_prepared:
+        say(f"already prepared: {out} holds this text with these settings; nothing to do.")
+        return
+    for name, split in manifest.splits.items():
+        say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  "
+            f"{split.words:>12,} words  {split.bytes:>13,} bytes")
+    for line in manifest.notes:
+        say(f"note: {line}")
+    named = task or ("c4" if mlm else None)
+    how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
+    say(f"next        lineartime train flash {how}--data {out} --out RUN")
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.")],
+    data: Annotated[str | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
+    task: Annotated[str | None, typer.Option(help="Whose specification: c4, wiki40b or pg19.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    settings: Setting = None,
+    device: Device = None,
+) -> None:
+    """Train a model, or continue a run; then evaluate it, write a sample and a plot."""
+    given: dict[str, Any] = read_toml(Path(model)) if model.endswith(".toml") else {"model": model}
+    for name, value in (("data", data), ("out", out), ("task", task), ("context", context),
+                        ("tokens_per_step", tokens_per_step), ("steps", steps)):
+        if value is not None:
+            given[name] = value
+    given.update(parse_setting(text) for text in settings or [])
+    run_config(given)
+    from lineartime.data.prepare import read_manifest, require_mask
+
+    manifest = read_manifest(Path(given["data"]))
+    given.setdefault("vocab_size", manifest.vocab_size)
+    given.setdefault("end_of_document", manifest.end_of_document)
+    config = run_config(given)
+    if config.model.vocab_size < manifest.vocab_size:
+        raise UsageError("vocab_size is smaller than the tokenizer's",
+                         f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
+    if not config.model.causal:
+        require_mask(manifest.mask, given["data"])
+    train_and_report(config, device)
+
+
+def train_and_report(config: RunConfig, device: str | None) -> None:
+    """The whole of `lineartime train` after its arguments: fit, evaluate, sample, plot, say where everything is."""
+    from lineartime import checkpoint
+    from lineartime.data.prepare import open_split, read_manifest
+    from lineartime.objectives import MaskedTokens, NextToken
+    from lineartime.plot import plot_run
+    from lineartime.run import RESULT_FILE, Run, write_atomically
+    from lineartime.training import StopSignal, fit, new_model
+
+    out, data = Path(config.out), Path(config.data)
+    with StopSignal().listening() as stop, checkpoint.lock(out):
+        manifest = read_manifest(data)
+        run = Run(out, config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256})
+        if (out / RESULT_FILE).exists():
+            say(f"complete: {out} was trained to step {config.train.steps}; nothing to do.")
+            say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
+                "or any other setting.")
+            return
+        make_task = NextToken if config.model.causal else MaskedTokens
+        task = make_task(config, open_split(data, "train"), open_split(data, "validation"))
+        tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
+        where = pick_device(device, tell=True)
+        with TrainingBar(config) as bar:
+            model = fit(run, new_model(config), task, documents={"tokenizer.json": tokenizer_json},
+                        device=where, stop=stop, on_step=bar.show, warn=bar.warn)
+        stop.check("the last step is saved; the same command evaluates")
+        result = finish(run, model, data, stop)
+        write_atomically(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
+        plot = plot_run(out)
+    say(f"\nrun      {out}")
+    say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
+    say(f"plot     {plot}")
+    say(f"metrics  {out / 'metrics.jsonl'}, {out / RESULT_FILE}")
+    generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
+    say(f"next     {generate}lineartime evaluate {out} --data {data} --split validation")
+
+
+def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
+    """Score the held-out split and write a sample; returns what goes into the result file.
+
+    Its "peak_mib" is the most memory that this process had in training: after a resume, that of the last one."""
+    from lineartime.data.prepare import open_split
+    from lineartime.data.tokenizer import load_tokenizer
+    from lineartime.evaluation import XZ_LIMIT_BYTES, xz_bits_per_byte
+    from lineartime.generation.generate import generate
+    from lineartime.masking import masked_sample
+    from lineartime.run import write_atomically
+    from lineartime.runtime import peak_bytes
+
+    config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
+    held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / "tokenizer.json")
+    evaluation = evaluate_with_bar(model, held_out, config.model.context, config.train.precision,
+                                   config.micro_batch_rows, stop)
+    say(summary("held-out", evaluation, held_out.task))
+    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(), "peak_mib": peak_mib}
+    if not config.model.causal:
+        text = masked_sample(model.eval(), tokenizer, held_out)
+        write_atomically(run.out / "sample.txt", text)
+        say(f"sample   {run.out / 'sample.txt'}, with masks, with what the model puts there, and as it is:\n"
+            + "".join(f"         {line[:200]}\n" for line in text.splitlines()[:3]).rstrip())
+        return result
+    if open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(data)
+        better = "better" if evaluation.bits_per_byte < result["xz_bits_per_byte"] else "worse"
+        say(f"         xz -9e, which has seen the training text: {result['xz_bits_per_byte']:.3f} bits per byte; "
+            f"the model is {better}")
+    length = min(200, (config.model.max_len or 201) - 1)
+    model.eval()
+    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
+    stop.check("the last step is saved; the same command evaluates")
+    text = tokenizer.decode(ids)
+    write_atomically(run.out / "sample.txt", text + "\n")
+    say(f"sample   {' '.join(text.split())[:600]}")
+    return result
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path | None, typer.Argument(help="A run, or one of its checkpoints.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
+    context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
+    contexts: Annotated[str | None, typer.Option(
+        help="Score the same tokens at each of these contexts, with commas: does the model use its context?")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --contexts: JSON file for `lineartime plot`.")] = None,
+    batch_rows: Annotated[int | None, typer.Option(
+        help="Rows scored at once; changes nothing but speed and memory. By default 8, fewer from 16K on.")] = None,
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    questions: QuestionFiles = None,
+    evidence: Evidence = None,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    predictions: Annotated[Path | None, typer.Option(help="File for the answers, {question id: answer}.")] = None,
+    score: Annotated[Path | None, typer.Option(help="Score this file of answers; no run is needed.")] = None,
+    shipped: ShippedModel = None,
+    device: Device = None,
+) -> None:
+    """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
+    With --questions: exact match and F1 of a fine-tuned model's answers."""
+    if (batch_rows is not None and batch_rows < 1) or (context is not None and context < 1):
+        raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}",
+                         "they take whole numbers from 1")
+    if contexts is None and out is not None:
+        raise UsageError("nothing is written without --contexts", out, "--json prints the scores")
+    if contexts is not None and (questions or context is not None or batch_rows is not None):
+        raise UsageError("too much is named", "evaluate --contexts",
+                         "leave out --questions, --context and --batch-rows")
+    if out is not None and not out.parent.is_dir():
+        raise ResourceError("cannot write", out, "there is no such folder")
+    lengths = whole_numbers(contexts) if contexts is not None else []
+    if shipped is not None and run is not None:
+        raise UsageError("two models are named", f"{run} and --model {shipped}", "leave one out")
+    if shipped is not None:
+        run = model_folder(shipped)
+    if precision not in ("float32", "bfloat16"):
+        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
+    if questions:
+        if data is not None or (run is None) == (score is None) or (score is not None and predictions is not None):
+            raise UsageError("too much or too little is named", "evaluate --questions",
+                             "name a run, or a file of answers with --score")
+        evaluate_questions(run, questions, evidence, context, stride, max_answer_tokens, batch_rows or 8, precision,
+                           predictions, score, as_json, device)
+        return
+    if run is None or data is None or score is not None or predictions is not None:
+        raise UsageError("too much or too little is named", "evaluate",
+                         "name a run and --data, or --questions for a fine-tuned run")
+    from lineartime.data.prepare import open_split
+    from lineartime.model import SpanModel
+    from lineartime.run import load_model
+
+    model, tokenizer, facts = load_model(run)
+    if isinstance(model, SpanModel):
+        raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
+    stream = open_split(data, split)
+    if stream.tokenizer_sha256 != tokenizer.sha256:
+        raise UsageError("the run and the data have different tokenizers",
+                         f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
+                         f"prepare the data with --tokenizer {facts['checkpoint']}/tokenizer.json")
+    model = model.to(pick_device(device))
+    if lengths:
+        facts |= {"split": split, "trained_context": model.config.context}
+        evaluate_contexts(model, stream, lengths, precision, facts, out, as_json)
+        return
+    context = context or model.config.context
+    model.check_length(context)
+    result = evaluate_with_bar(model, stream, context, precision,
+                               batch_rows or min(8, max(1, 65_536 // context)))
+    if as_json:
+        print(json.dumps({**facts, "split": split, "context": context, **result.to_dict()}))
+        return
+    say(summary(split, result, stream.task))
+    unit = "nats per token" if result.n_read is None else "nats per masked token"
+    for first, last, loss in result.loss_by_position:
+        say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
+
+
+def evaluate_contexts(model: "LanguageModel", stream: "TokenStream", contexts: list[int], precision: str,
+                      facts: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    """The same tokens scored at several contexts."""
+    from lineartime.context_use import describe, measure_context_use
+    from lineartime.run import write_atomically
+
+    with Terminal().counting("tokens read", None) as count:
+        use = measure_context_use(model, stream, contexts, precision=precision, progress=count)
+    text = json.dumps({**facts, **use.to_dict()})
+    if out is not None:
+        write_atomically(out, text + "\n")
+    if as_json:
+        print(text)
+        return
+    for line in describe(use):
+        say(line)
+    if out is not None:
+        say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
+
+
+def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, context: int | None,
+                       stride: int | None, max_answer_tokens: int, batch_rows: int, precision: str,
+                       predictions: Path | None, scored: Path | None, as_json: bool, device: str | None) -> None:
+    """The answers of a fine-tuned run, or those in a file, scored by the official rules and beside word overlap."""
+    import dataclasses
+
+    from lineartime.qa.metrics import check_predictions, guess_by_overlap, score
+    from lineartime.qa.questions import read_json, read_questions
+
+    asked = list(read_questions(questions, evidence))
+    facts: dict[str, Any] = {}
+    if scored is not None:
+        answers = check_predictions(read_json(scored), str(scored))
+    else:
+        assert run is not None
+        answers, facts = answer_questions(run, asked, context, stride, max_answer_tokens, batch_rows, precision, device)
+    if predictions is not None:
+        from lineartime.run import write_atomically
+
+        write_atomically(predictions, json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
+    without = sum(not question.documents for question in asked)
+    result: dict[str, Any] = {**facts, "questions": len(asked), "questions_without_document": without}
+    if any(question.accepted for question in asked):
+        result |= dataclasses.asdict(score(asked, answers))
+        guesses = {question.id: guess_by_overlap(question) for question in asked}
+        result["word_overlap"] = dataclasses.asdict(score(asked, guesses))
+    elif scored is not None or predictions is None:
+        raise UsageError("no question has an answer to compare with", ", ".join(map(str, questions)),
+                         "--predictions FILE writes answers without scoring them")
+    if as_json:
+        print(json.dumps(result))
+        return
+    if "f1" in result:
+        say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
+            + (f", {result['n_missing']:,} of them without a prediction" if result["n_missing"] else "")
+            + (f"; {without:,} have no document" if without else ""))
+        overlap = result["word_overlap"]
+        say(f"EM {overlap['exact_match']:.2f}, F1 {overlap['f1']:.2f} by word overlap, without a model")
+    if predictions is not None:
+        say(f"answers  {predictions}")
+
+
+def answer_questions(run: Path, asked: list["Question"], context: int | None, stride: int | None,
+                     max_answer_tokens: int, batch_rows: int, precision: str,
+                     device: str | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """The answers of a fine-tuned run by id, and what there is to say about them."""
+    from lineartime.qa.finetune import load_span_model, predict_all
+    from lineartime.qa.spans import Windows
+    from lineartime.training import StopSignal
+
+    model, tokenizer, facts = load_span_model(run)
+    windows = Windows(context or model.config.context, stride, max_answer_tokens)
+    model.check_length(windows.context)
+    answers, loss, n_windows = predict_all(model.to(pick_device(device)), tokenizer, asked, windows, batch_rows,
+                                           precision, StopSignal(), Terminal())
+    return answers, {**facts, "context": windows.context, "windows": n_windows, "loss": loss}
+
+
+@app.command()
+def finetune(
+    run: Annotated[Path, typer.Argument(help="A run of masked language modelling, or one of its checkpoints.")],
+    questions: QuestionFiles = None,
+    validation: Annotated[list[Path] | None, typer.Option(
+        help="Questions that the learning rate is chosen on; may be given again.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs; what is unfinished there goes on.")] = None,
+    evidence: Evidence = None,
+    learning_rates: Annotated[str, typer.Option(help="One run each, with commas.")] = "1e-4,7e-5,5e-5",
+    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 4096,
+    epochs: Annotated[float, typer.Option(help="How often each window is read.")] = 5,
+    negatives: Annotated[float, typer.Option(
+        help="Share of the windows without an answer that is trained on.")] = 0.25,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    settings: Setting = None,
+    device: Device = None,
+) -> None:
+    """Teach a model to find answers in documents, once per learning rate; keep the best by F1."""
+    if not questions or not validation or out is None:
+        raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
+    given = dict(parse_setting(text) for text in settings or [])
+    rates = numbers(learning_rates)
+    from lineartime.qa.finetune import FineTuning
+    from lineartime.qa.finetune import finetune as run_all
+    from lineartime.training import StopSignal
+
+    plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
+                      max_answer_tokens, negatives, epochs, given)
+    with StopSignal().listening() as stop:
+        result = run_all(plan, pick_device(device, tell=True), stop, Terminal())
+    if "already" in result:
+        say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
+    best, overlap = result["best"], result["word_overlap"]
+    say("")
+    for name, scores in result["learning_rates"].items():
+        say(f"lr {name:<9} EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
+            + ("  <- best" if best == f"lr-{name}" else ""))
+    say(f"word overlap EM {overlap['exact_match']:6.2f}  F1 {overlap['f1']:6.2f}  "
+        f"({overlap['n_questions']:,} validation questions)")
+    say(f"\nweights  {out / best / 'latest'}  (open with lineartime.load_model or transformers)")
+    say(f"answers  {out / 'predictions.json'}")
+    say(f"metrics  {out / best / 'metrics.jsonl'}, {out / 'result.json'}")
+    say(f"next     lineartime answer {out} --question \"Who wrote it?\" --document FILE")
+
+
+@app.command()
+def answer(
+    run: Annotated[Path, typer.Argument(help="A run of `lineartime finetune`, or one of its checkpoints.")],
+    question: Annotated[str, typer.Option(help="What is asked.")] = "",
+    document: Annotated[list[str] | None, typer.Option(
+        help="Text file in which the answer is looked for, `-` for stdin; may be given again.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a window; by default as in training.")] = None,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    batch_rows: Annotated[int, typer.Option(help="Windows read at once; changes nothing but speed and memory.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    device: Device = None,
+) -> None:
+    """Answer one question from documents of any length."""
+    if not question.strip() or not document:
+        raise UsageError("too little is named", "answer", 'it takes --question "..." and --document FILE')
+    if batch_rows < 1 or document.count("-") > 1:
+        raise UsageError("wrong value", f"batch_rows = {batch_rows}, document = {', '.join(document)}",
+                         "batch_rows takes whole numbers from 1, and stdin is read once")
+    from lineartime.errors import DataError
+    from lineartime.qa.questions import Document, Question, check_text, read_utf8
+
+    check_text(question, "the question", "--question")
+    documents = tuple(Document("stdin", read_prompts(["-"], [])[0]) if name == "-" else
+                      Document(name, read_utf8(Path(name))) for name in document)
+    if not any(each.text().strip() for each in documents):
+        raise DataError("nothing but white space", ", ".join(document))
+    from lineartime.qa.finetune import load_span_model
+    from lineartime.qa.spans import Windows, predict
+
+    model, tokenizer, facts = load_span_model(run)
+    windows = Windows(context or model.config.context, stride, max_answer_tokens)
+    model.check_length(windows.context)
+    with Terminal().counting("windows read", None) as count:
+        asked = [Question("", question, documents, (), ())]
+        (found,) = predict(model.to(pick_device(device)), tokenizer, asked, windows, batch_rows=batch_rows,
+                           progress=count)
+    span = found.span
+    if span is None:
+        raise DataError("the tokenizer finds nothing in the document", ", ".join(document))
+    text = documents[span.document].text()
+    around = [" ".join(part.split()) for part in (text[max(span.start - 120, 0) : span.start],
+                                                  text[span.stop : span.stop + 120])]
+    if as_json:
+        print(json.dumps({**facts, "answer": span.text, "score": span.score, "document": documents[span.document].name,
+                          "start": span.start, "stop": span.stop, "before": around[0], "after": around[1],
+                          "windows": found.n_windows}))
+        return
+    say(f"answer   {' '.join(span.text.split())}")
+    say(f"score    {span.score:.2f}  (below 0 the model holds it likelier that the answer is not there)")
+    say(f"where    characters {span.start:,} to {span.stop:,} of {documents[span.document].name} "
+        f"({found.n_windows:,} windows read)")
+    say(f"         ... {around[0]} [{' '.join(span.text.split())}] {around[1]} ...")
+
+
+@app.command()
+def generate(
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="RUN|PROMPT", show_default=False,
+        help="A run, one of its checkpoints or an exported folder, unless --model names a model; then prompts: `-` "
+             "reads one from stdin, none begins a document.")] = None,
+    shipped: ShippedModel = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="File with a prompt; may be given again.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the likeliest k tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(
+        help="Draw from the likeliest tokens that together reach probability p.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End where this text comes; may be given again.")] = None,
+    precision: Annotated[str, typer.Option(help="Type of the weights: float32, or bfloat16, which is faster.")
+                         ] = "float32",
+    capture: Annotated[bool, typer.Option("--capture", help="Each token is one CUDA graph.")] = False,
+    device: Device = None,
+) -> None:
+    """Continue prompts.
+    One prompt streams to the terminal; several are decoded together and printed one after another."""
+    if seed < 0:
+        raise UsageError("seed must not be negative", f"{seed}")
+    if precision not in ("float32", "bfloat16"):
+        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
+    run, prompts = model_and_prompts(arguments or [], shipped)
+    texts = read_prompts(prompts, prompt_file or [])
+    import torch
+
+    from lineartime.generation.generate import check_sampling
+    from lineartime.generation.generate import generate as continue_prompts
+    from lineartime.run import load_model
+
+    check_sampling(max_new_tokens, temperature, top_k, top_p)
+    model, tokenizer, _ = load_model(run)
+    if not model.config.causal:
+        raise UsageError("only a causal model continues text", run, "this one fills in masks; open it in transformers"
+                         if type(model).__name__ == "LanguageModel" else "this one answers: see `lineartime answer`")
+    first = tokenizer.end_of_document
+    ids = [[first, *tokenizer.encode(text)] for text in texts]
+    stream = Stream(tokenizer, texts, stop or [])
+    continue_prompts(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
+                     temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over, capture=capture,
+                     on_prompt=prompt_progress(max(len(row) for row in ids)))
+    stream.finish()
+
+
+def model_and_prompts(arguments: list[str], shipped: str | None) -> tuple[Path, list[str]]:
+    """The folder of the model, and the prompts: where --model names one every argument is a prompt, otherwise the
+    first is the run."""
+    if shipped is not None:
+        return model_folder(shipped), arguments
+    if not arguments:
+        raise UsageError("no model is named", "generate", "name a run, or a model that ships: --model small")
+    return Path(arguments[0]), arguments[1:]
+
+
+def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    """The prompts of a command line, in order: arguments, `-` for stdin, then files;
+    one empty prompt where there is none."""
+    def decode(data: bytes, name: str) -> str:
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
+
+    texts = [decode(sys.stdin.buffer.read(), "stdin") if text == "-" else text for text in prompts]
+    for path in files:
+        try:
+            texts.append(decode(path.read_bytes(), str(path)))
+        except OSError as e:
+            raise UsageError("cannot read the prompt", path, e.strerror) from None
+    return texts or [""]
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run of `lineartime train`.")],
+    out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
+    data: Annotated[Path | None, typer.Option(
+        help="The text that the run was trained on, prepared; by default where the run found it.")] = None,
+    about: Annotated[Path | None, typer.Option(help="Markdown file that the model card begins with.")] = None,
+    prompt: Annotated[str, typer.Option(
+        help="What the card's sample continues; by default it begins a document.")] = "",
+    device: Device = None,
+) -> None:
+    """Make a run into a folder to give away: weights in bfloat16, and a model card with held-out scores."""
+    from lineartime.qa.questions import read_utf8
+    from lineartime.release.export import export as export_run
+
+    text = read_utf8(about) if about is not None else ""
+    made = export_run(run, out, data=data, about=text, prompt=prompt, device=pick_device(device),
+                      score=lambda model, stream: evaluate_with_bar(model, stream, model.config.context, "float32", 8))
+    for split, evaluation in made.scores.items():
+        say(summary(split, evaluation, made.task))
+    say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
+        "transformers)")
+    say(f"card     {out / 'README.md'}")
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help=f"A model: {', '.join(PRESETS)}.")],
+    task: Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.")] = "wiki40b",
+    settings: Setting = None,
+) -> None:
+    """Print a model's specification, parameters by part, training FLOPs per token and decoding state."""
+    config = model_config(model, task, **dict(parse_setting(text) for text in settings or []))
+    from lineartime.info import print_description
+
+    print_description(config, f"{model} ({task})")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[str], typer.Argument(
+        help="A run, or several as LABEL=RUN, which are drawn side by side; or LABEL=FILE of `evaluate --contexts`.")],
+    out: Annotated[Path | None, typer.Option(help="PNG to write; needed for several runs, and for files.")] = None,
+) -> None:
+    """Draw a run's curves, or the curves of several runs in one picture, or what models gain from context."""
+    split = [text.partition("=") for text in runs]
+    named = {label if equals else Path(label).name: Path(run or label) for label, equals, run in split}
+    files = [path for path in named.values() if path.suffix == ".json"]
+    if out is None and (len(runs) > 1 or files):
+        raise UsageError("no file is named for the picture", "--out", "give a .png")
+    if files and len(files) < len(named):
+        raise UsageError("runs and files of `evaluate --contexts` side by side", str(files[0]), "draw them apart")
+    from lineartime.plot import plot_comparison, plot_context_use, plot_run
+
+    if out is None:
+        say(str(plot_run(Path(runs[0]))))
+        return
+    say(str((plot_context_use if files else plot_comparison)(named, out)))
+
+
+def main() -> None:
+    """Run the command line; an error is one line on stderr and an exit code (see `errors`)."""
+    arguments = sys.argv[1:] or ["--help"]
+    debug = "--debug" in arguments
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
+    except LineartimeError as e:
+        code = fail(e, e.exit_code, debug)
+    except KeyboardInterrupt as e:
+        code = fail(e, 130, debug, "interrupted")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except MemoryError as e:
+        code = fail(e, 6, debug, "out of memory")
+    except Exception as e:
+        refused = getattr(e, "format_message", None)
+        what = refused() if refused else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
+        code = fail(e, 2 if refused else 1, debug, what)
+    sys.exit(code)
+
+
+def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    print("error: " + " ".join((message or str(error)).split()), file=sys.stderr)
+    return code

@@ -1,0 +1,222 @@
+"""Which text belongs to which split: files by what they are called, documents by their place."""
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lineartime.data.read_text import ENDINGS, Piece, check_gzip, ending_of
+from lineartime.errors import DataError, UsageError
+
+SPLITS = ("train", "validation", "test")
+SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation",
+               "dev": "validation", "test": "test"}
+SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?")
+"""`train`, `train-00000-of-00001`, `c4-train.00000-of-01024`: what a file that holds a split is called."""
+LINE_SEARCH = 1 << 16
+"""Characters in which a single document's cut looks for a line."""
+
+
+class Source(NamedTuple):
+    """One file of a split; `name` is relative to what the user named, so that it means the same on another machine."""
+
+    split: str
+    name: str
+    path: Path
+    unread: tuple[str, ...] = ()
+    """The kinds of files that lie beside it in the folder and were left out."""
+
+
+def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: Iterable[Path] = (), *,
+                 preferred: str | None = None) -> list[Source]:
+    """The files of every split, in an order that depends on names only.
+
+    The inputs are `train` unless their names say more: a folder with subfolders or files called train, validation and
+    test (in which nothing else is read), or such files themselves. `validation` and `test` name files or folders of
+    those splits. Where a folder has files of several kinds, those with the ending `preferred` are taken.
+    Raises UsageError for what is ambiguous, DataError for what is missing, is no file or holds nothing."""
+    inputs, validation, test = list(inputs), list(validation), list(test)
+    sources = [source for path in inputs for source in _sources_of(Path(path), preferred)]
+    splits = {source.split for source in sources}
+    if "train" in splits and splits & {"validation", "test"}:
+        for source in sources:
+            if not source.split:
+                raise UsageError("the other inputs name their split and this one does not", source.path,
+                                 "leave it out or rename it")
+    else:
+        sources = [source._replace(split="train") for source in sources]
+    for split, paths in (("validation", validation), ("test", test)):
+        if paths and any(source.split == split for source in sources):
+            raise UsageError(f"two {split} splits", paths[0], "the inputs have one already")
+        for path in paths:
+            found = _sources_of(Path(path), preferred)
+            if len({source.split for source in found}) > 1:
+                raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
+            sources += [source._replace(split=split) for source in found]
+    seen: dict[str, Source] = {}
+    for source in sources:
+        real = os.path.realpath(source.path)
+        if real in seen:
+            raise UsageError("the same file twice", source.path, "name it once")
+        seen[real] = source
+    return sorted(sources, key=lambda source: SPLITS.index(source.split))
+
+
+def _sources_of(path: Path, preferred: str | None) -> list[Source]:
+    """The files under one input; the split is "" where a name does not tell."""
+    try:
+        if path.is_dir():
+            return _sources_in_folder(path, preferred)
+        mode = path.stat().st_mode
+    except OSError as e:
+        raise DataError("cannot read the input", path, e.strerror) from None
+    if not stat.S_ISREG(mode):
+        raise DataError("not a regular file", path)
+    if not ending_of(path.name):
+        raise UsageError("unknown kind of file", path, f"it takes {', '.join(ENDINGS)}")
+    return [Source(_split_of(path.name), path.name, path)]
+
+
+def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
+    names = _files_below(folder)
+    readable = [name for name in names if ending_of(name)]
+    if not readable:
+        raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(ENDINGS)}")
+    top = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") if "/" in name else "" for name in readable}
+    if "train" not in top.values():
+        top = {name: "" if "/" in name else _split_of(name) for name in readable}
+    if "train" in top.values():
+        endings = {ending_of(name) for name, split in top.items() if split}
+        for name, split in top.items():
+            if not split and "/" not in name and ending_of(name) in endings:
+                raise UsageError("this file belongs to no split", folder / name, "leave it out or name the files")
+        chosen = {name: split for name, split in top.items() if split}
+    else:
+        chosen = dict.fromkeys(readable, "")
+        for name in readable:
+            if "/" in name and (_split_of(name.split("/")[-1]) == "train" or "train" in name.lower().split("/")[:-1]):
+                raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
+    endings = {ending_of(name) for name in chosen}
+    unread: tuple[str, ...] = ()
+    if preferred in endings:
+        unread = tuple(sorted(endings - {preferred}))
+        chosen = {name: split for name, split in chosen.items() if ending_of(name) == preferred}
+    elif len(endings) > 1:
+        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
+                         f"name the files of one kind, such as {folder}/*{min(endings)}")
+    sources = [Source(split, name, folder / name, unread) for name, split in chosen.items()]
+    for source in sources:
+        if not source.path.is_file():
+            raise DataError("not a regular file", source.path)
+    return sources
+
+
+def _files_below(folder: Path) -> list[str]:
+    """Relative names of all files, hidden ones left out, links followed once."""
+
+    def refuse(e: OSError) -> None:
+        raise e
+
+    names: list[str] = []
+    seen: set[str] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        if os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".")]
+        names += [(Path(parent) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
+def _split_of(name: str) -> str:
+    match = SPLIT_FILE.fullmatch(name.lower()[:-len(ending_of(name)) or None])
+    return SPLIT_NAMES[match[1]] if match else ""
+
+
+class CheckedFile(NamedTuple):
+    """A source that was read to its end: its documents that are not blank, those that are, and its characters."""
+
+    source: Source
+    documents: int
+    blank: int
+    characters: int
+
+
+class Part(NamedTuple):
+    """What a split holds: documents [first, stop) of its files, or characters [first, stop) of the only one."""
+
+    files: list[CheckedFile]
+    unit: str
+    first: int
+    stop: int
+
+
+Reader = Callable[[Path], Iterator[Piece]]
+
+
+def check_source(reader: Reader, source: Source) -> CheckedFile:
+    """Read a source to its end, so that whatever is wrong with it is found before anything is made of it."""
+    if source.name.lower().endswith(".gz"):
+        check_gzip(source.path)
+    documents = blank = characters = 0
+    all_blank = True
+    for text, last in reader(source.path):
+        characters += len(text)
+        all_blank = all_blank and (not text or text.isspace())
+        if last:
+            documents, blank, all_blank = documents + (not all_blank), blank + all_blank, True
+    return CheckedFile(source, documents, blank, characters)
+
+
+def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> dict[str, Part]:
+    """What each split holds; with `held_out` the last fraction of train is validation, as `prepare` describes.
+
+    Raises DataError where a split would be empty."""
+    parts = {}
+    for split in SPLITS:
+        own = [file for file in files if file.source.split == split]
+        n_documents = sum(file.documents for file in own)
+        if own and not n_documents:
+            raise DataError("nothing but white space", own[0].source.path, f"the {split} split would be empty")
+        if own:
+            parts[split] = Part([file for file in own if file.documents], "documents", 0, n_documents)
+    if held_out is None:
+        return parts
+    whole = parts["train"]
+    if whole.stop > 1:
+        cut = whole.stop - max(1, round(whole.stop * held_out))
+    else:
+        whole = whole._replace(unit="characters", stop=whole.files[0].characters)
+        cut = _line_after(reader, whole, whole.stop - int(whole.stop * held_out))
+    if not 0 < cut < whole.stop:
+        raise DataError("too little text to hold some out", whole.files[0].source.path, f"held_out = {held_out}")
+    return parts | {"train": whole._replace(stop=cut), "validation": whole._replace(first=cut)}
+
+
+def _line_after(reader: Reader, whole: Part, start: int) -> int:
+    """Where the first line after character `start` of a single document begins; `start` where none does nearby."""
+    window = "".join(text for text, _ in pieces_of(reader, whole._replace(first=start, stop=start + LINE_SEARCH)))
+    line = start + window.find("\n") + 1
+    return line if line < whole.stop else start
+
+
+def pieces_of(reader: Reader, part: Part) -> Iterator[Piece]:
+    """The pieces of a split, without blank documents."""
+    at = 0
+    for file in part.files:
+        if part.unit == "documents" and (at + file.documents <= part.first or at >= part.stop):
+            at += file.documents
+            continue
+        for text, last in reader(file.source.path):
+            if part.unit == "documents":
+                if text and part.first <= at < part.stop:
+                    yield Piece(text, last)
+                at += last and text != ""
+            else:
+                kept = text[max(part.first - at, 0):max(part.stop - at, 0)]
+                at += len(text)
+                if kept:
+                    yield Piece(kept, at >= part.stop)

@@ -1,0 +1,123 @@
+"""Text from a model: read the prompts, then one token at a time, in memory that does not depend on the length."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lineartime.decoding.cache import DecodingState
+from lineartime.errors import UsageError
+from lineartime.generation.cuda_graph import CapturedStep
+from lineartime.generation.onednn import packed_weights
+from lineartime.model import LanguageModel
+
+PIECE_TOKENS = 2048
+"""Prompt tokens of a row read at once (whole chunks where there are chunks); bounds the memory of a long prompt."""
+
+
+@torch.inference_mode()
+def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
+            progress: Callable[[int], None] | None = None) -> tuple[Tensor, DecodingState]:
+    """Read prompts of any lengths, piece by piece.
+    Returns the logits after each prompt's last token, `[B, V]`, and the state.
+
+    progress is called with the number of tokens read of the longest prompt. Raises UsageError for an empty prompt or a
+    token outside the vocabulary."""
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
+    device = model.embed.weight.device
+    chunk_size = model.config.chunk_size or 1
+    piece = max(PIECE_TOKENS // chunk_size, 1) * chunk_size
+    state = model.decoding_state(len(prompts))
+    last_BD = model.embed.weight.new_zeros(len(prompts), model.config.d_model)
+    for start in range(0, max(len(prompt) for prompt in prompts), piece):
+        parts = [list(prompt[start : start + piece]) for prompt in prompts]
+        width = max(len(part) for part in parts)
+        ids_BN = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=device)
+        if ids_BN.min() < 0 or ids_BN.max() >= model.config.vocab_size:
+            raise UsageError("token outside the vocabulary", f"{model.config.vocab_size} tokens",
+                             "use the model's own tokenizer")
+        n_new_B = torch.tensor([len(part) for part in parts], device=device)
+        x_BND = model.extend(ids_BN, n_new_B, state)
+        for row, part in enumerate(parts):
+            if part:
+                last_BD[row] = x_BND[row, len(part) - 1]
+        if progress is not None:
+            progress(start + width)
+    return model.logits(last_BD), state
+
+
+@torch.inference_mode()
+def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Tensor:
+    """Append one token to every row: the logits of the next, `[B, V]`. Constant time and memory for FLASH."""
+    return model.logits(model.extend(ids_B[:, None], torch.ones_like(ids_B), state)[:, 0])
+
+
+def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
+           generators: Sequence[torch.Generator]) -> Tensor:
+    """One token per row. temperature 0 takes the likeliest; top_k and top_p keep the likeliest k, or those that
+    together reach probability p. Each row draws from its own generator, so a row's text depends on no other row."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    logits_BV = logits_BV.float() / temperature
+    if top_k is not None and top_k < logits_BV.shape[-1]:
+        kth_B1 = logits_BV.topk(top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -math.inf)
+    if top_p is not None:
+        sorted_BV, order_BV = logits_BV.sort(descending=True)
+        p_BV = sorted_BV.softmax(-1)
+        beyond_BV = p_BV.cumsum(-1) - p_BV >= top_p
+        logits_BV = logits_BV.masked_fill(torch.zeros_like(beyond_BV).scatter(1, order_BV, beyond_BV), -math.inf)
+    p_BV = logits_BV.softmax(-1).cpu()
+    drawn = [torch.multinomial(p_V, 1, generator=generator) for p_V, generator in zip(p_BV, generators, strict=True)]
+    return torch.cat(drawn).to(logits_BV.device)
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise UsageError for a sampling setting that means nothing."""
+    if max_new_tokens < 0:
+        raise UsageError("max_new_tokens must not be negative", f"{max_new_tokens}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise UsageError("temperature must be a number of at least 0", f"{temperature}", "0 takes the likeliest token")
+    if top_k is not None and top_k < 1:
+        raise UsageError("top_k must be at least 1", f"{top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError("top_p must lie in (0, 1]", f"{top_p}")
+
+
+def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float = 0.0,
+             top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+             stop: Callable[[int, list[int]], bool] | None = None, on_token: Callable[[int, int], None] | None = None,
+             on_prompt: Callable[[int], None] | None = None, capture: bool = False) -> list[list[int]]:
+    """Continue each prompt by at most `max_new_tokens` tokens; returns the new tokens of each row.
+
+    A row ends at the end-of-document token (which is not returned) or when `stop(row, new_tokens)` is true. on_token is
+    called with row and token as they come, on_prompt as `prefill`'s progress. Row r draws from a generator seeded with
+    (seed, r). Of the types bfloat16 is the fastest, see `packed_weights`. capture: the step is a CUDA graph, see
+    `CapturedStep`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and for
+    a model whose step cannot be captured."""
+    check_sampling(max_new_tokens, temperature, top_k, top_p)
+    generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
+    new: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(len(prompts)))
+    with packed_weights(model):
+        logits_BV, state = prefill(model, prompts, on_prompt)
+        step = CapturedStep(model, state) if capture else partial(decode_step, model, state=state)
+        for n_done in range(1, max_new_tokens + 1):
+            ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generators=generators)
+            for row in sorted(open_rows):
+                token = int(ids_B[row])
+                if token == model.config.end_of_document:
+                    open_rows.remove(row)
+                    continue
+                new[row].append(token)
+                if on_token is not None:
+                    on_token(row, token)
+                if stop is not None and stop(row, new[row]):
+                    open_rows.remove(row)
+            if not open_rows or n_done == max_new_tokens:
+                break
+            logits_BV = step(ids_B)
+    return new

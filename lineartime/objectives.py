@@ -1,0 +1,91 @@
+"""What a model is trained on: the batch of a step, the loss of a batch, and the held-out score.
+
+A task is an object with the four methods of `Task`; `train.fit` knows nothing else about it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from lineartime.config import RunConfig
+from lineartime.data.prepare import TokenStream, batch_rows
+from lineartime.evaluation import Evaluation, evaluate
+from lineartime.masking import NO_TARGET, masked_batch
+from lineartime.model import LanguageModel, masked_token_losses, token_losses
+
+
+class Task(Protocol):
+    """What `fit` needs. The arrays of a batch have one entry per row along their first axis, and are cut into
+    micro-batches there."""
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """The arrays of one training step: a pure function of the run's seed and the step."""
+        ...
+
+    def n_targets(self, *batch: Tensor) -> int:
+        """How many losses `losses` returns for these rows; what a micro-batch weighs in the mean."""
+        ...
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        """One loss in nats per target, of any shape, float32 at least."""
+        ...
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """The held-out score in the course of training: "loss", and what else is worth a line of the metrics.
+        progress is called now and then, and may raise."""
+        ...
+
+
+class NextToken:
+    """Language modelling: every token of a row given those before it."""
+
+    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
+        self.config, self.train_stream, self.held_out = config, train_stream, held_out
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        config = self.config
+        return (batch_rows(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
+                           rows_per_step=config.rows_per_step),)
+
+    def n_targets(self, *batch: Tensor) -> int:
+        (rows_BT,) = batch
+        return rows_BT[:, 1:].numel()
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        (rows_BT,) = batch
+        return token_losses(model, rows_BT)
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        result = _held_out(self.config, model, self.held_out, progress)
+        return {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
+
+
+class MaskedTokens:
+    """Masked language modelling: the masked tokens of a row given all the others; for models that are not causal."""
+
+    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
+        self.config, self.train_stream, self.held_out = config, train_stream, held_out
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """Inputs and targets `[R, T]`; a target is -1 where nothing is asked."""
+        config = self.config
+        return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
+                            rows_per_step=config.rows_per_step)
+
+    def n_targets(self, *batch: Tensor) -> int:
+        _, targets_BT = batch
+        return int((targets_BT != NO_TARGET).sum())
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        inputs_BT, targets_BT = batch
+        return masked_token_losses(model, inputs_BT, targets_BT)
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        return {"loss": _held_out(self.config, model, self.held_out, progress).loss}
+
+
+def _held_out(config: RunConfig, model: LanguageModel, stream: TokenStream,
+              progress: Callable[[int], None] | None) -> Evaluation:
+    return evaluate(model, stream, context=config.model.context, max_tokens=config.train.eval_tokens,
+                    precision=config.train.precision, batch_rows=config.micro_batch_rows, progress=progress)

@@ -1,0 +1,393 @@
+"""Fine-tuning on questions: a model trained by masked language modelling gets a span head and learns where answers are.
+
+`DIR/lr-1e-04`, ... are ordinary runs, one per learning rate; the best of them on the validation questions is what the
+folder stands for once `DIR/result.json` is there."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lineartime import checkpoint
+from lineartime.atomic_io import hash_of
+from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
+from lineartime.config import to_dict as fields_of
+from lineartime.data.prepare import places_of_step
+from lineartime.data.tokenizer import Tokenizer
+from lineartime.errors import CheckpointError, DataError, UsageError
+from lineartime.gau import GatedAttentionUnit
+from lineartime.layers import RelPosBias
+from lineartime.model import LanguageModel, SpanModel
+from lineartime.qa.metrics import guess_by_overlap, score
+from lineartime.qa.questions import Question, read_questions
+from lineartime.qa.spans import (
+    Rows,
+    Windows,
+    predict,
+    separator_of,
+    span_logits,
+    span_losses,
+    stack_rows,
+    training_rows,
+)
+from lineartime.run import (
+    RESULT_FILE,
+    RUN_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    Run,
+    different,
+    load_model,
+    write_atomically,
+)
+from lineartime.settings import replace_fields, require
+from lineartime.training import StopSignal, fit
+
+LEARNING_RATES = (1e-4, 7e-5, 5e-5)
+CONTEXT, CHUNK_SIZE = 4096, 128
+ROWS_PER_STEP, EPOCHS, WARMUP_SHARE, NEGATIVES = 32, 5, 0.1, 0.25
+CHANGEABLE = ("context", "chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
+"""Fields of the pretrained model's configuration that fine-tuning may change."""
+PREDICTIONS_FILE = "predictions.json"
+BEST = "best"
+
+
+def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
+    """The configuration that a pretrained model is fine-tuned with: the paper's, then `changes`.
+
+    The paper's (Section 4.3) is for GAUs a chunk size of 128 (less where pretraining had less), and with relu^2 softmax
+    for [CLS]. Without chunks n of relu(q k / n + b)^2 stays what it was. Raises UsageError for a causal model, a field
+    that fine-tuning cannot change, and a context longer than the position tables allow."""
+    config = model.config
+    require(not config.causal, "questions need a model that sees both ways", "causal = true",
+            "pretrain with causal = false (masked language modelling)")
+    for name in changes:
+        require(name in CHANGEABLE, "the pretrained model decides this", name,
+                f"fine-tuning may change {', '.join(CHANGEABLE)}")
+    model.check_length(context)
+    fields: dict[str, Any] = {"context": context}
+    if config.chunk_size is not None and config.ffn == "gau":
+        fields["chunk_size"] = min(CHUNK_SIZE, config.chunk_size)
+    elif config.chunk_size is None and config.has_bias:
+        fields["attn_scale_len"] = config.scale_len
+    if config.ffn == "gau" and config.attn_kernel == "relu2" and config.n_heads == 1 and config.chunk_parts != "global":
+        fields["cls_softmax"] = True
+    return replace_fields(config, fields | changes)
+
+
+@torch.no_grad()
+def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> SpanModel:
+    """A `SpanModel` with a pretrained model's weights; what that does not have starts anew, drawn from `seed`.
+
+    What fits by name and shape is copied. A position table is cut to a shorter context. A position bias for another
+    chunk size is the old one at the same distances, beyond its reach that of its last distance, and a GAU's queries are
+    scaled so that q k / n stays what it was. first_to_all adds heads. Raises CheckpointError with the names of weights
+    that do not fit."""
+    torch.manual_seed(seed)
+    model = SpanModel(config)
+    old = dict(pretrained.named_parameters())
+    old_modules = dict(pretrained.named_modules())
+    done: set[str] = set()
+    for name, module in model.named_modules():
+        before = old_modules.get(name)
+        if isinstance(module, RelPosBias) and isinstance(before, RelPosBias) and hasattr(module, "weight"):
+            reach = before.n - 1
+            offset = torch.arange(1 - module.n, module.n)
+            module.weight.copy_(before.at(offset.clamp(-reach, reach) if hasattr(before, "weight") else offset))
+            done.add(f"{name}.weight")
+    wrong = []
+    for name, p in model.named_parameters():
+        if name in done or (name.startswith("span_head.") and name not in old):
+            continue
+        if name not in old:
+            wrong.append(f"{name} is missing")
+        elif p.shape == old[name].shape:
+            p.copy_(old[name])
+        elif name == "abs_pos.weight" and p.shape[0] < old[name].shape[0]:
+            p.copy_(old[name][: p.shape[0]])
+        elif name.endswith((".scale_offset.gamma", ".scale_offset.beta")) and p.shape[0] > old[name].shape[0]:
+            p[: old[name].shape[0]] = old[name]
+        else:
+            wrong.append(f"{name} is {list(old[name].shape)}, not {list(p.shape)}")
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError("the pretrained weights do not fit", ", ".join(wrong[:5]) + more,
+                              "keep more of the pretrained configuration")
+    for name, module in model.named_modules():
+        before = old_modules.get(name)
+        if isinstance(module, GatedAttentionUnit) and isinstance(before, GatedAttentionUnit):
+            if module.kernel == "relu2":
+                for part in (module.scale_offset.gamma, module.scale_offset.beta):
+                    part[0] *= module.scale_len / before.scale_len
+    return model
+
+
+class Questions:
+    """The task of `fit`: where the answer begins and where it ends in each window."""
+
+    def __init__(self, config: RunConfig, rows: Rows, validation: Sequence[Question], tokenizer: Tokenizer,
+                 windows: Windows):
+        self.config, self.rows, self.validation = config, rows, validation
+        self.tokenizer, self.windows = tokenizer, windows
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """ids and roles `[R, T]`; every epoch takes each window once, in an order drawn from (seed, epoch). The longest
+        come first, so that micro-batches have little padding."""
+        config = self.config
+        places = places_of_step(len(self.rows), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
+        chosen = sorted((row for _, row in places), key=lambda row: -len(self.rows.ids[row]))
+        return stack_rows([self.rows.ids[i] for i in chosen], [self.rows.roles[i] for i in chosen],
+                          config.model.context)
+
+    def n_targets(self, *batch: Tensor) -> int:
+        return 2 * len(batch[0])
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        ids_BT, roles_BT = batch
+        return span_losses(span_logits(model, ids_BT, roles_BT), roles_BT)
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """Of the first validation questions, as many as `eval_tokens` holds: EM, F1, nats per window."""
+        train, asked = self.config.train, [question for question in self.validation if question.accepted]
+        was_training = model.training
+        model.eval()
+        answers: dict[str, str] = {}
+        loss, n_windows = 0.0, 0
+        for prediction in predict(model, self.tokenizer, asked, self.windows, precision=train.precision,
+                                  batch_rows=self.config.micro_batch_rows, progress=progress):
+            answers[prediction.question.id] = prediction.answer
+            loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
+            if n_windows * self.windows.context >= train.eval_tokens:
+                break
+        model.train(was_training)
+        scores = score([question for question in asked if question.id in answers], answers)
+        return {"loss": loss / max(n_windows, 1), "exact_match": scores.exact_match, "f1": scores.f1}
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Everything that decides the outcome."""
+
+    run: Path
+    """The pretrained run, or one of its checkpoints."""
+    questions: tuple[Path, ...]
+    validation: tuple[Path, ...]
+    out: Path
+    evidence: Path | None = None
+    learning_rates: tuple[float, ...] = LEARNING_RATES
+    context: int = CONTEXT
+    stride: int | None = None
+    max_answer_tokens: int = 30
+    negatives: float = NEGATIVES
+    """Share of the windows without an answer that is trained on."""
+    epochs: float = EPOCHS
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ModelConfig (see CHANGEABLE) and of TrainConfig."""
+
+    def __post_init__(self) -> None:
+        require(len(self.learning_rates) > 0, "no learning rate", "learning_rates")
+        require(len(set(self.learning_rates)) == len(self.learning_rates), "the same learning rate twice",
+                ", ".join(f"{rate:g}" for rate in self.learning_rates))
+        require(self.epochs > 0, "epochs must be positive", f"epochs = {self.epochs}")
+        require(0 <= self.negatives <= 1, "negatives is a share", f"negatives = {self.negatives}",
+                "it lies between 0 and 1")
+        require("learning_rate" not in self.settings, "several learning rates are tried", "learning_rate",
+                "give --learning-rates")
+        for rate in self.learning_rates:
+            self.train_config(1 << 40, rate)
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.context, self.stride, self.max_answer_tokens)
+
+    def train_config(self, n_windows: int, learning_rate: float) -> TrainConfig:
+        """`settings`, then: batches of 32 windows, 5 epochs, a tenth of the steps for warm-up, no clipping."""
+        given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
+        tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * self.windows.context)
+        require(tokens_per_step >= self.context and tokens_per_step % self.context == 0,
+                "tokens_per_step must be a multiple of context",
+                f"tokens_per_step = {tokens_per_step}, context = {self.context}")
+        rows = tokens_per_step // self.context
+        most = max(TrainConfig().micro_batch_tokens // self.context, 1)
+        micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
+        steps = given.get("steps", max(-(-round(n_windows * self.epochs) // rows), 1))
+        defaults = {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * self.context, "steps": steps,
+                    "warmup_steps": round(WARMUP_SHARE * steps), "clip": None, "keep": 1,
+                    "eval_every": max(steps // 5, 1), "save_every": min(max(steps // 10, 1), 500)}
+        return replace_fields(TrainConfig(), {**defaults, **given, "learning_rate": learning_rate})
+
+
+def name_of(rate: float) -> str:
+    """A learning rate as its run is called: `1e-04`, with as many digits as it needs."""
+    return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
+
+
+class Display(Protocol):
+    """What a person sees of it; see `terminal.Terminal`."""
+
+    def say(self, line: str) -> None: ...
+
+    def training(self, config: RunConfig) -> AbstractContextManager[Any]:
+        """A bar with the methods `show` and `warn` for `fit`."""
+        ...
+
+    def counting(self, what: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+        """A bar for something that is counted."""
+        ...
+
+
+def finetune(plan: FineTuning, device: torch.device, stop: StopSignal, display: Display) -> dict[str, Any]:
+    """Fine-tune once per learning rate, or go on where that stopped; returns the content of `DIR/result.json`.
+
+    With "already" in it the folder was complete before. Raises UsageError for a pretrained run or settings that cannot
+    be used and where another fine-tuning is in the folder, DataError for questions that cannot, Stopped after saving;
+    and whatever `fit` raises."""
+    pretrained, tokenizer, facts = load_model(plan.run)
+    separator = separator_of(tokenizer)
+    require(separator < pretrained.config.vocab_size, "[SEP] is outside the model's vocabulary", str(plan.run),
+            "pretrain on data from `lineartime prepare --mlm`")
+    changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
+    config = span_config(pretrained, plan.context, changes)
+    span_model(pretrained, config, 0)  # what does not fit is refused before the questions are read
+    note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
+    seed = plan.settings.get("seed", 0)
+    validation = list(read_questions(plan.validation, plan.evidence))
+    if not any(question.accepted for question in validation):
+        raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
+    with display.counting("reading questions", None) as count:
+
+        def progress(n: int) -> None:
+            count(n)
+            stop.check(f"{note}; the same command goes on")
+
+        rows = training_rows(tokenizer, read_questions(plan.questions, plan.evidence), plan.windows,
+                             negatives=plan.negatives, seed=seed, progress=progress)
+    if not rows.counts.windows_with_answer:
+        raise DataError("no window holds an answer", ", ".join(map(str, plan.questions)),
+                        f"of {rows.counts.questions} questions {rows.counts.unlabelled} have no label, "
+                        f"{rows.counts.without_document} no document, {rows.counts.answer_not_found} an answer "
+                        "that no document holds")
+    pretrained_sha256 = hash_of(Path(facts["checkpoint"]) / WEIGHTS_FILE)["sha256"]
+    description = {"pretrained_sha256": pretrained_sha256, "rows_sha256": rows.sha256(),
+                   "tokenizer_sha256": tokenizer.sha256, "validation_sha256": questions_sha256(validation),
+                   **dataclasses.asdict(plan.windows)}
+    configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate), "fine-tuned", "questions",
+                                        ", ".join(map(str, plan.questions)), str(plan.out / f"lr-{name_of(rate)}"))
+               for rate in plan.learning_rates}
+    whole = {**description, "model": fields_of(config),
+             "train": {name: fields_of(each.train) for name, each in configs.items()}}
+    if (plan.out / RUN_FILE).exists():
+        raise UsageError("another run is here", plan.out, "give another --out")
+    with checkpoint.lock(plan.out):
+        path = plan.out / RESULT_FILE
+        if path.exists():
+            return {**completed(path, whole), "already": True}
+        counts = dataclasses.asdict(rows.counts)
+        display.say(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
+                    f"{plan.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
+                    f"{counts['answer_not_found']:,} answers not found in the evidence")
+        rates = {}
+        for name, each in configs.items():
+            display.say(f"learning rate {name}")
+            task = Questions(each, rows, validation, tokenizer, plan.windows)
+            rates[name] = train_one(each, task, pretrained, description, device, stop, display)
+            display.say(f"  EM {rates[name]['exact_match']:.2f}, F1 {rates[name]['f1']:.2f} on "
+                        f"{rates[name]['n_questions']:,} validation questions")
+        best = max(rates, key=lambda name: (rates[name]["f1"], rates[name]["exact_match"]))
+        baseline = score(validation, {question.id: guess_by_overlap(question) for question in validation})
+        result = {"best": f"lr-{best}", "learning_rates": rates, "word_overlap": dataclasses.asdict(baseline),
+                  "train_questions": counts, "fine_tuning": whole}
+        folder = plan.out / f"lr-{best}"
+        write_atomically(plan.out / PREDICTIONS_FILE, (folder / PREDICTIONS_FILE).read_text(encoding="utf-8"))
+        with suppress(OSError):  # for people, and for transformers; a file system without links must not stop this
+            (plan.out / f".tmp-{BEST}").unlink(missing_ok=True)
+            os.symlink(Path(f"lr-{best}") / "latest", plan.out / f".tmp-{BEST}")
+            os.replace(plan.out / f".tmp-{BEST}", plan.out / BEST)
+        write_atomically(path, json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def train_one(config: RunConfig, task: Questions, pretrained: LanguageModel, facts: dict[str, Any],
+              device: torch.device, stop: StopSignal, display: Display) -> dict[str, Any]:
+    """The run of one learning rate, and its scores on all validation questions; nothing is done twice."""
+    out = Path(config.out)
+    with checkpoint.lock(out):
+        run = Run(out, config, facts)
+        path = out / RESULT_FILE
+        if path.exists():
+            return read_result(path)
+        documents = {TOKENIZER_FILE: task.tokenizer.json,
+                     "config.json": model_config_json(config.model, QUESTION_ANSWERING)}
+        model = span_model(pretrained, config.model, config.train.seed)
+        with display.training(config) as bar:
+            trained = fit(run, model, task, documents=documents, device=device, stop=stop, on_step=bar.show,
+                          warn=bar.warn, score_last=False)
+        answers, loss, n_windows = predict_all(
+            trained, task.tokenizer, task.validation, task.windows,
+            config.micro_batch_rows, config.train.precision, stop, display)
+        scores = score(task.validation, answers)
+        result = {"steps": config.train.steps, **dataclasses.asdict(scores), "loss": loss, "n_windows": n_windows}
+        write_atomically(out / PREDICTIONS_FILE, json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps(result, indent=1) + "\n")
+        return result
+
+
+def load_span_model(run: Path) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+    """`run.load_model` for a model that was fine-tuned on questions. Raises UsageError for any other."""
+    model, tokenizer, facts = load_model(run)
+    if not isinstance(model, SpanModel):
+        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
+    return model, tokenizer, facts
+
+
+def predict_all(model: LanguageModel, tokenizer: Tokenizer, questions: Sequence[Question], windows: Windows,
+                batch_rows: int, precision: str, stop: StopSignal,
+                display: Display) -> tuple[dict[str, str], float, int]:
+    """The answers to all questions by id, nats per window of the labelled ones, and how many windows there were."""
+    model.eval()
+    answers: dict[str, str] = {}
+    loss, n_windows, n_labelled = 0.0, 0, 0
+    with display.counting("answering", len(questions)) as count:
+        for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
+                                  progress=lambda _: stop.check("what is trained is saved; the same command resumes")):
+            answers[prediction.question.id] = prediction.answer
+            loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
+            n_labelled += prediction.n_windows if prediction.question.answers else 0
+            count(len(answers))
+    return answers, loss / max(n_labelled, 1), n_windows
+
+
+def completed(path: Path, whole: dict[str, Any]) -> dict[str, Any]:
+    """The result of a fine-tuning that is complete. Raises UsageError where it is of another one."""
+    result = read_result(path)
+    changed = different(result.get("fine_tuning", {}), json.loads(json.dumps(whole)))
+    if changed:
+        raise UsageError("another fine-tuning is here", path.parent,
+                         f"{'; '.join(changed)}. Give another --out, or the same settings")
+    return result
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result file. Raises CheckpointError where it is damaged."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict):
+            raise ValueError("it is no result")
+        return result
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError("damaged", path, str(e)) from None
+
+
+def questions_sha256(questions: Sequence[Question]) -> str:
+    """What identifies questions: ids, texts, answers and the names of their documents."""
+    lines = [[q.id, q.text, q.accepted, [document.name for document in q.documents]] for q in questions]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()

@@ -1,0 +1,150 @@
+"""A model card: Markdown in which every number is from the run, from its data, or measured at the export."""
+
+import shlex
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lineartime.benchmark.markdown import machine_text, markdown, provenance_words
+from lineartime.config import ModelConfig, run_config, to_dict
+from lineartime.data.prepare import Manifest
+from lineartime.evaluation import Evaluation
+from lineartime.info import describe, mib
+
+
+class Sample(NamedTuple):
+    """A prompt and how the model goes on, with seed 0."""
+
+    prompt: str
+    text: str
+    n_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card says, before it is said."""
+
+    description: dict[str, Any]
+    """The run's `run.json`."""
+    config: ModelConfig
+    manifest: Manifest
+    """Of the run's data."""
+    metrics: list[dict[str, Any]]
+    """The run's, up to `step`."""
+    step: int
+    n_bytes: int
+    """Size of the weights' file."""
+    scores: dict[str, Evaluation]
+    """By split."""
+    sample: Sample | None
+    provenance: dict[str, Any]
+    """Of the export."""
+
+
+def model_card(card: Card, about: str) -> str:
+    """The card; `about` is its beginning in place of a heading."""
+    heading = f"# {card.description['preset']}, {describe(card.config).n_parameters:,} parameters"
+    sections = [about.strip() or heading, "## Model", model_table(card), "## Training", training_table(card),
+                "```\n" + train_command(card) + "\n```", "## Held-out scores", scores_text(card)]
+    if card.sample is not None:
+        sections += ["## Sample", sample_text(card.sample)]
+    return "\n\n".join([*sections, made_by(card.provenance)]) + "\n"
+
+
+def model_table(card: Card) -> str:
+    """The architecture as the paper's tables name it, and its size."""
+    config, described = card.config, describe(card.config)
+    lines = [("preset", f"`{card.description['preset']}`"), *described.specification[:-1],
+             ("Context", f"{config.context:,}"), ("Vocabulary", f"{config.vocab_size:,}"),
+             ("Parameters", f"{described.n_parameters:,}"),
+             ("Weights", f"bfloat16, {card.n_bytes / 1e6:.1f} MB")]
+    if config.ffn == "gau":
+        lines.insert(-4, ("Query and key width s", f"{config.query_key_dim}"))
+    if config.causal and not described.decoding.per_token:
+        lines.append(("Decoding state", f"{mib(described.decoding.constant)} in float32, at any length"))
+    return markdown(["", ""], lines)
+
+
+def training_table(card: Card) -> str:
+    """What the model has seen, and how long that took."""
+    train, split = card.description["train"], card.manifest.splits["train"]
+    n_tokens = card.step * train["tokens_per_step"]
+    lines = [
+        ("Text", f"{split.documents:,} documents, {split.words:,} words, {split.bytes:,} bytes, "
+                 f"{split.tokens:,} tokens"),
+        ("Steps", f"{card.step:,} of {train['steps']:,}, of {train['tokens_per_step']:,} tokens"),
+        ("Tokens", f"{n_tokens:,}: {n_tokens / split.tokens:.2f} times the text"),
+        ("Type", "float32" if train["precision"] == "float32" else f"{train['precision']} with float32 parameters"),
+        ("Data", f"sha256 {card.description['data_sha256']}"),
+        ("Tokenizer", f"sha256 {card.description['tokenizer_sha256']}"),
+    ]
+    clocks = [line["clock"] for line in card.metrics if "loss" in line]
+    if clocks:
+        speeds = [clock["tokens_per_s"] for clock in clocks]
+        hours = sum(train["tokens_per_step"] / speed for speed in speeds) / 3600
+        lines.append(("Time", f"{hours:.2f} hours in steps, {statistics.median(speeds):,.0f} tokens a second (median), "
+                              f"from {minute(clocks[0]['time'])} to {minute(clocks[-1]['time'])} UTC"))
+    return markdown(["", ""], lines)
+
+
+def minute(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+
+
+def train_command(card: Card) -> str:
+    """The command that trains such a model: every setting that is not the preset's or the default."""
+    preset, task = card.description["preset"], card.description["task"]
+    plain = run_config({"model": preset, "task": task, "data": "DATA", "out": "RUN"})
+    defaults = to_dict(plain.model) | to_dict(plain.train)
+    words = ["lineartime", "train", preset, "--task", task, "--data", plain.data, "--out", plain.out]
+    for name, value in (card.description["model"] | card.description["train"]).items():
+        if name not in ("vocab_size", "end_of_document") and value != defaults[name]:  # these come with the data
+            words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
+    return shlex.join(words)
+
+
+CAUSAL_SCORES: list[tuple[str, Callable[[Evaluation], str]]] = [
+    ("bits per byte", lambda score: f"{score.bits_per_byte:.3f}"),
+    ("nats per token", lambda score: f"{score.loss:.4f}"),
+    ("perplexity per token", lambda score: f"{score.perplexity:.2f}"),
+    ("perplexity per word", lambda score: f"{score.word_perplexity:.1f}"),
+    ("tokens", lambda score: f"{score.n_tokens:,}"),
+    ("words", lambda score: f"{score.n_words:,} ({score.word_count})"),
+    ("bytes", lambda score: f"{score.n_bytes:,}")]
+MASKED_SCORES: list[tuple[str, Callable[[Evaluation], str]]] = [
+    ("nats per masked token", lambda score: f"{score.loss:.4f}"),
+    ("perplexity per masked token", lambda score: f"{score.perplexity:.2f}"),
+    ("masked tokens", lambda score: f"{score.n_tokens:,}")]
+
+
+def scores_text(card: Card) -> str:
+    """Both splits side by side, then by position in the row."""
+    kinds = CAUSAL_SCORES if card.config.causal else MASKED_SCORES
+    lines = [["documents", *(f"{card.manifest.splits[split].documents:,}" for split in card.scores)]]
+    lines += [[name, *(text(score) for score in card.scores.values())] for name, text in kinds]
+    losses = {split: {(first, last): loss for first, last, loss in score.loss_by_position}
+              for split, score in card.scores.items()}
+    blocks = sorted({block for by_block in losses.values() for block in by_block})
+    by_position = [[f"{first:,} to {last:,}", *(f"{by_block[first, last]:.4f}" if (first, last) in by_block else ""
+                                               for by_block in losses.values())] for first, last in blocks]
+    return "\n\n".join([
+        f"Of the weights in this folder, in float32 arithmetic, every token once, in rows of {card.config.context:,}.",
+        markdown(["", *card.scores], lines, n_words=1),
+        "Nats per token by position in the row: what a longer past is worth.",
+        markdown(["position", *card.scores], by_position, n_words=1)])
+
+
+def sample_text(sample: Sample) -> str:
+    """The prompt, how it was continued, and the text."""
+    begun = f"after `{sample.prompt}`" if sample.prompt else "from the beginning of a document"
+    return (f"The first {sample.n_tokens} tokens {begun} at temperature {sample.temperature} with seed 0, not "
+            f"chosen:\n\n```text\n{sample.prompt}{sample.text}\n```")
+
+
+def made_by(made: dict[str, Any]) -> str:
+    """Where the export, and its scores, were made."""
+    return (f"<sub>Made by `lineartime export` on {made['time'][:10]}: {machine_text(made)}; "
+            f"{'; '.join(provenance_words([made]))}; lineartime {made['lineartime']}.</sub>")

@@ -1,0 +1,91 @@
+"""A run made into a folder to give away: its weights in bfloat16, what opens them, and a model card.
+
+The card's scores are of the weights that are in the folder, not of those that training ended with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+
+from lineartime.atomic_io import written_aside
+from lineartime.benchmark.measure import provenance
+from lineartime.config import model_config_json
+from lineartime.data.prepare import TokenStream, open_split, read_manifest
+from lineartime.data.tokenizer import Tokenizer
+from lineartime.errors import ResourceError, UsageError
+from lineartime.evaluation import Evaluation
+from lineartime.generation.generate import generate
+from lineartime.model import LanguageModel, SpanModel
+from lineartime.release.card import Card, Sample, model_card
+from lineartime.run import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    load_model,
+    read_metrics,
+    read_run,
+)
+from lineartime.settings import require
+
+CARD_FILE = "README.md"
+SPLITS = ("validation", "test")
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
+
+
+class Exported(NamedTuple):
+    """What `export` returns."""
+
+    scores: dict[str, Evaluation]
+    """By split."""
+    task: str | None
+    """What the data was prepared as."""
+    n_bytes: int
+    """Size of the weights' file."""
+
+
+def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
+           score: Callable[[LanguageModel, TokenStream], Evaluation]) -> Exported:
+    """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
+    `tokenizer.json`, and the card. `lineartime.load_model` and `transformers` open it.
+
+    data: the prepared text, by default where the run found it; its held-out splits are scored. about: Markdown that
+    the card begins with. prompt: what the card's sample continues. Raises UsageError for a folder that is there, for
+    what is not a run, a model of questions and other data, CheckpointError for damage, ResourceError for the disk."""
+    require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
+    description = read_run(run)
+    model, tokenizer, facts = load_model(run)
+    if isinstance(model, SpanModel):
+        raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
+    folder = data or Path(description["data"])
+    manifest = read_manifest(folder)
+    require(manifest.sha256 == description["data_sha256"], "this is not the run's data", str(folder),
+            "give --data the folder that the run was trained on")
+    weights = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    model = model.to(device)
+    scores = {split: score(model, open_split(folder, split)) for split in SPLITS if split in manifest.splits}
+    file = safetensors.torch.save(weights, {"format": "pt"})
+    lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
+    metrics = [line for line in lines if line["step"] <= facts["step"]]
+    sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
+    made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
+    card = Card(description, model.config, manifest, metrics, facts["step"], len(file), scores, sample, made)
+    try:
+        with written_aside(out, WEIGHTS_FILE) as (aside, last):
+            (aside / CONFIG_FILE).write_text(model_config_json(model.config), encoding="utf-8")
+            (aside / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
+            (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
+            last.write(file)
+    except OSError as e:
+        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
+    return Exported(scores, manifest.settings.get("task"), len(file))
+
+
+def write_sample(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> Sample:
+    """A prompt continued as `lineartime generate` does it with seed 0."""
+    ids = generate(model, [[tokenizer.end_of_document, *tokenizer.encode(prompt)]], max_new_tokens=SAMPLE_TOKENS,
+                   temperature=SAMPLE_TEMPERATURE)[0]
+    return Sample(prompt, tokenizer.decode(ids), len(ids), SAMPLE_TEMPERATURE)

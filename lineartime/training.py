@@ -1,0 +1,234 @@
+"""Training: one loop. A batch is a function of (seed, step), so a run is its weights, its optimizer and one integer."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.config import RunConfig, TrainConfig
+from lineartime.errors import NumericsError, ResourceError, Stopped
+from lineartime.model import LanguageModel
+from lineartime.objectives import Task
+from lineartime.run import Run
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """The learning rate of update `step` (from 0): linear warm-up to the peak, then linear decay that ends above 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    return config.learning_rate * (config.steps - step) / max(config.steps - config.warmup_steps, 1)
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW as in Tables 6-7. Matrices and embeddings decay; biases, norms, scales and position biases do not."""
+    decayed = [p for name, p in model.named_parameters() if name.endswith("weight") and p.dim() >= 2]
+    others = [p for name, p in model.named_parameters() if not (name.endswith("weight") and p.dim() >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_epsilon, fused=True)
+
+
+def compute_gradient(model: nn.Module, task: Task, batch: Sequence[Tensor], n_rows: int,
+                     config: TrainConfig) -> tuple[float, float]:
+    """Leave the gradient of a batch's mean loss in `.grad`, clipped; returns loss (nats per target) and gradient norm.
+
+    batch: the tensors of `Task.batch`, taken in micro-batches of `n_rows` rows, each of which counts by its number of
+    targets. With clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged,
+    and the norm returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the
+    gradient unusable, where a loss or norm is not finite."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
+    counts = [task.n_targets(*micro_batch) for micro_batch in micro_batches]
+    total: list[Tensor] = []
+    losses, norms = [], []
+    for micro_batch, count in zip(micro_batches, counts, strict=True):
+        share = count / max(sum(counts), 1)
+        with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+            loss = task.losses(model, *micro_batch).sum() / max(count, 1)
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        if config.clip_scope == "local":
+            norms.append(clip_(gradient, config.clip))
+        losses.append(loss.detach() * share)
+        if len(micro_batches) == 1:
+            total = gradient
+        elif not total:
+            total = list(torch._foreach_mul(gradient, share))
+        else:
+            torch._foreach_add_(total, gradient, alpha=share)
+    if config.clip_scope == "global":
+        norms.append(clip_(total, config.clip))
+    for p, g in zip(parameters, total, strict=True):
+        p.grad = g
+    loss_value, norm = torch.stack(losses).sum().item(), torch.stack(norms).mean().item()
+    for name, value in (("loss", loss_value), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
+    return loss_value, norm
+
+
+def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
+    """Scale a gradient in place so that its norm is at most `clip`; returns the norm before."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
+    if clip is not None:
+        torch._foreach_mul_(gradient, (clip / norm).clamp(max=1.0))
+    return norm
+
+
+class StopSignal:
+    """The first SIGTERM or SIGINT asks for a stop at the next safe moment; the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def check(self, note: str) -> None:
+        """Raise Stopped if a stop has been asked for."""
+        if self.number is not None:
+            raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
+
+    @contextmanager
+    def listening(self) -> Iterator["StopSignal"]:
+        def asked(number: int, frame: FrameType | None) -> None:
+            if self.number is not None:
+                return
+            self.number = number
+            time.sleep(0.1)  # `timeout`, and others, send a process the same signal twice
+            for each in old:
+                signal.signal(each, signal.SIG_DFL)
+
+        old = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        for each in old:
+            signal.signal(each, asked)
+        try:
+            yield self
+        finally:
+            for each, handler in old.items():
+                signal.signal(each, handler)
+
+
+def new_model(config: RunConfig) -> LanguageModel:
+    """The run's model with initial values drawn from its seed."""
+    torch.manual_seed(config.train.seed)
+    return LanguageModel(config.model)
+
+
+def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str], device: torch.device,
+        stop: StopSignal, on_step: Callable[[dict[str, Any]], None], warn: Callable[[str], None],
+        score_last: bool = True) -> LanguageModel:
+    """Train `model` on `task` to the last step, from the newest checkpoint if there is one; returns it.
+
+    Every `eval_every` steps `task.evaluate` scores the model. documents: files to keep with every checkpoint. on_step
+    is called with each line of the metrics. score_last: whether the last step is scored too, where it is such a step;
+    it is scored again where the run is resumed from there. Raises Stopped after saving when `stop` was asked,
+    NumericsError before the optimizer has moved, ResourceError when memory runs out."""
+    config, context = run.config.train, run.config.model.context
+    model = model.to(device)
+    model.activation_checkpointing = config.activation_checkpointing
+    optimizer = make_optimizer(model, config)
+    done, warning = run.resume(model, optimizer)
+    if warning:
+        warn(warning)
+    if done:
+        run.save(done, model, optimizer, documents)  # is there, but perhaps not what a save does after that
+    if config.compile:
+        model.compile_layers()
+    model.train()
+    saved = done
+
+    def save(step: int) -> None:
+        nonlocal saved
+        if step != saved:
+            if not all(t.isfinite().all() for p in model.parameters() for t in (p, *optimizer.state[p].values())):
+                raise NumericsError("the weights are not finite", f"step {step}", advice(saved, config))
+            run.save(step, model, optimizer, documents)
+            saved = step
+
+    def stop_if_asked(step: int, _: int = 0) -> None:
+        if stop.number is not None:
+            save(step)
+            stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
+
+    def log(record: dict[str, Any]) -> None:
+        run.log(record)
+        on_step(record)
+
+    def score_if_due(step: int) -> None:
+        stop_if_asked(step)
+        if step and step % config.eval_every == 0:
+            held_out = task.evaluate(model, partial(stop_if_asked, step))
+            log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
+
+    for step in range(done, config.steps):
+        score_if_due(step)  # after a save: a stop in an evaluation, or a kill before its line, repeats it
+        started, cpu_started = time.perf_counter(), time.process_time()
+        batch = [torch.from_numpy(part).to(device) for part in task.batch(step)]
+        learning_rate = learning_rate_at(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        fits = True
+        try:
+            loss, norm = compute_gradient(model, task, batch, run.config.micro_batch_rows, config)
+            optimizer.step()
+        except NumericsError as e:
+            raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
+        except (RuntimeError, MemoryError) as e:
+            if config.compile and type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise ResourceError("torch.compile failed", str(e).split("\n\n")[0], "set compile = false") from e
+            if not out_of_memory(e):
+                raise
+            fits = False
+        if not fits:  # not above, where the exception still holds the memory of what failed
+            where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
+            raise ResourceError("out of memory", where, suggest_size(model, optimizer, task, batch, run.config))
+        clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
+                 "cpu_s": time.process_time() - cpu_started}
+        log({"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
+             "tokens": (step + 1) * config.tokens_per_step, "clock": clock})
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            save(step + 1)
+    if score_last:
+        score_if_due(config.steps)
+    return model
+
+
+def advice(saved: int, config: TrainConfig) -> str:
+    """What to do when the numbers went bad, and what is left."""
+    kept = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
+    return f"{kept}; try a lower learning_rate (now {config.learning_rate:g})"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception means that memory ran out; on the CPU PyTorch raises a plain RuntimeError then."""
+    texts = ("not enough memory", "can't allocate memory", "bad_alloc")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
+def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, task: Task, batch: Sequence[Tensor],
+                 config: RunConfig) -> str:
+    """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit.
+
+    An eighth more is tried, as a new process does not find its memory in the same pieces."""
+    n_rows = config.micro_batch_rows
+    while n_rows > 1:
+        n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)
+        n_tried = n_rows + n_rows // 8
+        model.zero_grad(set_to_none=True)
+        moments: list[Tensor] = []
+        try:
+            moments += [torch.zeros_like(p) for p in model.parameters() if not optimizer.state[p] for _ in range(2)]
+            with suppress(NumericsError):
+                compute_gradient(model, task, [part[: 2 * n_tried] for part in batch], n_tried, config.train)
+            size = n_rows * config.model.context
+            return f"micro_batch_tokens = {size} fits; as the unit of local clipping it is yours to change"
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+    return "not even one row fits; lower context, or switch activation_checkpointing on"

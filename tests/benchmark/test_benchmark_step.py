@@ -1,0 +1,375 @@
+"""Whole training steps: who is measured, that it is the same step, in which order, and what a row says."""
+
+import dataclasses
+import json
+import math
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lineartime.benchmark import cells as cells_module
+from lineartime.benchmark import measure, peers, step
+from lineartime.benchmark.__main__ import JOBS
+from lineartime.benchmark.cells import read_cells, shaped_config
+from lineartime.benchmark.peers import Peer, build, check_installed, flops_per_token, parse_label
+from lineartime.benchmark.step import benchmark_step, print_step, random_task, step_cells
+from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
+from lineartime.errors import NumericsError, UsageError
+from lineartime.info import describe
+from lineartime.model import LanguageModel
+from lineartime.training import compute_gradient
+
+TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, "gau": {"n_layers": 2},
+        "pairs": {"n_layers": 1, "n_heads": 2}}
+
+
+def tiny(preset: str, task: str = "wiki40b", context: int = 64) -> ModelConfig:
+    return shaped_config(preset, task, TINY, [f"context={context}"])
+
+
+def cells(*labels, contexts=(64,), precisions=("float32",), **options):
+    return step_cells(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Workers that are generators of this process; what they were asked is in the list."""
+    asked = []
+
+    class Here:
+        def __init__(self, job, arguments):
+            self.arguments, self.job, self.answers = arguments, job, None
+
+        def ask(self, order=None):
+            asked.append((self.arguments["label"], order))
+            try:
+                if self.answers is None:
+                    self.answers = JOBS[self.job](**self.arguments, **(order or {}))
+                    return next(self.answers)
+                return self.answers.send(order)
+            except (NumericsError, UsageError) as e:
+                return {"failed": str(e)}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(step.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(step, "Worker", Here)
+    monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
+    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": 1e11, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(step, "choose_settings", lambda device: {"chosen": "here"})
+    return asked
+
+
+def test_a_label_is_a_model_and_how_it_runs():
+    label = parse_label("transformer++:compile:unfused")
+    assert (label.text, label.variant, label.preset) == ("transformer++:unfused:compiled", "compiled", "transformer++")
+    assert parse_label(label.text) == label
+    assert parse_label("fla:retention:compile").text == "fla:retention:compiled"
+    assert parse_label("flash:checkpoint").variant == "eager+checkpointed"
+    assert parse_label("flash:compile:reference").text == "flash:reference:compiled"
+    assert parse_label("flash-pytorch").preset == "flash"
+    for wrong in ("flush", "flash:fused", "flash:unfused", "flash-quad:unfused", "performer:unfused",
+                  "flash-pytorch:checkpoint", "flash-pytorch:reference", "transformer:unfused:reference", "flash:"):
+        with pytest.raises(UsageError):
+            parse_label(wrong)
+
+
+def test_a_peer_that_is_not_installed_is_one_line_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"not installed: flash-pytorch; pip install 'lineartime\[peers\]'"):
+        check_installed(parse_label("flash-pytorch"))
+    check_installed(parse_label("flash"))
+
+
+@pytest.mark.parametrize("task", ["wiki40b", "c4"])
+def test_unfused_attention_is_the_same_function(task):
+    config, gradients = tiny("transformer++", task), []
+    for text in ("transformer++", "transformer++:unfused"):
+        torch.manual_seed(0)
+        model = build(parse_label(text), config).double()
+        # Not near 0, where all attention is alike.
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        out = model(torch.arange(20)[None])
+        out.square().sum().backward()
+        gradients.append([out, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_unfused_attention_is_where_it_is_asked_for(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("fused")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    ids_BT = torch.zeros(1, 8, dtype=torch.long)
+    build(parse_label("transformer:unfused"), tiny("transformer"))(ids_BT)
+    with pytest.raises(AssertionError, match="fused"):
+        build(parse_label("transformer"), tiny("transformer"))(ids_BT)
+
+
+@pytest.mark.parametrize("text", ["flash", "transformer++", "flash-pytorch", "performer", "combiner"])
+def test_flops_of_a_step_are_those_that_pytorch_counts(text, monkeypatch):
+    def plain(x_ND, weight_VD, bias_V, targets_N):
+        """The same loss in products that PyTorch's counter sees; it does not see those made in place."""
+        return nn.functional.cross_entropy(nn.functional.linear(x_ND, weight_VD, bias_V), targets_N, reduction="none")
+
+    for module in ("lineartime.model", "lineartime.benchmark.peers"):
+        monkeypatch.setattr(f"{module}.linear_cross_entropy", plain)
+    label, n_rows = parse_label(text), 2
+    config = tiny(label.preset)
+    model, task = build(label, config), random_task(config, n_rows, config.context, seed=0)
+    batch = [torch.from_numpy(part) for part in task.batch(0)]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        compute_gradient(model, task, batch, n_rows, TrainConfig())
+    n_chunks = config.context // 16
+    # FLASH's chunk states are sums. That they are made by a product with zeros and ones is not counted.
+    sums = 2 * 2 * n_chunks**2 * config.query_key_dim * config.d_inner * config.n_layers * n_rows
+    assert (flops_per_token(label, config) * n_rows * config.context
+            == counted.get_total_flops() - sums * (text == "flash"))
+
+
+def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
+    config = tiny("flash")
+    ours, peer = (build(parse_label(text), config) for text in ("flash", "flash-pytorch"))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, peer)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    ids_BT = torch.randint(64, (2, 64))
+    losses = peer(ids_BT, targets=ids_BT)
+    assert losses.shape == ids_BT.shape and losses.mean().item() == pytest.approx(math.log(64), abs=0.3)
+    log_p_BTV = peer(ids_BT).log_softmax(-1)
+    torch.testing.assert_close(losses, -log_p_BTV.gather(-1, ids_BT[..., None])[..., 0])
+    step.check_causal(peer, torch.randint(64, (1, 40)))
+    assert not any(layer.shift_tokens for layer in peer.body.layers)  # work that FLASH has not
+
+
+def test_what_is_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    ours, peer = (build(parse_label(text), tiny("flash")) for text in ("flash", "flash-pytorch"))
+    peers.compile_(ours)
+    assert isinstance(ours, LanguageModel) and compiled == list(ours.layers)
+    peers.compile_(peer)
+    assert isinstance(peer, Peer) and compiled[-1] is peer.body
+
+
+def test_rows_say_what_was_measured(here, capsys):
+    given = []
+    rows = benchmark_step(cells("flash", "transformer++:unfused", "flash-pytorch", contexts=(64, 32)), repeats=3,
+                          on_rows=given.append)
+    assert [(row["label"], row["context_tokens"]) for row in rows] == [
+        (label, context) for context in (64, 32) for label in ("flash", "transformer++:unfused", "flash-pytorch")]
+    assert given == [rows[:3], rows[3:]] and [len({row["run"] for row in some}) for some in given] == [1, 1]
+    assert rows[0]["run"] != rows[3]["run"]
+    assert json.loads(json.dumps(rows)) == rows
+    for row in rows:
+        assert row["benchmark"] == "step" and row["unit"] == "step" and row["tokens_per_step"] == 128
+        assert row["clock"] == "cpu" and row["cpu_ms"]["n"] == row["wall_ms"]["n"] == row["repeats"] == 3
+        assert row["tokens_per_s"] == pytest.approx(128e3 / row["cpu_ms"]["median"])
+        assert row["mfu"] == pytest.approx(row["flops_per_token"] * row["tokens_per_s"] / 1e11)
+        assert row["peak_mib"] > row["above_import_mib"] >= 0 and row["warm_up"] >= 2
+        assert row["check"]["error"] <= row["check"]["limit"] and row["settings"]["chosen"] == "here"
+        assert {"commit", "command", "cpu", "torch", "dtype", "device", "threads", "cell"} <= set(row)
+    flash, unfused, peer = rows[:3]
+    assert flash["config"] == to_dict(tiny("flash")) and "attention" not in flash and "peer" not in flash
+    assert (unfused["model"], unfused["variant"], unfused["attention"]) == ("transformer++", "eager", "unfused")
+    assert peer["config"] is None and peer["peer"]["package"] == "FLASH-pytorch"
+    assert flash["n_parameters"] == describe(tiny("flash")).n_parameters
+    print_step(rows)
+    out = capsys.readouterr().out
+    assert out.count("transformer++:unfused") == 2 and f"run {rows[3]['run']}" in out
+
+
+def test_models_that_are_compared_with_the_same_step_share_it(here):
+    rows = benchmark_step(cells("transformer:unfused", "flash", "transformer", precisions=("float32", "bfloat16")),
+                          repeats=1)
+    assert [row.get("failed") for row in rows] == [None] * 6
+    assert [label for label, order in here if order is None] == ["transformer", "flash"]
+
+
+def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
+    benchmark_step(cells("flash", "performer"), repeats=2)
+    turns = [label for label, order in here if order and "warm" in order]
+    assert turns == ["performer", "flash", "flash", "performer", "performer", "flash"]  # two in a first round
+    assert [order for _, order in here if order and "warm" in order] == [{"warm": 0, "release": False}] * 6
+    here.clear()
+    monkeypatch.setattr(step, "available_bytes", lambda: 0)
+    rows = benchmark_step(cells("flash", "performer"), repeats=2)
+    assert [order for _, order in here if order and "warm" in order] == [{"warm": 1, "release": True}] * 4
+    assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
+
+
+@pytest.mark.parametrize(("available", "at_once"), [(4e9, 2), (1e6, 1)])
+def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, available, at_once):
+    busy, most, timed = [], [], []
+
+    class Slow:
+        def __init__(self, job, arguments):
+            self.label = arguments["label"]
+
+        def ask(self, order):
+            (timed if "warm" in order else busy).append(self.label)
+            most.append((len(timed) > 0, len(busy) + len(timed)))
+            time.sleep(0.05)
+            (timed if "warm" in order else busy).remove(self.label)
+            return {"above_import_mib": 10.0, "peak_mib": 20.0, "check": {}, "settings": {}, "n_parameters": 1,
+                    "times": {"cpu_ms": 1.0, "wall_ms": 1.0}}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(step, "Worker", Slow)
+    monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
+    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": None, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(step, "available_bytes", lambda: available)
+    rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
+    assert max(n for during, n in most if not during) == at_once
+    assert {n for during, n in most if during} == {1} and rows[0]["mfu"] is None
+
+
+def test_together_measures_all_contexts_of_a_type_side_by_side(here):
+    rows = benchmark_step(cells("flash", contexts=(32, 64), precisions=("float32", "bfloat16")), repeats=1,
+                          together=True)
+    assert [(row["context_tokens"], row["dtype"]) for row in rows] == [
+        (32, "float32"), (64, "float32"), (32, "bfloat16"), (64, "bfloat16")]
+    assert [row["run"] == rows[0]["run"] for row in rows] == [True, True, False, False]
+    assert 1e-4 < rows[2]["check"]["error"] <= step.LIMITS["bfloat16"]
+
+
+def test_models_that_see_both_ways_are_measured_on_masks(here):
+    rows = benchmark_step(cells("flash", config_of=lambda preset: tiny(preset, "c4")), repeats=1)
+    assert rows[0]["config"]["causal"] is False and rows[0]["check"]["error"] < 1e-4
+
+
+def test_what_does_another_step_is_not_timed(here, monkeypatch):
+    whole = LanguageModel.forward
+
+    def wrong(self, *args, **kwargs):
+        return whole(self, *args, **kwargs) * (1.0 if self.activation_checkpointing else 1.01)  # the reference has it
+
+    monkeypatch.setattr(LanguageModel, "forward", wrong)
+    rows = benchmark_step(cells("flash", "flash-pytorch"), repeats=1)
+    assert "not the same step" in rows[0]["failed"] and "cpu_ms" not in rows[0]
+    assert rows[0]["n_parameters"] == describe(tiny("flash")).n_parameters
+    assert "failed" not in rows[1]
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "layers.1.scale_offset.gamma", "layers.0.out_proj.bias"])
+def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
+    made = step.build
+
+    def spoiled(label, config):
+        model = made(label, config)
+        if not hasattr(spoiled, "reference"):
+            spoiled.reference = True
+            return model
+        model.get_parameter(name).register_hook(lambda gradient: gradient * 1.01)
+        return model
+
+    monkeypatch.setattr(step, "build", spoiled)
+    (row,) = benchmark_step(cells("flash"), repeats=1)
+    assert name in row["failed"]
+
+
+def test_a_masked_model_is_not_shown_what_it_is_asked_for():
+    """New weights copy what they see, the more the larger their initial values."""
+    config = dataclasses.replace(tiny("flash", "c4"), init_std=0.07, vocab_size=1000, d_model=64, context=256)
+    task = random_task(config, 4, 256, seed=0)
+    ids_BT, targets_BT = task.batch(0)
+    asked_BT = targets_BT >= 0
+    assert 0.1 < asked_BT.mean() < 0.2 and (ids_BT[asked_BT] == 0).all() and (ids_BT[~asked_BT] > 0).mean() > 0.99
+    loss, _ = compute_gradient(build(parse_label("flash"), config), task, [torch.from_numpy(part) for part in
+                               (ids_BT, targets_BT)], 4, TrainConfig(clip=None))
+    assert loss == pytest.approx(math.log(1000), abs=0.5)
+
+
+def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkeypatch):
+    made = step.build
+    monkeypatch.setattr(step, "build", lambda label, config: made(label, tiny("flash", "c4")))
+    assert "not causal" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
+
+    def certain(label, config):
+        model = made(label, config)
+        nn.init.normal_(model.head_bias, std=3)
+        return model
+
+    monkeypatch.setattr(step, "build", certain)
+    assert "far from ln V" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
+
+
+def test_cells_whose_rows_are_there_are_left_out(here):
+    rows = benchmark_step(cells("flash", "performer", contexts=(64, 32)), repeats=1)
+    assert benchmark_step(cells("flash", "performer", contexts=(64, 32)), repeats=1, there=rows) == []
+    # A row without the one beside it makes no ratio: both are measured again.
+    again = benchmark_step(cells("flash", "performer", contexts=(64, 32)), repeats=1, there=rows[1:])
+    assert [(row["label"], row["context_tokens"]) for row in again] == [("flash", 64), ("performer", 64)]
+    assert len(benchmark_step(cells("flash", tokens=64), repeats=1, there=rows)) == 1
+
+
+def test_nothing_to_measure():
+    with pytest.raises(UsageError, match="nothing to measure"):
+        benchmark_step([])
+    with pytest.raises(UsageError, match="nothing to measure"):
+        benchmark_step(cells("flash"), repeats=0)
+    with pytest.raises(UsageError, match="precision"):
+        cells("flash", precisions=("float16",))
+
+
+def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_it_is_compiled():
+    eager, compiled, small = (cells(text, contexts=(n,), tokens=2**16)[0]
+                              for text, n in (("flash", 2**15), ("flash:compile", 2**15), ("flash", 64)))
+    assert (eager.checked_shape, compiled.checked_shape) == ((1, 40), (2, 2**15))
+    assert small.checked_shape == (1, 40) and cells("flash")[0].checked_shape == (2, 64)
+
+
+def test_processes_measure_a_step(monkeypatch):
+    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
+    (row,) = benchmark_step(cells("flash"), repeats=2)
+    assert row["settings"]["float32_matmul"] == "highest" and 0 < row["mfu"] < 1
+    assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2
+
+
+def test_the_files_cells_can_be_measured():
+    file = read_cells()
+    assert {"bench", "bench-all"} <= set(file.lists)
+    for table in file.named(list(file.lists)):
+        config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
+        made = step_cells(table.labels, table.contexts, table.precision, tokens=table.tokens, longest=table.longest,
+                          config_of=config_of)
+        assert made and all(cell.config.context in table.contexts for cell in made)
+    assert {label.partition(":")[0] for table in file.tables.values() for label in table.labels} >= set(PRESETS)
+    shape = file.shape("small")
+    small = [describe(shaped_config(name, shape=shape)).n_parameters for name in ("flash", "transformer++")]
+    assert small[0] == pytest.approx(small[1], rel=0.01)
+    paper = file.tables["paper-latency"]
+    rows = step_cells(["flash"], paper.contexts, ["bfloat16"], tokens=paper.tokens, config_of=tiny)
+    assert sorted((cell.config.context, cell.n_rows) for cell in rows) == [(512, 4), (1024, 2), (2048, 1), (4096, 1)]
+
+
+def test_a_wrong_file_of_cells_is_refused(tmp_path):
+    path = tmp_path / "cells.toml"
+    with pytest.raises(UsageError, match="no file of cells"):
+        read_cells(path)
+    for text in ("[tables.a]\nlabel = 3", "[tables", "tables = 3"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="not a file of cells"):
+            read_cells(path)
+    with pytest.raises(UsageError, match="did you mean small"):
+        read_cells(cells_module.CELLS).named(["smal"])
+    with pytest.raises(UsageError, match="unknown shape"):
+        read_cells(cells_module.CELLS).shape("smal")
+
+
+def test_the_data_sheet_is_taken_for_a_gpu_that_has_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: {"flops": 1.0})
+    assert measure.peak_flops("bfloat16", 1, "cuda") == {"peak_flops": 989e12, "peak_flops_from": "data sheet of H200"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    assert measure.peak_flops("bfloat16", 1, "cuda") == {"peak_flops": 1.0, "peak_flops_from": "measured GEMM"}

@@ -1,0 +1,288 @@
+"""tools/gpu.py without a GPU: its cells are ones the benchmark knows, it ends in time, dies whole and goes on."""
+
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from lineartime.benchmark.op import OPS
+from lineartime.benchmark.peers import parse_label
+from lineartime.cli.verbs import app
+from lineartime.reproduce.scales import cells_of
+from lineartime.reproduce.tables import TABLES
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools" / "gpu.py"
+
+spec = importlib.util.spec_from_file_location("gpu", SCRIPT)
+gpu = importlib.util.module_from_spec(spec)
+sys.modules["gpu"] = gpu
+spec.loader.exec_module(gpu)
+
+
+def script(*arguments, cwd=None, **environment):
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, cwd=cwd,
+                          env={**os.environ, **environment})
+
+
+def test_every_cell_is_one_that_the_benchmark_knows():
+    cells = [*gpu.cells_of_steps(), *gpu.cells_of_decoding(), *gpu.cells_of_kernels()]
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {cell.stage for cell in cells} == set(gpu.STAGES) - {"tests", "tables"}
+    verbs = typer.main.get_command(app).commands["benchmark"]
+    for cell in [*cells, *gpu.tiny_cells()[:-1]]:
+        verb, *rest = cell.arguments
+        verbs.commands[verb].make_context(verb, [*rest, "--device", "cuda", "--json", "rows.jsonl"])
+        for name in itertools.takewhile(lambda each: not each.startswith("--"), rest):
+            assert name in OPS if verb == "op" else parse_label(name)
+
+
+def test_every_table_is_made_and_the_most_telling_first():
+    cells = gpu.cells_of_tables()
+    assert [cell.name for cell in cells][:4] == ["lm_pg19", "flash_ablation", "gap", "chunk_size"]
+    assert sorted(cell.name for cell in cells) == sorted(TABLES)
+    verb = typer.main.get_command(app).commands["reproduce"]
+    for cell in [*cells, gpu.tiny_cells()[-1]]:
+        given = verb.make_context("reproduce", [*cell.arguments[1:], "--rows", "rows.jsonl"]).params
+        assert given["scale"] == "gpu" and set(given["tables"]) <= set(TABLES)
+    first = cells_of("lm_pg19", "gpu")[:2]
+    assert [(cell.row, cell.column) for cell in first] == [("FLASH", "8192"), ("Transformer++", "8192")]
+
+
+def test_the_most_telling_comes_first():
+    first = gpu.cells_of_steps()[0]
+    assert first.name == "gpu/2048-bfloat16" and first.arguments[:6] == (
+        "step", "flash:compiled", "flash", "flash:reference:compiled", "flash:reference", "transformer++:compiled")
+    assert [cells()[0].name for cells in (gpu.cells_of_kernels, gpu.cells_of_decoding)] == [
+        "gpu-op/gated_chunk_attention-8192", "gpu-decode-captured/64"]
+
+
+def test_without_a_gpu_it_is_an_error_of_one_line(tmp_path):
+    done = script("step", "--out", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "out").exists()
+    assert done.stderr == "error: no CUDA device here; --device cpu --tiny tries this script without one\n"
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(["stpe"], "unknown stage: stpe; it is one of tests, kernels"),
+                                                  (["--before", "missing"], "cannot read the rows: missing")])
+def test_wrong_arguments_are_an_error_of_one_line(arguments, words):
+    done = script(*arguments)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_dry_run_measures_and_the_next_one_goes_on(tmp_path):
+    out = tmp_path / "out"
+    arguments = ["decode", "--out", "out", "--device", "cpu", "--tiny", "--commit", "abc"]
+    late = script(*arguments, "--minutes", "0.01", cwd=tmp_path)
+    assert late.returncode == 0 and "the same command goes on with 1 cells" in late.stdout
+    assert "left: tiny-decode/1" in (out / "summary.md").read_text()
+    done = script(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert {row["cell"] for row in rows} == {"tiny-decode/1"} and {row["model"] for row in rows} == {
+        "flash", "transformer++"}
+    summary = (out / "summary.md").read_text()
+    assert "- decode: 1 of 1 done" in summary and "### Decoding" in summary
+    again = script(*arguments, cwd=tmp_path)
+    assert again.returncode == 0 and "1 cells are measured already" in again.stdout
+    assert len((out / "rows.jsonl").read_text().splitlines()) == len(rows)
+    assert sorted(path.name for path in out.iterdir()) == ["progress.jsonl", "rows.jsonl", "summary.md"]
+
+
+def fake_measure(outcomes):
+    """Stands in for `measure`: each cell ends as told, a "done" one with a row."""
+    def measure(cell, out, device, commit, seconds):
+        ended = outcomes[cell.name]
+        if ended == "done":
+            out.append(out.rows, [{"cell": cell.name}])
+        out.append(out.progress, [{"cell": cell.name, "ended": ended, "seconds": 0.0}])
+        return ended
+    return measure
+
+
+def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, monkeypatch, capsys):
+    cells = [gpu.Cell("step", name, ()) for name in "abc"]
+    out = gpu.Out(tmp_path, None)
+    monkeypatch.setattr(gpu.Out, "summarise", lambda self, cells, note="": None)
+    monkeypatch.setattr(gpu, "measure", fake_measure({"a": "out of memory", "b": "done", "c": "done"}))
+    out.append(out.progress, [{"cell": "a", "ended": "out of memory", "seconds": 1.0}])
+    assert not gpu.run_cells("step", cells, out, "cpu", None, time.monotonic() + 100, 1.0)
+    assert [line["cell"] for line in out.read(out.progress)] == ["a", "b", "c", "a"]
+    assert out.measured() == {"b", "c"}
+
+
+def test_tests_are_shared_out_and_counted(tmp_path, monkeypatch, capsys):
+    """Each runs once; what failed is said, and what a process that ended early did not run is missed."""
+    given, names = [], [f"tests/ops/test_gpu.py::test_{i}" for i in range(7)]
+
+    def run(command, seconds, output):
+        ids = [part for part in command if "::" in part]
+        given.extend(ids)
+        text = "\n".join(names) + "\n7 tests collected" if "--collect-only" in command else f"{len(ids)} passed in 1.0s"
+        if names[2] in ids:
+            text = f"FAILED {names[2]} - why\n1 failed, {len(ids) - 1} passed in 1.0s"
+        output.write_text(text + "\n")
+        return ""
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 6)
+    out = gpu.Out(tmp_path, None)
+    assert not gpu.run_tests(out, False, 100) and sorted(given) == names
+    assert f"tests: FAILED {names[2]} - why\ntests: 6 passed, 1 failed of 7\n" in capsys.readouterr().out
+    assert (tmp_path / "tests.txt").read_text().endswith("\n6 passed, 1 failed of 7\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["tests.txt"]
+    assert gpu.run_tests(out, True, 100) and "only collected: 7 tests collected" in capsys.readouterr().out
+
+
+def test_a_dry_run_plans_the_tables(tmp_path):
+    done = script("tables", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0 and "tables: tiny-plan complete, 0 rows" in done.stdout, done.stdout
+    planned = (tmp_path / "out" / "reproduce" / "tiny-plan.log").read_text()
+    assert "lm_pg19 at scale gpu" in planned and "FLASH, 8192, pg19_medium-32000" in planned
+    assert "- tables: 1 of 1 done" in (tmp_path / "out" / "summary.md").read_text()
+    again = script("tables", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
+    assert again.returncode == 0 and "tiny-plan" not in again.stdout
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """The stage with a verb that ends as the test says, and adds a row; what it returns and what it called."""
+    monkeypatch.setattr(gpu, "COMMITTED_ROWS", tmp_path / "committed.jsonl")
+    monkeypatch.setattr(gpu, "report", lambda *arguments: f"report {' '.join(arguments)}\n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "committed.jsonl").write_text('{"scale": "cpu", "commit": "abc", "table": 0}\n')
+    out = gpu.Out(tmp_path / "out", None)
+
+    def make(ends, guess_s=1.0, texts="texts"):
+        called = []
+
+        def run(command, seconds, log, save_s):
+            table = command[command.index("reproduce") + 1]
+            called.append(table)
+            ended = ends.get(table, "")
+            log.write_text(f"{table} begins\nerror: no text of {table}\n")
+            out.append(out.tables, [{"scale": "gpu", "commit": None, "table": table}])
+            return ended
+
+        monkeypatch.setattr(gpu, "run", run)
+        cells = gpu.cells_of_tables()[:3]
+        well = gpu.run_tables(cells, out, "cuda", "def", tmp_path / texts, time.monotonic() + 60, guess_s)
+        return well, called
+
+    make.out = out
+    return make
+
+
+def test_tables_are_made_in_order_and_go_on_where_they_stopped(tables):
+    stopped = {"lm_pg19": gpu.STOPPED}
+    assert tables(stopped) == (True, ["lm_pg19", "flash_ablation", "gap"])
+    assert tables(stopped) == (True, ["lm_pg19"])
+    assert tables({}) == (True, ["lm_pg19"]) and tables({}) == (True, [])
+    rows = tables.out.read(tables.out.tables)
+    assert [row["commit"] for row in rows] == ["abc", *["def"] * 5]
+    summary = tables.out.summary.read_text()
+    assert "- tables: 3 of 3 done" in summary and f"report --scale gpu --rows {tables.out.tables}" in summary
+
+
+def test_a_table_that_failed_is_said_and_tried_again_after_the_others(tables, capsys):
+    assert tables({"lm_pg19": "exit code 3", "flash_ablation": gpu.STOPPED})[0] is False
+    assert "tables: lm_pg19 error: no text of lm_pg19, 1 rows" in capsys.readouterr().out
+    assert tables({}) == (True, ["flash_ablation", "lm_pg19"])
+
+
+def test_no_table_is_begun_without_its_text_or_with_too_little_time(tables, monkeypatch, capsys):
+    assert tables({}, guess_s=100.0) == (True, []) and "goes on with lm_pg19" in capsys.readouterr().out
+    assert tables({}, texts="elsewhere") == (False, []) and "--texts names the folder" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "absent", lambda packages: list(packages))
+    assert tables({}) == (False, []) and "pyarrow is missing here" in capsys.readouterr().out
+
+
+def test_nothing_is_started_when_too_little_time_is_left(tmp_path, monkeypatch, capsys):
+    out = gpu.Out(tmp_path, None)
+    monkeypatch.setattr(gpu, "measure", fake_measure({"a": "done"}))
+    assert gpu.run_cells("step", [gpu.Cell("step", "a", ())], out, "cpu", None, time.monotonic() + 5, 10.0)
+    assert out.measured() == set() and "goes on with 1 cells" in capsys.readouterr().out
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped_and_the_rest_stays(tmp_path):
+    out = gpu.Out(tmp_path, None)
+    out.append(out.rows, [{"cell": "a"}, {"cell": "b"}])
+    with out.rows.open("a") as file:
+        file.write('{"cell": "c", "mo')
+    assert out.measured() == {"a", "b"}
+    out.append(out.rows, [{"cell": "d"}])
+    assert [row["cell"] for row in out.read(out.rows)] == ["a", "b", "d"]
+
+
+def test_rows_of_an_earlier_call_are_taken_where_there_are_none(tmp_path):
+    before = tmp_path / "before.jsonl"
+    before.write_text('{"cell": "a"}\n')
+    assert gpu.Out(tmp_path / "out", before).measured() == {"a"}
+    before.write_text('{"cell": "b"}\n')
+    assert gpu.Out(tmp_path / "out", before).measured() == {"a"}
+
+
+SLEEPER = "import subprocess, sys; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); p.wait()"
+
+
+def wait_until_gone(pid):
+    for _ in range(100):
+        try:
+            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(") ")[2][0] in "ZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} is still there")
+
+
+def test_a_command_ends_in_time_with_all_that_it_started(tmp_path):
+    assert gpu.run([sys.executable, "-c", "print(1)"], 30) == ""
+    assert gpu.run([sys.executable, "-c", "import sys; sys.exit('error: no memory')"], 30) == "error: no memory"
+    started = time.monotonic()
+    assert gpu.run([sys.executable, "-c", SLEEPER], 1.5, tmp_path / "pid") == "stopped at the end of the stage's time"
+    assert time.monotonic() - started < 10
+    wait_until_gone(int((tmp_path / "pid").read_text()))
+
+
+SAVER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))
+print("listens", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_command_is_asked_to_save_before_it_is_killed(tmp_path):
+    started, saves = time.monotonic(), [sys.executable, "-c", SAVER, tmp_path / "saved"]
+    assert gpu.run(saves, 24, tmp_path / "log", save_s=20) == gpu.STOPPED
+    assert (tmp_path / "saved").exists() and time.monotonic() - started < 15
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    started = time.monotonic()
+    assert gpu.run([sys.executable, "-c", deaf], 2, tmp_path / "log", save_s=1) == gpu.STOPPED
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize(("number", "save_s"), [(signal.SIGTERM, 0), (signal.SIGKILL, 0), (signal.SIGTERM, 20),
+                                                (signal.SIGKILL, 20)])
+def test_what_runs_dies_with_the_script(tmp_path, number, save_s):
+    code = (f"import sys, signal; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu, pathlib\n"
+            "signal.signal(signal.SIGTERM, gpu.stop)\n"
+            f"gpu.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}), {save_s})")
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        for _ in range(200):
+            if pids := children.read_text().split():
+                break
+            time.sleep(0.05)
+        parent.send_signal(number)
+        parent.wait()
+    wait_until_gone(int(pids[0]))

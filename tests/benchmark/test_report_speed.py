@@ -1,0 +1,411 @@
+"""Reports from measured rows: ratios by hand and within a run, losses first, targets, pages in step with their rows."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+from PIL import Image
+
+from lineartime.benchmark.figures import digest, files_of, spread_apart
+from lineartime.benchmark.goals import Target, reach, read_targets, targets_table
+from lineartime.benchmark.markdown import losses, number, ratio_table, speed_section
+from lineartime.benchmark.rows import ratio, read_rows, tables_of
+from lineartime.errors import DataError, UsageError
+from lineartime.report.pages import fill_pages, filled, shown_tables
+
+ROOT = Path(__file__).parents[2]
+FACTS = {"commit": "0123456789abcdef", "command": "lineartime benchmark run made-up", "cpu": "Made-up CPU", "cores": 2,
+         "memory_gib": 23.6, "gpu": None, "load_average": 0.25, "torch": "2.13.0", "time": "2026-01-01T00:00:00Z"}
+
+
+def made(model="flash", ms=100.0, *, context=2048, variant="eager", dtype="float32", run="1", benchmark="step",
+         quartiles=(0.9, 1.1), failed=None, peak=1000.0, **more):
+    """A row; quartiles are in medians."""
+    row = {"benchmark": benchmark, "cell": "small", "run": run, "model": model, "variant": variant, "label": model,
+           "n_parameters": 1_800_000, "context_tokens": context, "dtype": dtype, "device": "cpu", "threads": 1,
+           "unit": "step" if benchmark == "step" else "token", "warm_up": 3, "repeats": 5,
+           "settings": {"allocator": "keeps freed memory"}, **FACTS, **more}
+    row |= {"tokens_per_step": max(8192, context)} if benchmark == "step" else {"batch_size": 1}
+    if failed:
+        return row | {"failed": failed}
+    low, high = quartiles
+    times = {"median": ms, "q1": ms * low, "q3": ms * high, "min": ms * low, "max": ms * high, "n": 5}
+    return row | {"clock": "cpu", "cpu_ms": times, "wall_ms": times, "peak_mib": peak, "above_import_mib": peak - 300}
+
+
+def cells_of(tmp_path, rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_rows(path)[0]
+
+
+def only_table(tmp_path, rows):
+    (table,) = tables_of(cells_of(tmp_path, rows))
+    return table
+
+
+def test_a_ratio_is_the_others_time_over_ours_with_the_quartiles_apart(tmp_path):
+    table = only_table(tmp_path, [made(ms=100, quartiles=(0.9, 1.25)),
+                                  made("transformer++", 150, quartiles=(0.8, 1.2))])
+    both = ratio(*reversed(table.pair("flash", "transformer++", 2048, "float32")))
+    assert (both.value, both.low, both.high) == pytest.approx((1.5, 150 * 0.8 / 125, 150 * 1.2 / 90))
+    assert "| Transformer++ | float32 | fastest of each | 1.50 (0.96-2.00) |" in ratio_table(table)
+
+
+def test_steps_of_different_size_are_compared_per_token(tmp_path):
+    rows = [made(ms=100, context=16384), made("transformer++", 300, context=16384)]
+    rows[1]["tokens_per_step"] = 2 * rows[0]["tokens_per_step"]
+    cells = cells_of(tmp_path, rows)
+    assert ratio(cells[1], cells[0]).value == pytest.approx(1.5)
+
+
+def test_each_sides_fastest_variant_counts_and_eager_meets_eager(tmp_path):
+    table = only_table(tmp_path, [made(ms=100), made(ms=50, variant="compiled"), made("transformer++", 90),
+                                  made("transformer++", 75, variant="compiled"),
+                                  made("transformer++", 400, attention="unfused")])
+    text = ratio_table(table)
+    assert "| Transformer++ | float32 | fastest of each | 1.50 " in text and "| both eager | **0.90** " in text
+    assert "| Transformer++, unfused attention | float32 | fastest of each | 8.00 " in text
+
+
+def test_a_variant_that_only_flash_was_measured_in_is_marked(tmp_path):
+    rows = [made(), made(ms=50, variant="compiled"), made("transformer++", 100), made("flash-pytorch", 100),
+            made("flash-pytorch", 90, variant="compiled")]
+    text = ratio_table(only_table(tmp_path, rows))
+    assert "| Transformer++ | float32 | fastest of each | 2.00 (1.64-2.44)\\* |" in text
+    assert "| FLASH-pytorch | float32 | fastest of each | 1.80 (1.47-2.20) |" in text
+    assert text.endswith("\n\n\\* FLASH was measured compiled too, the other was not.")
+
+
+def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
+    old, new = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
+    rows = [made(ms=100, run="b", time=new), made("transformer++", 130, run="b", time=new),
+            made(ms=10, run="a", time=old), made("transformer++", 999, run="a", time=old),
+            made("flash-pytorch", 70, run="c", time=new)]
+    text = ratio_table(only_table(tmp_path, rows))
+    assert "1.30" in text and "99.9" not in text and "FLASH-pytorch" not in text
+
+
+def test_what_failed_and_what_is_missing_is_said(tmp_path):
+    rows = [made(), made("transformer++", failed="out of memory"), made(context=8192),
+            made("transformer++", 200, context=8192), made(context=512), made("flash-pytorch", 300, context=512)]
+    text = speed_section(cells_of(tmp_path, rows))
+    assert "| Transformer++ | float32 | fastest of each | - | other failed | 2.00 (1.64-2.44) |" in text
+    assert "Failed: Transformer++, eager, float32, at 2K: out of memory." in text
+
+
+def test_where_it_loses_comes_first_and_says_by_how_much(tmp_path):
+    rows = [made(context=512), made("transformer++", 64, context=512, quartiles=(0.99, 1.01), peak=500),
+            made(context=1024), made("transformer++", 98, context=1024), made(), made("transformer++", 140),
+            made(ms=200, variant="compiled"), made(ms=300, dtype="bfloat16"),
+            made("transformer++", 100, dtype="bfloat16")]
+    text = speed_section(cells_of(tmp_path, rows))
+    assert text.startswith("**Where it loses, first.**")
+    assert ("  - FLASH against Transformer++: it is slower in float32 at 512 (0.64) and 1K (0.98?), in bfloat16 at 2K "
+            "(0.33); it takes more memory in float32 at 512 (2.00).") in text.splitlines()
+
+
+def test_a_loss_of_eager_against_eager_is_said_too(tmp_path):
+    table = only_table(tmp_path, [made(), made(ms=50, variant="compiled"), made("transformer++", 90)])
+    assert "with both eager it is slower in float32 at 2K (0.90?)." in losses([table])
+
+
+def test_without_a_loss_the_nearest_is_said(tmp_path):
+    table = only_table(tmp_path, [made(), made("transformer++", 140), made(context=512),
+                                  made("transformer++", 103, context=512)])
+    assert "Nowhere in these rows: its speed is at least 1.03 times the other's (Transformer++, float32 at 512)" in (
+        losses([table]))
+    assert losses([]) == "No two models were measured side by side yet."
+
+
+def test_flash_quad_is_compared_with_the_transformer(tmp_path):
+    table = only_table(tmp_path, [made("flash-quad", 250), made("transformer++", 100)])
+    assert "FLASH-Quad against Transformer++: it is slower in float32 at 2K (0.40)." in losses([table])
+
+
+def test_decoding_meets_in_each_sides_fastest_type(tmp_path):
+    rows = [made(model, ms, benchmark="decode", dtype=dtype) for model, ms, dtype in (
+        ("flash", 30, "float32"), ("flash", 20, "bfloat16"), ("transformer++", 50, "float32"),
+        ("transformer++", 60, "bfloat16"))]
+    assert "| Transformer++ | fastest of each | fastest of each | 2.50 " in ratio_table(only_table(tmp_path, rows))
+
+
+def test_contexts_that_were_read_are_not_beside_those_that_were_filled(tmp_path):
+    rows = [made(model, ms, benchmark="decode", context=2048) | {"context": how} for model, ms, how in (
+        ("flash", 20, "filled"), ("flash", 10, "read"), ("transformer++", 30, "filled"), ("transformer++", 30, "read"))]
+    filled_table, read_table = tables_of(cells_of(tmp_path, rows))
+    assert "| 1.50 " in ratio_table(filled_table) and "| 3.00 " in ratio_table(read_table)
+
+
+def test_machines_threads_sizes_and_names_have_tables_of_their_own(tmp_path):
+    rows = [made(), made(threads=2), made(run="2", n_parameters=112_000_000), made(cell="other"),
+            made(cpu="Another CPU"), made("transformer++", n_parameters=2_900_000)]
+    sizes = [len(table.cells) for table in tables_of(cells_of(tmp_path, rows))]
+    assert sorted(sizes) == [1, 1, 1, 1, 2]
+    parts = [made(cell="wide/2K"), made(cell="wide/8K", context=8192)]
+    assert len(only_table(tmp_path, parts).cells) == 2
+
+
+def test_fewer_tokens_in_a_step_are_another_table(tmp_path):
+    rows = [made(), made(run="2", ms=1)]
+    rows[1]["tokens_per_step"] = 2048
+    assert [table.cells[0].n_tokens for table in tables_of(cells_of(tmp_path, rows))] == [8192, 2048]
+
+
+def test_the_caption_has_what_it_takes_to_repeat_it(tmp_path):
+    text = speed_section(cells_of(tmp_path, [made(), made("transformer++", 120, commit="fedcba9876543210+changes")]))
+    for words in ("1 thread of Made-up CPU", "processor time", "float32", "medians of 5, after 3 to warm up",
+                  "commit 0123456789, fedcba9876+changes", "`lineartime benchmark run made-up`", "torch 2.13.0",
+                  "allocator: keeps freed memory", "300 MiB of it the imported program", "load 0.2"):
+        assert words in text, words
+
+
+def test_rows_of_the_old_form_are_counted_and_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"benchmark": "train", "model": "flash"}) + "\n" + json.dumps(made()) + "\n")
+    cells, n_old = read_rows(path)
+    assert (len(cells), n_old) == (1, 1) and "Left out: 1 rows" in speed_section(cells, n_old)
+
+
+def test_a_cut_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(made()) + '\n{"run": "1", "un')
+    assert len(read_rows(path)[0]) == 1
+    path.write_text('{"run": "1", "unit": "step"}\n' + json.dumps(made()) + "\n")
+    with pytest.raises(DataError, match=r"line 1; KeyError: 'model'"):
+        read_rows(path)
+    with pytest.raises(DataError, match="cannot read the rows"):
+        read_rows(tmp_path / "missing.jsonl")
+
+
+def target(**fields):
+    return Target(**{"what": "speed", "measure": "speed", "benchmark": "step", "device": "cpu", "first": 2048,
+                     "parameters": (1e6, 4e6), "last": 2048, "limit": 1.2, "at_least": True, "dtype": "float32",
+                     "over": "transformer++", **fields})
+
+
+def verdict(tmp_path, rows, **fields):
+    wanted = target(**fields)
+    reached = reach(wanted, tables_of(cells_of(tmp_path, rows)))
+    return None if reached.value is None else pytest.approx(reached.value), reached.verdict(wanted)
+
+
+def test_targets_are_met_or_missed_by_so_much(tmp_path):
+    rows = [made(), made("transformer++", 150), made(context=8192), made("transformer++", 110, context=8192)]
+    assert verdict(tmp_path, rows) == (1.5, "met by 25%")
+    assert verdict(tmp_path, rows, last=None) == (1.1, "**missed** by 8%")
+    assert reach(target(last=None), tables_of(cells_of(tmp_path, rows))).at == "8K"
+    assert verdict(tmp_path, rows, over="flash-pytorch") == (None, "not measured")
+    assert verdict(tmp_path, rows, parameters=(1e8, 2e8)) == (None, "not measured")
+    assert verdict(tmp_path, [made(), made("transformer++", failed="out of memory")])[1] == (
+        "Transformer++, eager, float32 failed: out of memory")
+
+
+def test_targets_of_memory_slope_and_flatness(tmp_path):
+    rows = [made(peak=600), made("transformer++", peak=1000), made(ms=200, variant="compiled", peak=1)]
+    assert verdict(tmp_path, rows, measure="memory", limit=0.5, at_least=False) == (0.6, "**missed** by 20%")
+    assert verdict(tmp_path, rows, measure="memory_mib", limit=1000, at_least=False, over=None)[1] == "met by 130%"
+    rows = [made(ms=100 * (context / 512) ** 0.1 * max(context, 8192) / 8192, context=context)
+            for context in (512, 2048, 16384)]
+    slope = {"measure": "slope", "first": 512, "last": 16384, "limit": 0.05, "at_least": False}
+    assert verdict(tmp_path, rows, **slope) == (0.1, "**missed** by 0.050")
+    rows[2]["run"] = "another"
+    assert verdict(tmp_path, rows, **slope) == (None, "not measured")
+    rows = [made(ms=30, benchmark="decode"), made(ms=31.2, context=131072, benchmark="decode")]
+    assert verdict(tmp_path, rows, measure="flat", benchmark="decode", last=131072, limit=0.05, at_least=False) == (
+        0.04, "met by 0.010")
+
+
+def part(variant, ms, counted, run="1", benchmark="loss"):
+    return made("linear_cross_entropy", ms, variant=variant, run=run, benchmark=benchmark) | {
+        "unit": "call", "tokens_per_step": 8192, "context_tokens": 8192,
+        "many_tokens": {"tokens": 2**18, "counted_mib": counted}}
+
+
+def test_parts_are_compared_with_the_first_of_their_run(tmp_path):
+    rows = [part("plain", 100, 3000.0), part("by chunks", 50, 150.0), part("plain", 10, 1.0, run="2")]
+    text = speed_section(cells_of(tmp_path, rows))
+    assert "| by chunks | float32 | 8,192 | 8,192 | 50.0 (45.0-55.0) | 0.50 | 700.0 | 150 at 262,144 |" in text
+    common = {"benchmark": "loss", "variant": "by chunks", "over": "plain", "at_least": False, "limit": 0.1,
+              "first": 0, "last": None, "parameters": (0, float("inf"))}
+    assert verdict(tmp_path, rows, measure="part memory", **common) == (0.05, "met by 50%")
+    assert verdict(tmp_path, rows, measure="part time", **common) == (0.5, "**missed** by 400%")
+    assert verdict(tmp_path, rows[:1], measure="part time", **common) == (None, "not measured")
+
+
+def test_an_aim_is_beyond_what_must_be(tmp_path):
+    rows = [made(), made("transformer++", 150)]
+    assert verdict(tmp_path, rows, aim=1.6)[1] == "met by 25%"
+    assert verdict(tmp_path, rows, aim=1.5)[1] == "met by 25%, and the aim"
+    assert "| at least 1.20, aim 1.60 | 1.50 |" in targets_table([target(aim=1.6)], cells_of(tmp_path, rows))
+
+
+def test_a_model_without_its_kernels_is_another_side(tmp_path):
+    rows = [made(ms=50, variant="compiled"), made(ms=60), made(ms=100, attention="reference"),
+            made(ms=80, attention="reference", variant="compiled")]
+    assert verdict(tmp_path, rows, over="flash/reference") == (1.6, "met by 33%")
+    assert verdict(tmp_path, rows, over="flash/reference", over_variant="eager") == (2.0, "met by 67%")
+    assert "|\n| FLASH without kernels | float32 | fastest of each | 1.60 " in ratio_table(only_table(tmp_path, rows))
+
+
+def test_targets_of_tokens_per_second_and_of_steps_of_so_many_tokens(tmp_path):
+    rows = [made(tokens_per_s=1000.0), made(ms=90, variant="compiled", tokens_per_s=1200.0),
+            made(context=8192, tokens_per_s=900.0), made(run="0", time="2025-01-01T00:00:00Z", tokens_per_s=9999.0)]
+    rate = {"measure": "rate", "over": None, "limit": 1000}
+    assert verdict(tmp_path, rows, **rate) == (1200, "met by 20%")
+    assert verdict(tmp_path, rows, **rate, last=None) == (900, "**missed** by 10%")
+    assert verdict(tmp_path, rows, **rate, tokens=2**18) == (None, "not measured")
+    rows[1]["tokens_per_step"] = 2**18
+    assert verdict(tmp_path, rows, **rate, tokens=2**18) == (1200, "met by 20%")
+
+
+def test_targets_of_a_copys_rate(tmp_path):
+    rows = [part(variant, 10, 1.0, benchmark="op") | {"forward": {"copy_share": share}}
+            for variant, share in (("reference", 0.2), ("triton", 0.6))]
+    common = {"benchmark": "op", "over": "linear_cross_entropy", "variant": "triton", "limit": 0.5, "first": 0,
+              "last": None, "parameters": (0, float("inf"))}
+    assert verdict(tmp_path, rows, measure="forward share", **common) == (0.6, "met by 20%")
+    assert verdict(tmp_path, rows, measure="backward share", **common) == (None, "not measured")
+
+
+def test_the_projects_targets_are_those_of_a_table(tmp_path):
+    wanted = read_targets(ROOT / "lineartime/benchmark/goals.toml")
+    speeds = {(each.over, each.dtype, each.first): each.limit for each in wanted if each.benchmark == "step"
+              and each.measure == "speed"}
+    assert speeds["transformer++", "bfloat16", 8192] == 4.5 and speeds["flash-pytorch", "float32", 2048] == 1.2
+    lines = targets_table(wanted, cells_of(tmp_path, [made(), made("transformer++", 210)])).splitlines()
+    assert len(lines) == len(wanted) + 2
+    assert any("| 2K | at least 1.05 | 2.10 | met by 100% |" in line for line in lines)
+
+
+@pytest.mark.parametrize("text", [
+    "target = 1", "[[target]]\nwhat = 'x'\nmeasure = 'speed'", "[[", "a = 1",
+    "[[target]]\nwhat = 'x'\nmeasure = 'speed'\nat_least = {2048 = 1, 8192 = 2}\naim = {2048 = 2}"])
+def test_a_broken_file_of_targets_is_an_error_of_one_line(tmp_path, text):
+    (tmp_path / "targets.toml").write_text(text)
+    with pytest.raises(DataError, match="not a file of targets") as raised:
+        read_targets(tmp_path / "targets.toml")
+    assert "\n" not in str(raised.value)
+
+
+def two_contexts():
+    return [made(), made("transformer++", 150), made(context=8192), made("transformer++", 250, context=8192)]
+
+
+def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
+    cells = cells_of(tmp_path, two_contexts())
+    page, images = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images"
+    page.parent.mkdir()
+    page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\n<!-- targets: begin -->\n"
+                    "<!-- targets: end -->\nafter\n")
+    written = fill_pages([page], images, cells, 0, [target()])
+    text = page.read_text()
+    assert text.startswith("before\n<!-- speed: begin -->\n\n**Where")
+    assert text.endswith("<!-- targets: end -->\nafter\n")
+    assert "met by 25%" in text and "\nold\n" not in text
+    pictures = [path for path in written if path.suffix == ".png"]
+    assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
+    fill_pages([page], images, cells, 0, [target()])
+    assert page.read_text() == text
+
+
+def test_a_place_shows_the_tables_it_names_and_every_loss(tmp_path):
+    other = [row | {"cell": "other", "run": "2"} for row in two_contexts()]
+    other[1] |= made("transformer++", 50, cell="other", run="2")
+    text = "<!-- speed small: begin -->\n<!-- speed: end -->\n"
+    made_text = filled(text, tmp_path / "p.md", tmp_path, cells_of(tmp_path, two_contexts() + other), 0, [])
+    assert "### A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)" in made_text
+    assert "(other)\n" not in made_text and "(other):" in made_text
+
+
+@pytest.mark.parametrize("text", [
+    "nothing\n", "<!-- speed: begin -->\n", "<!-- speed: end -->\n<!-- speed: begin -->\n",
+    "<!-- speed: begin -->\n<!-- speed: end -->\n<!-- targets: begin -->\n"])
+def test_a_page_without_a_whole_place_is_an_error_and_stays(tmp_path, text):
+    page, images = tmp_path / "page.md", tmp_path / "images"
+    page.write_text(text)
+    with pytest.raises(UsageError, match="no whole place for the tables") as raised:
+        fill_pages([page], images, cells_of(tmp_path, two_contexts()), 0, [])
+    assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
+
+
+def test_a_picture_knows_its_rows(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- speed: begin -->\n<!-- speed: end -->\n")
+    cells = cells_of(tmp_path, two_contexts())
+    fill_pages([page], tmp_path, cells, 0, [])
+    (table,) = shown_tables(page.read_text(), cells)
+    ((time, _), (memory, _)) = files_of(table)
+    assert header(tmp_path / time) == digest(table, "time") != header(tmp_path / memory)
+    assert imread(tmp_path / time).shape[1] > 1000
+    assert digest(only_table(tmp_path, [*two_contexts()[:3], made("transformer++", 251, context=8192)]), "time") != (
+        digest(table, "time"))
+
+
+def header(path):
+    with Image.open(path) as picture:
+        return picture.text["Rows"]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12).map(sorted), st.floats(0.01, 0.2))
+def test_names_keep_their_order_and_their_distance(wanted, gap):
+    places = spread_apart(wanted, gap)
+    assert len(places) == len(wanted)
+    assert all(b - a > gap * (1 - 1e-9) for a, b in itertools.pairwise(places))
+    assert sum(places) == pytest.approx(sum(wanted), abs=1e-9)
+    if all(b - a > gap for a, b in itertools.pairwise(wanted)):
+        assert places == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("x", "text"), [(0.0123, "0.01"), (0.98765, "0.99"), (1.0, "1.00"), (9.987, "9.99"),
+                                         (12.34, "12.3"), (123.4, "123"), (0, "0"), (1234.5, "1234")])
+def test_numbers_have_three_figures(x, text):
+    assert number(x) == text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_the_projects_pages_are_what_its_rows_give(page):
+    """After new rows: lineartime report speed --into README.md --into docs/speed.md."""
+    cells, n_old = read_rows(ROOT / "lineartime/results/speed.jsonl")
+    text = (ROOT / page).read_text()
+    targets = read_targets(ROOT / "lineartime/benchmark/goals.toml")
+    assert filled(text, ROOT / page, ROOT / "docs" / "images", cells, n_old, targets) == text
+    for table in shown_tables(text, cells):
+        for name, what in files_of(table):
+            assert header(ROOT / "docs" / "images" / name) == digest(table, what), name
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", "lineartime", "report", "speed", *arguments], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+def test_the_command(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    cells_of(tmp_path, two_contexts())
+    done = command("--rows", str(rows))
+    assert done.returncode == 0 and done.stdout == speed_section(read_rows(rows)[0])
+    assert "at least 1.05" in command("--rows", str(rows), "--targets").stdout
+    (tmp_path / "page.md").write_text("no place")
+    done = command("--rows", str(rows), "--into", str(tmp_path / "page.md"), "--images", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no whole place for the tables: ")
+    rows.write_text("")
+    done = command("--rows", str(rows))
+    assert done.returncode == 3 and done.stderr.splitlines() == [
+        f"error: no rows to report: {rows}; `lineartime benchmark ... --json FILE` writes them"]
+
+
+def test_a_report_of_text_needs_no_torch(tmp_path):
+    cells_of(tmp_path, two_contexts())
+    code = ("import sys; from lineartime.cli.verbs import main; "
+            "sys.argv[1:] = ['report', 'speed', '--rows', sys.argv[1]]\n"
+            "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.jsonl")], cwd=ROOT, check=True,
+                   capture_output=True)

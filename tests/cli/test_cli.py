@@ -1,0 +1,284 @@
+"""The command line as a person meets it: every verb, every refusal in one line, nothing heavy imported too soon."""
+
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lineartime.cli import verbs
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+SMALL = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8",
+         "--context", "32", "--tokens-per-step", "64", "--set", "micro_batch_tokens=64", "--set", "warmup_steps=1"]
+
+
+def lineartime(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "lineartime", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+class Call(Protocol):
+    """The command in this process, with text on its stdin: exit code, stdout, stderr."""
+
+    def __call__(self, *arguments: object, stdin: str = "") -> tuple[int, str, str]: ...
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    def run_here(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lineartime", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as stopped:
+            verbs.main()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return run_here
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cli")
+    (root / "book.txt").write_text(TEXT)
+    done = lineartime("prepare", root / "book.txt", "--out", root / "data", "--tokenizer", "bytes", "--held-out", "0.2")
+    assert done.returncode == 0, done.stderr
+    return root / "data"
+
+
+@pytest.fixture(scope="module")
+def run(data: Path) -> Path:
+    out = data.parent / "run"
+    done = lineartime("train", "flash", "--data", data, "--out", out, "--steps", 3, *SMALL)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def assert_refused(code: int, err: str, expected_code: int, *words: object) -> None:
+    assert code == expected_code, err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    for word in words:
+        assert str(word) in err
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    best = 1e9
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = lineartime("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert done.returncode == 0
+    for verb in ("prepare", "train", "evaluate", "generate", "info", "plot", "benchmark"):
+        assert f"\n  {verb} " in done.stdout
+    assert best < 0.25, f"{best:.2f} s of processor time"
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--help"], ["train", "--help"], ["benchmark", "--help"], [], ["no-such-verb"], ["train"],
+    ["train", "flash"], ["train", "flush", "--data", "x", "--out", "y"],
+    ["train", "flash", "--data", "nowhere", "--out", "y"],
+    ["train", "flash", "--data", "x", "--out", "y", "--set", "n_layer=2"], ["train", "missing.toml"],
+    ["train", "flash", "--data", "x", "--out", "y", "--set", "chunk_size=0"], ["info", "flesh"],
+    ["train", "flash", "--data", "x", "--out", "y", "--steps", "many"],
+    ["evaluate", "x", "--data", "y", "--batch-rows", "0"],
+])
+def test_arguments_are_checked_before_torch_is_imported(arguments: list[str]) -> None:
+    code = ("import sys; sys.modules['torch'] = sys.modules['transformers'] = None; sys.argv[1:] = " + repr(arguments)
+            + "\nfrom lineartime.cli.verbs import main\nmain()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if "--help" in arguments or not arguments:
+        assert done.returncode == 0 and "Usage" in done.stdout
+    else:
+        assert_refused(done.returncode, done.stderr, 2)
+
+
+def test_train_says_where_everything_is(run: Path, data: Path) -> None:
+    for name in ("metrics.jsonl", "result.json", "sample.txt", "loss.png", "run.json", "latest/model.safetensors"):
+        assert (run / name).stat().st_size > 0
+    result = json.loads((run / "result.json").read_text())
+    assert result["held_out"]["bits_per_byte"] > 0 and result["xz_bits_per_byte"] > 0 and result["peak_mib"] > 50
+    again = lineartime("train", "flash", "--data", data, "--out", run, "--steps", 3, *SMALL)
+    assert again.returncode == 0 and "complete" in again.stdout and "--out" in again.stdout
+    assert "step 1/" not in again.stderr
+
+
+def test_a_toml_file_and_overrides(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f'model = "flash"\ndata = "{data}"\nout = "{tmp_path / "run"}"\nn_layers = 1\n'
+                                       "d_model = 16\nquery_key_dim = 8\nchunk_size = 8\ncontext = 32\nsteps = 9\n"
+                                       "tokens_per_step = 64\nmicro_batch_tokens = 64\nwarmup_steps = 1\n")
+    done = lineartime("train", tmp_path / "run.toml", "--steps", 2, "--set", "learning_rate=1e-3", "--set", "clip=none")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "run" / "run.json").read_text())["train"]
+    assert stored["steps"] == 2 and stored["learning_rate"] == 1e-3 and stored["clip"] is None
+
+
+def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> None:
+    code, out, _ = call("evaluate", run, "--data", data)
+    assert code == 0 and "bits per byte" in out and "position" in out
+    stored = json.loads((run / "result.json").read_text())["held_out"]
+    for batch_rows in (1, 5):
+        _, out, _ = call("evaluate", run / "latest", "--data", data, "--json", "--batch-rows", batch_rows)
+        assert json.loads(out)["bits_per_byte"] == pytest.approx(stored["bits_per_byte"], rel=1e-6)
+
+
+def test_generate_from_arguments_file_and_stdin(run: Path, tmp_path: Path, call: Call) -> None:
+    (tmp_path / "prompt.txt").write_text("The quick")
+    how = ["--max-new-tokens", 12, "--temperature", 0]
+    code, one, _ = call("generate", run, "The quick", *how)
+    assert code == 0 and one.startswith("The quick")
+    assert call("generate", run, "--prompt-file", tmp_path / "prompt.txt", *how)[1] == one
+    assert call("generate", run, "-", *how, stdin="The quick")[1] == one
+    several = call("generate", run, "The quick", "A much longer prompt than the other", *how)[1]
+    assert several.startswith("== 1\n" + one.rstrip("\n")) and "== 2\nA much longer" in several
+    assert call("generate", run, "The", "--seed", 5)[1] == call("generate", run, "The", "--seed", 5)[1]
+
+
+def test_generate_in_another_type_and_as_it_would_be_captured(run: Path, call: Call,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    from lineartime.generation import generate
+
+    how = ["--max-new-tokens", 12, "--temperature", 0]
+    plain = call("generate", run, "The quick", *how)[1]
+    assert call("generate", run, "The quick", *how, "--capture")[1] == plain
+    seen, prefill = [], generate.prefill
+    monkeypatch.setattr(generate, "prefill",
+                        lambda model, *args: seen.append(str(model.embed.weight.dtype)) or prefill(model, *args))
+    assert call("generate", run, "The quick", *how, "--precision", "bfloat16")[0] == 0
+    assert seen == ["torch.bfloat16"]
+    code, _, error = call("generate", run, "The", "--precision", "int8")
+    assert code == 2 and "it takes float32 or bfloat16" in error
+
+
+def test_generate_ends_before_a_stop_text(run: Path, call: Call) -> None:
+    """For one prompt, which streams, and for two, which do not."""
+    how = ["--seed", 1, "--max-new-tokens", 30]
+    free = call("generate", run, "The", *how)[1].rstrip("\n")
+    stop = free[12:15]
+    cut = free[: free.index(stop, 3)]
+    assert call("generate", run, "The", *how, "--stop", stop)[1].rstrip("\n") == cut
+    assert call("generate", run, "The", "Once", *how, "--stop", stop)[1].startswith(f"== 1\n{cut}\n== 2")
+
+
+def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
+    scores = tmp_path / "contexts.json"
+    code, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--out", scores)
+    assert code == 0 and "gain over the shortest" in out and f"LABEL={scores}" in out
+    written = json.loads(scores.read_text())
+    assert written["contexts"] == [16, 32, 64] and written["split"] == "validation" and written["trained_context"] == 32
+    _, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--json")
+    assert json.loads(out) == written
+    code, out, _ = call("plot", f"FLASH={scores}", "--out", tmp_path / "contexts.png")
+    assert code == 0 and (tmp_path / "contexts.png").exists()
+
+
+def test_info_and_plot(run: Path, tmp_path: Path, call: Call) -> None:
+    for model, task, millions in (("flash", "wiki40b", 112), ("transformer++", "pg19", 486), ("flash-quad", "c4", 112)):
+        code, out, _ = call("info", model, "--task", task)
+        assert code == 0 and str(millions) in out
+    assert call("plot", f"a={run}", f"b={run}", "--out", tmp_path / "two.png")[0] == 0
+    assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_benchmark_writes_a_row_per_measurement(tmp_path: Path, call: Call) -> None:
+    code, _, err = call("benchmark", "decode", "flash", "transformer++", "--lengths", "64,128", "--repeats", 2,
+                        "--set", "n_layers=1", "--set", "d_model=16", "--set", "n_heads=2", "--set", "query_key_dim=8",
+                        "--set", "chunk_size=16", "--set", "vocab_size=50", "--json", tmp_path / "rows.jsonl")
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {(row["model"], row["context_tokens"]) for row in rows} == {
+        (model, n) for model in ("flash", "transformer++") for n in (64, 128)}
+    assert all(row["commit"] and row["command"] for row in rows)
+
+
+def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
+    """One line on stderr and the exit code of the kind of trouble, for every verb."""
+    (tmp_path / "bad.txt").write_bytes(b"good\n\xff\xfe bad")
+    (tmp_path / "broken.toml").write_text("steps = = 3")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "run.json").write_text((run / "run.json").read_text())
+    (damaged / "step-00000003").mkdir()
+    for file in (run / "latest").iterdir():
+        content = bytearray(file.read_bytes())
+        if file.name == "model.safetensors":
+            content[-1] ^= 1
+        (damaged / "step-00000003" / file.name).write_bytes(content)
+    other = tmp_path / "other"
+    (tmp_path / "other.txt").write_text(TEXT)
+    assert call("prepare", tmp_path / "other.txt", "--out", other, "--vocab-size", "300", "--held-out", "0.1")[0] == 0
+    train = ["train", "flash", "--data", data, "--steps", 3, *SMALL]
+    for code, words, arguments in [
+        (3, ["bad.txt", "byte 5"], ["prepare", tmp_path / "bad.txt", "--out", tmp_path / "x"]),
+        (3, ["nowhere"], ["prepare", "nowhere.txt", "--out", tmp_path / "x"]),
+        (2, ["vocab_size"], ["prepare", run.parent / "book.txt", "--out", tmp_path / "x", "--vocab-size", 3]),
+        (2, ["broken.toml"], ["train", tmp_path / "broken.toml"]),
+        (2, ["n_layers"], [*train, "--out", tmp_path / "x", "--set", "n_lyers=2"]),
+        (2, ["steps: 3 -> 4"], [*train, "--out", run, "--steps", 4]),
+        (2, ["micro_batch_tokens"], [*train, "--out", tmp_path / "x", "--set", "micro_batch_tokens=48"]),
+        (2, ["tokenizer_sha256", "data_sha256"],
+         ["train", "flash", "--data", other, "--out", run, "--steps", 3, *SMALL]),
+        (2, ["not a run"], ["evaluate", tmp_path / "empty", "--data", data]),
+        (2, ["tokenizer"], ["evaluate", run, "--data", other]),
+        (3, ["no test split"], ["evaluate", run, "--data", data, "--split", "test"]),
+        (4, ["model.safetensors"], ["evaluate", damaged, "--data", data]),
+        (2, ["precision"], ["evaluate", run, "--data", data, "--precision", "float8"]),
+        (2, ["UTF-8", "latin1.txt"], ["generate", run, "--prompt-file", tmp_path / "latin1.txt"]),
+        (2, ["temperature"], ["generate", run, "x", "--temperature", "nan"]),
+        (2, ["top_p"], ["generate", run, "x", "--top-p", 0]),
+        (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
+        (2, ["did you mean flash"], ["info", "flsh"]),
+        (2, ["1024,many"], ["benchmark", "decode", "flash", "--lengths", "1024,many"]),
+        (2, ["wrong contexts"], ["evaluate", run, "--data", data, "--contexts", "64,32"]),
+        (2, ["whole numbers"], ["evaluate", run, "--data", data, "--contexts", "a"]),
+        (2, ["--batch-rows"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--batch-rows", "2"]),
+        (2, ["without --contexts"], ["evaluate", run, "--data", data, "--out", tmp_path / "x.json"]),
+        (3, ["no document has", "work"], ["evaluate", run, "--data", data, "--contexts", "32,1000000"]),
+        (6, ["cannot write"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
+        (2, ["--out"], ["plot", run, run]),
+        (2, ["--out"], ["plot", tmp_path / "x.json"]),
+        (2, ["apart"], ["plot", run, tmp_path / "x.json", "--out", tmp_path / "x.png"]),
+        (3, ["cannot read"], ["plot", tmp_path / "x.json", "--out", tmp_path / "x.png"]),
+        (3, ["not a file of"], ["plot", data / "manifest.json", "--out", tmp_path / "x.png"]),
+    ]:
+        got, _, err = call(*arguments)
+        assert_refused(got, err, code, *words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_debug_shows_the_traceback(call: Call) -> None:
+    code, _, err = call("--debug", "info", "flsh")
+    assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m lineartime info flash | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert done.stdout.startswith("flash") and done.stderr == ""
+
+
+WORDS = st.sampled_from(["", *"""prepare train evaluate generate info plot benchmark decode flash --out --data --set
+    --steps --context --split --seed - -- n_layers=0 steps=-1 x=y 0 -1 1e400 nan \x00 ü --top-k --json
+    --lengths""".split()])
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arguments=st.lists(WORDS | st.text(max_size=6), max_size=6))
+def test_no_arguments_print_a_traceback(arguments: list[str], call: Call, monkeypatch: pytest.MonkeyPatch,
+                                        tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(*arguments)
+    assert code in (0, 2, 3, 4, 6), (arguments, err)
+    assert "Traceback" not in err and "internal" not in err, (arguments, err)
+    assert code == 0 or err.splitlines()[-1].startswith("error: "), (arguments, err)

@@ -1,0 +1,58 @@
+"""Compiled layers against the reference: the same loss and the same gradient of every parameter.
+
+PyTorch's compiler writes C++ for a CPU, so these take seconds each and need a compiler on the machine, as README says.
+"""
+
+import math
+
+import pytest
+import torch
+
+from lineartime.config import model_config
+from lineartime.model import token_losses
+from tiny_models import random_model
+
+SMALL = {"d_model": 64, "n_layers": 2, "vocab_size": 97, "context": 512}
+MODELS = {
+    "flash": model_config("flash", chunk_size=256, **SMALL),
+    "flash, documents": model_config("flash", query_key_dim=32, chunk_size=32, end_of_document=0, **SMALL),
+    "transformer++": model_config("transformer++", n_heads=4, **SMALL),
+}
+
+
+def gradients(model, rows_BT, dtype):
+    """The loss and the gradients of all parameters by name, the products in `dtype`. What is free is full of NaN:
+    compiled code that reads what nobody wrote has been seen."""
+    model.zero_grad(set_to_none=True)
+    freed = [torch.full((2**n,), math.nan) for n in range(12, 21) for _ in range(4)]
+    del freed
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = token_losses(model, rows_BT).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("name", "length", "dtype", "checkpointing"), [
+    ("flash", 512, torch.bfloat16, False), ("flash", 512, torch.bfloat16, True), ("flash", 512, torch.float32, False),
+    ("flash, documents", 203, torch.float32, False), ("transformer++", 203, torch.float32, False)])
+def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing):
+    """At most twice as far from float64 as eager layers in the same type, or the rounding of a few operations in that
+    type. 203 tokens end inside a chunk."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    rows_BT = torch.randint(97, (2, length + 1))
+    model = random_model(MODELS[name])
+    wanted_loss, wanted = gradients(model, rows_BT, torch.float64)
+    model = model.float()
+    loss, eager = gradients(model, rows_BT, dtype)
+    model.activation_checkpointing = checkpointing
+    model.train()
+    model.compile_layers()
+    rounding = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for _ in range(2):
+        compiled_loss, compiled = gradients(model, rows_BT, dtype)
+        assert compiled_loss == pytest.approx(wanted_loss, abs=2 * abs(loss - wanted_loss) + 1e-6)
+        for parameter, gradient in wanted.items():
+            limit = 2 * (eager[parameter] - gradient).norm() + rounding * gradient.norm()
+            assert (compiled[parameter] - gradient).norm() <= limit, parameter  # false for a NaN too

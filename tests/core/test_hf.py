@@ -1,0 +1,419 @@
+"""A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel` gives."""
+
+import copy
+import logging
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from lineartime.config import model_config, model_config_from_json, to_dict
+from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, load_tokenizer, train_tokenizer
+from lineartime.errors import UsageError
+from lineartime.generation.generate import generate
+from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
+from lineartime.model import LanguageModel, token_losses
+from tiny_checkpoints import random_model, write_checkpoint
+
+EOD = byte_tokenizer().end_of_document
+SIZES = {"n_layers": 2, "d_model": 16, "vocab_size": byte_tokenizer().vocab_size, "context": 96, "end_of_document": EOD}
+CONFIGS = {
+    "flash": model_config("flash", **SIZES, query_key_dim=8, chunk_size=4),
+    "flash-quad": model_config("flash-quad", **SIZES, query_key_dim=8),
+    "transformer++": model_config("transformer++", **SIZES, n_heads=2),
+}
+PROMPTS = [[EOD, *b"once upon a time"], [EOD, 7], [*b"a", EOD, *b"the second document"]]
+
+
+def talkative_model(config):
+    """Greedy text depends on position and context instead of repeating one token."""
+    model = random_model(config)
+    with torch.no_grad():
+        model.norm.weight += 1
+        model.abs_pos.scalar.fill_(1)
+    return model
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def ours(request):
+    return talkative_model(CONFIGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def folder(ours, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ours, byte_tokenizer())
+
+
+@pytest.fixture
+def hf(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture
+def hf64(folder):
+    """In float64, where rounding does not decide between two tokens."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.fixture
+def said():
+    """What transformers says through its logger, from warnings upwards."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def packed_ids(n_rows=2, length=30):
+    ids_BT = torch.randint(EOD, (n_rows, length), generator=torch.Generator().manual_seed(1))
+    ids_BT[0, 0] = ids_BT[0, 11] = ids_BT[1, 17] = EOD
+    return ids_BT
+
+
+def left_padded(prompts, n_more=0):
+    """Prompts behind padding that looks like text; n_more: columns in which no row has a token."""
+    width = max(map(len, prompts)) + n_more
+    ids_BT = torch.tensor([[3] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids_BT, "attention_mask": mask_BT}
+
+
+def new_tokens(sequences_BT, prompt_width):
+    """Each row's new tokens up to the end of its document, as our `generate` returns them."""
+    rows = [row[prompt_width:] for row in sequences_BT.tolist()]
+    return [row[: row.index(EOD)] if EOD in row else row for row in rows]
+
+
+def assert_same_weights(model, expected):
+    weights = dict(model.named_parameters())
+    assert weights.keys() == dict(expected.named_parameters()).keys()
+    assert all(torch.equal(weights[name], p) for name, p in expected.named_parameters())
+    assert not list(model.buffers())
+
+
+def test_every_weight_is_loaded_and_the_logits_are_the_same_bits(ours, folder, said):
+    hf, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(hf) is LineartimeForCausalLM and not hf.training
+    assert not any(loading.values()), loading
+    assert_same_weights(hf.model, ours)
+    assert hf.get_input_embeddings() is hf.model.embed
+    ids_BT = packed_ids()
+    with torch.no_grad():
+        assert torch.equal(hf(ids_BT).logits, ours(ids_BT))
+        assert torch.equal(hf(ids_BT, attention_mask=torch.ones_like(ids_BT)).logits, ours(ids_BT))
+        assert torch.equal(hf(ids_BT, logits_to_keep=3).logits, ours.logits(ours.hidden(ids_BT)[:, -3:]))
+        assert torch.equal(hf(ids_BT, return_dict=False)[0], ours(ids_BT))
+        trunk = AutoModel.from_pretrained(folder)
+        assert torch.equal(trunk(ids_BT).last_hidden_state, ours.hidden(ids_BT))
+    assert not said, [record.getMessage() for record in said]
+
+
+def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, hf, tmp_path, said):
+    hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == ours.state_dict().keys()
+    config = model_config_from_json((tmp_path / "config.json").read_text())
+    assert config == ours.config
+    again = LanguageModel(config)
+    again.load_state_dict(weights)
+    assert_same_weights(again, ours)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path).model, ours)
+    assert not said, [record.getMessage() for record in said]
+
+
+def test_names_with_and_without_the_prefix_load_and_save(ours, hf, tmp_path):
+    """Trainer saves `state_dict()` and resumes with the file's names."""
+    other = LineartimeForCausalLM(hf.config)
+    other.save_pretrained(tmp_path, state_dict=hf.state_dict())
+    assert load_file(tmp_path / "model.safetensors").keys() == ours.state_dict().keys()
+    for state_dict in (load_file(tmp_path / "model.safetensors"), hf.state_dict()):
+        other = LineartimeForCausalLM(hf.config)
+        result = other.load_state_dict(state_dict, strict=False)
+        assert not result.missing_keys and not result.unexpected_keys
+        assert_same_weights(other.model, ours)
+
+
+def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(ours, folder, tmp_path):
+    write_checkpoint(tmp_path, ours, byte_tokenizer())
+    lacking = {"head_bias", "layers.1.out_proj.weight", "norm.weight"}
+    kept = {name: p.detach() for name, p in ours.named_parameters() if name not in lacking}
+    save_file(kept, tmp_path / "model.safetensors")
+    hf, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert loading["missing_keys"] == {f"model.{name}" for name in lacking}
+    weights = dict(hf.model.named_parameters())
+    assert all(torch.equal(weights[name], kept[name]) for name in kept)
+    assert (weights["head_bias"] == 0).all() and (weights["norm.weight"] == 1).all()
+    assert 0.01 < weights["layers.1.out_proj.weight"].std() < 0.03
+
+
+def test_a_new_model_starts_as_a_language_model_does():
+    new = AutoModelForCausalLM.from_config(LineartimeConfig(**to_dict(CONFIGS["flash"])))
+    std = {name: p.std().item() for name, p in new.model.named_parameters() if p.dim() == 2}
+    assert all(value == 0 if name.endswith("beta") else 0.01 < value < 0.03 for name, value in std.items()), std
+
+
+def test_padding_anywhere_changes_nothing(ours, hf64):
+    """In the parallel form and in the cache's: left, right and in the middle."""
+    prompts = [[1, 2, EOD, 3, 4, 5, 6], [7, 8, 9, 10, 11, EOD, 12, 13, 14]]
+    place = [[2, 3, 4, 5, 6, 7, 8], [0, 1, 3, 4, 7, 8, 9, 10, 11]]
+    ids_BT, mask_BT = torch.full((2, 12), 3), torch.zeros(2, 12, dtype=torch.long)
+    for row, (prompt, where) in enumerate(zip(prompts, place, strict=True)):
+        ids_BT[row, where], mask_BT[row, where] = torch.tensor(prompt), 1
+    with torch.no_grad():
+        for use_cache in (False, True):
+            output = hf64(ids_BT, attention_mask=mask_BT, use_cache=use_cache)
+            assert isinstance(output.past_key_values, LineartimeCache) == use_cache
+            for row, (prompt, where) in enumerate(zip(prompts, place, strict=True)):
+                alone_TV = ours.double()(torch.tensor([prompt]))[0]
+                assert (output.logits[row, where] - alone_TV).abs().max() < 1e-11
+    ours.float()
+
+
+def test_greedy_tokens_are_those_of_our_generate(ours, hf, said):
+    for prompt in PROMPTS:
+        batch = left_padded([prompt])
+        sequences = hf.generate(**batch, max_new_tokens=60, do_sample=False)
+        assert new_tokens(sequences, len(prompt)) == generate(ours, [prompt], max_new_tokens=60)
+    assert not said, [record.getMessage() for record in said]
+
+
+def test_prompts_of_different_lengths_decode_together_as_alone(hf64):
+    with torch.no_grad():
+        hf64.model.head_bias[EOD] += 1.5  # so that rows end, at different times
+    width = max(map(len, PROMPTS))
+    batch = left_padded(PROMPTS)
+    together = new_tokens(hf64.generate(**batch, max_new_tokens=60, do_sample=False), width)
+    alone = [new_tokens(hf64.generate(**left_padded([prompt]), max_new_tokens=60, do_sample=False), len(prompt))[0]
+             for prompt in PROMPTS]
+    without_cache = hf64.generate(**batch, max_new_tokens=60, do_sample=False, use_cache=False)
+    assert together == alone == generate(hf64.model, PROMPTS, max_new_tokens=60) == new_tokens(without_cache, width)
+    assert len({len(row) for row in together}) > 1
+
+
+@pytest.mark.parametrize("search", [
+    {"num_beams": 3},
+    {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+    {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "temperature": 0.9},
+    {"do_sample": True, "num_beams": 3, "top_p": 0.9},
+], ids=lambda search: "-".join(search))
+def test_search_and_sampling_with_the_cache_as_without(hf64, search):
+    batch = left_padded(PROMPTS)
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(5)
+        results.append(hf64.generate(**batch, max_new_tokens=12, use_cache=use_cache, **{"do_sample": False, **search}))
+    assert torch.equal(*results)
+    assert len(results[0]) == len(PROMPTS) * search.get("num_return_sequences", 1)
+
+
+def test_generation_goes_on_from_a_returned_cache(hf64):
+    batch = left_padded(PROMPTS, n_more=2)
+    n_prompt = batch["input_ids"].shape[1]
+    options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "return_dict_in_generate": True}
+    at_once = hf64.generate(**batch, max_new_tokens=25, **options).sequences
+    first = hf64.generate(**batch, max_new_tokens=9, **options)
+    assert isinstance(first.past_key_values, LineartimeCache)
+    assert first.past_key_values.get_seq_length() == n_prompt + 8
+    fork = copy.deepcopy(first.past_key_values)
+    mask_BT = torch.nn.functional.pad(batch["attention_mask"], [0, 9], value=1)
+    rest = hf64.generate(first.sequences, attention_mask=mask_BT, past_key_values=first.past_key_values,
+                         max_new_tokens=16, **options)
+    assert torch.equal(rest.sequences, at_once)
+    assert rest.past_key_values is first.past_key_values and rest.past_key_values.get_seq_length() == n_prompt + 24
+    # Another turn from the same place: the cache that went on has not touched its copy.
+    said_BT = torch.cat([first.sequences, torch.tensor([[65, 66], [67, 68], [EOD, 69]])], dim=1)
+    mask_BT = torch.nn.functional.pad(mask_BT, [0, 2], value=1)
+    options |= {"attention_mask": mask_BT, "max_new_tokens": 9}
+    turn = hf64.generate(said_BT, past_key_values=fork, **options)
+    assert torch.equal(turn.sequences, hf64.generate(said_BT, **options).sequences)
+
+
+@pytest.mark.parametrize("n_columns", [1, 3, 4, 10, 100])
+def test_a_prompt_read_in_pieces(hf64, n_columns):
+    batch = left_padded(PROMPTS, n_more=2)
+    pieces = hf64.generate(**batch, max_new_tokens=10, do_sample=False, prefill_chunk_size=n_columns)
+    assert torch.equal(pieces, hf64.generate(**batch, max_new_tokens=10, do_sample=False))
+
+
+def test_the_cache_of_flash_has_a_constant_size(ours, hf):
+    sizes = [hf.generate(**left_padded(PROMPTS), max_new_tokens=n, do_sample=False, eos_token_id=-1, pad_token_id=0,
+                         return_dict_in_generate=True).past_key_values.state.n_bytes for n in (2, 60)]
+    assert (sizes[0] == sizes[1]) == (ours.config.chunk_size is not None)
+
+
+def test_rows_of_a_cache(hf64):
+    """Repeated, chosen, forgotten: what transformers may ask of a cache."""
+    ids_BT = packed_ids()
+    with torch.no_grad():
+        expected_BTV = hf64(ids_BT).logits
+
+        def read(n_tokens, rows):
+            cache = LineartimeCache()
+            cache.batch_repeat_interleave(2)
+            hf64(ids_BT[rows, :n_tokens], past_key_values=cache)
+            return cache
+
+        cache = read(13, [0, 1])
+        cache.batch_repeat_interleave(2)
+        logits = hf64(ids_BT[[0, 0, 1, 1], 13:20], past_key_values=cache).logits
+        assert (logits - expected_BTV[[0, 0, 1, 1], 13:20]).abs().max() < 1e-11
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        logits = hf64(ids_BT[[1, 0], 20:], past_key_values=cache).logits
+        assert (logits - expected_BTV[[1, 0], 20:]).abs().max() < 1e-11
+        with pytest.raises(UsageError, match="another batch: 2 rows, the input has 1"):
+            hf64(ids_BT[:1, 20:], past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert (hf64(ids_BT, past_key_values=cache).logits - expected_BTV).abs().max() < 1e-11
+        with pytest.raises(UsageError, match="forget"):
+            cache.crop(5)
+        assert not cache.is_croppable and cache.get_max_length() == -1
+
+
+def test_loss(ours, hf):
+    ids_BT = packed_ids()
+    expected_BT = token_losses(ours, ids_BT).detach()
+    # transformers runs the last token too, which changes the rounding of a sum
+    assert torch.allclose(hf(ids_BT, labels=ids_BT).loss, expected_BT.mean(), rtol=1e-6)
+    assert torch.allclose(hf(ids_BT, labels=ids_BT, num_items_in_batch=7).loss, expected_BT.sum() / 7, rtol=1e-6)
+    labels_BT = ids_BT.clone()
+    labels_BT[:, :10] = -100
+    assert torch.allclose(hf(ids_BT, labels=labels_BT).loss, expected_BT[:, 9:].mean(), rtol=1e-6)
+    assert hf(ids_BT, labels=torch.full_like(ids_BT, -100)).loss == 0
+
+
+def test_training_makes_no_logits_unless_asked(hf):
+    """They would be most of the memory; an evaluation has them, as metrics want them."""
+    ids_BT = packed_ids()
+    evaluated = hf(ids_BT, labels=ids_BT)
+    assert torch.equal(evaluated.logits, hf(ids_BT).logits)
+    hf.train()
+    trained = hf(ids_BT, labels=ids_BT)
+    assert trained.logits is None and torch.equal(trained.loss, evaluated.loss)
+    assert torch.equal(hf(ids_BT).logits, evaluated.logits)
+    for kept in (3, torch.tensor([1, 4])):
+        some = hf(ids_BT, labels=ids_BT, logits_to_keep=kept)
+        assert torch.equal(some.loss, evaluated.loss)
+        expected_BTV = evaluated.logits[:, -3:] if isinstance(kept, int) else evaluated.logits[:, kept]
+        assert torch.allclose(some.logits, expected_BTV, atol=1e-6)
+
+
+def test_activation_checkpointing(hf):
+    ids_BT = packed_ids()
+    calls = []
+    hf.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def gradients():
+        calls.clear()
+        hf.zero_grad()
+        hf(ids_BT, labels=ids_BT).loss.backward()
+        return [p.grad.clone() for p in hf.parameters()], len(calls)
+
+    hf.train()
+    plain, n_plain = gradients()
+    # transformers 5.17 has only the older of the two names
+    getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)()
+    again, n_again = gradients()
+    assert (n_plain, n_again) == (1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(folder, tmp_path):
+    config = AutoConfig.from_pretrained(folder)
+    assert config.model_config() == model_config_from_json((folder / "config.json").read_text())
+    assert config == AutoConfig.from_pretrained(folder)
+    assert (config.eos_token_id, config.bos_token_id, config.pad_token_id) == (EOD, EOD, EOD)
+    assert (config.hidden_size, config.num_hidden_layers) == (config.d_model, config.n_layers) == (16, 2)
+    assert config != AutoConfig.from_pretrained(folder, n_layers=3)
+    assert type(config.keys_to_ignore_at_inference) is list  # Trainer adds a list to it
+    with pytest.raises(UsageError, match="n_layers = 0"):
+        LineartimeConfig(n_layers=0)
+    config.d_model = "wide"
+    with pytest.raises(UsageError, match="d_model = 'wide'"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_only_a_causal_model_is_a_causal_model(tmp_path):
+    model = talkative_model(model_config("flash", **SIZES, query_key_dim=8, chunk_size=4, causal=False))
+    write_checkpoint(tmp_path, model, byte_tokenizer())
+    with pytest.raises(UsageError, match="causal = false"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids_BT = packed_ids()
+    with torch.no_grad():
+        assert torch.equal(AutoModel.from_pretrained(tmp_path)(ids_BT).last_hidden_state, model.hidden(ids_BT))
+
+
+def test_what_would_be_ignored_is_refused(hf):
+    ids_BT = packed_ids()
+    for name, value in (("position_ids", ids_BT), ("output_hidden_states", True), ("segment_ids", ids_BT)):
+        with pytest.raises(UsageError, match=name):
+            hf(ids_BT, **{name: value})
+    hf(ids_BT, output_attentions=False, token_type_ids=None)
+    with pytest.raises(UsageError, match="wrong cache: DynamicCache"):
+        hf(ids_BT, past_key_values=transformers.DynamicCache())
+    with pytest.raises(UsageError, match="wrong attention_mask"):
+        hf(ids_BT, attention_mask=torch.ones(2, 31))
+    with pytest.raises(UsageError, match="vocabulary"):
+        hf.resize_token_embeddings(300)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        hf.generate(ids_BT[:1], prompt_lookup_num_tokens=2)
+
+
+def test_the_tokenizer_begins_a_text_as_training_does(folder, tmp_path):
+    tokenizer, plain = AutoTokenizer.from_pretrained(folder), byte_tokenizer()
+    assert type(tokenizer) is LineartimeTokenizer
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_DOCUMENT
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (EOD, plain.vocab_size)
+    text = "  Ein Bär .\n\n don't 漢字\t<end> "
+    encoded = tokenizer(text)
+    assert encoded["input_ids"] == [EOD, *plain.encode(text)] and set(encoded) == {"input_ids", "attention_mask"}
+    assert tokenizer.decode(encoded["input_ids"], skip_special_tokens=True) == text
+    batch = tokenizer(["a", "bcd"], padding=True)
+    assert batch["input_ids"] == [[EOD, EOD, EOD, 97], [EOD, 98, 99, 100]]
+    assert batch["attention_mask"] == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(again) is LineartimeTokenizer and again(text) == encoded
+
+
+def test_a_tokenizer_from_elsewhere_keeps_its_own_tokens(folder, tmp_path):
+    """Its post-processor does not count, as it does not in training."""
+    inner = Tokenizer.from_str(train_tokenizer(["a b a b abba"] * 9, 300).json)
+    inner.add_special_tokens(["[CLS]", "<|turn|>"])
+    cls = ("[CLS]", inner.token_to_id("[CLS]"))
+    inner.post_processor = TemplateProcessing(single="[CLS] $A [CLS]", special_tokens=[cls])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|turn|>"}')
+    ours = load_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("abba b")["input_ids"] == [ours.end_of_document, *ours.encode("abba b")]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (END_OF_DOCUMENT, "<|turn|>")
+
+
+def test_text_generation_pipeline(hf64, folder):
+    with torch.no_grad():
+        hf64.model.head_bias[128:256] -= 100  # text in ASCII, which decodes piece by piece
+    pipeline = transformers.pipeline("text-generation", model=hf64, tokenizer=AutoTokenizer.from_pretrained(folder))
+    texts = ["Once upon a time", "No", "The end"]
+    tokenizer = byte_tokenizer()
+    new = generate(hf64.model, [[EOD, *tokenizer.encode(text)] for text in texts], max_new_tokens=20)
+    expected = [text + tokenizer.decode(row) for text, row in zip(texts, new, strict=True)]
+    for batch_size in (1, 3):
+        got = pipeline(texts, batch_size=batch_size, max_new_tokens=20, do_sample=False)
+        assert [rows[0]["generated_text"] for rows in got] == expected
+
+
+def test_a_pipeline_opens_a_folder(folder):
+    pipeline = transformers.pipeline("text-generation", model=str(folder))
+    assert type(pipeline.model) is LineartimeForCausalLM and pipeline.tokenizer.eos_token == END_OF_DOCUMENT

@@ -1,0 +1,163 @@
+"""Masked models under transformers: fill-mask, labels, padding, and the tokens that stand for the masks."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+from lineartime.config import model_config, model_config_from_json
+from lineartime.data.prepare import SAMPLE
+from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, train_tokenizer
+from lineartime.errors import UsageError
+from lineartime.hf import LineartimeForMaskedLM, LineartimeTokenizer
+from lineartime.model import masked_token_losses
+from tiny_checkpoints import random_model, write_checkpoint
+
+TOKENIZER = train_tokenizer([SAMPLE.read_text(encoding="utf-8")[:30_000]], 500, mlm=True)
+EOD, MASK = TOKENIZER.end_of_document, TOKENIZER.mask
+SIZES = {"n_layers": 2, "d_model": 16, "vocab_size": TOKENIZER.vocab_size, "context": 96, "end_of_document": EOD}
+CONFIGS = {
+    "flash": model_config("flash", "c4", **SIZES, query_key_dim=8, chunk_size=4),
+    "flash-quad": model_config("flash-quad", "c4", **SIZES, query_key_dim=8),
+    "transformer++": model_config("transformer++", "c4", **SIZES, n_heads=2),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def ours(request):
+    return random_model(CONFIGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def folder(ours, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ours, TOKENIZER)
+
+
+def some_ids(n_rows=2, length=30):
+    ids_BT = torch.randint(3, TOKENIZER.vocab_size, (n_rows, length), generator=torch.Generator().manual_seed(1))
+    ids_BT[0, 0] = ids_BT[0, 11] = ids_BT[1, 17] = EOD
+    ids_BT[:, 5] = MASK
+    return ids_BT
+
+
+def test_a_checkpoint_says_what_it_is_and_gives_the_same_logits(ours, folder):
+    hf, loading = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    assert type(hf) is LineartimeForMaskedLM and not any(loading.values()), loading
+    assert hf.config.architectures == ["LineartimeForMaskedLM"]
+    ids_BT = some_ids()
+    with torch.no_grad():
+        assert torch.equal(hf(ids_BT).logits, ours(ids_BT))
+        assert torch.equal(hf(ids_BT, return_dict=False)[0], ours(ids_BT))
+        assert torch.equal(AutoModel.from_pretrained(folder)(ids_BT).last_hidden_state, ours.hidden(ids_BT))
+
+
+def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, folder, tmp_path):
+    hf = AutoModelForMaskedLM.from_pretrained(folder)
+    hf.save_pretrained(tmp_path)
+    assert model_config_from_json((tmp_path / "config.json").read_text()) == ours.config
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == ours.state_dict().keys()
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, weights[name]) for name, p in again.model.named_parameters())
+    with torch.no_grad():
+        assert torch.equal(again(some_ids()).logits, ours(some_ids()))
+
+
+def test_the_loss_is_the_mean_over_labels(ours, folder):
+    hf, ids_BT = AutoModelForMaskedLM.from_pretrained(folder), some_ids()
+    targets_BT = torch.full_like(ids_BT, -1)
+    targets_BT[0, [3, 5, 20]], targets_BT[1, 5] = torch.tensor([7, 8, 9]), 10
+    expected = masked_token_losses(ours, ids_BT, targets_BT).detach()
+    labels_BT = torch.where(targets_BT < 0, -100, targets_BT)
+    output = hf(ids_BT, labels=labels_BT)
+    assert torch.allclose(output.loss, expected.mean(), rtol=1e-6)
+    assert torch.allclose(hf(ids_BT, labels=labels_BT, num_items_in_batch=7).loss, expected.sum() / 7, rtol=1e-6)
+    output.loss.backward()
+    gradient = {name: p.grad.abs().max() for name, p in hf.named_parameters() if p.grad is not None}
+    assert len(gradient) == len(list(hf.parameters())) and all(g > 0 for g in gradient.values()), gradient
+    hf.zero_grad()
+    nothing = hf(ids_BT, labels=torch.full_like(ids_BT, -100)).loss
+    nothing.backward()
+    assert nothing == 0 and all((p.grad == 0).all() for p in hf.parameters())
+    trained = hf.train()(ids_BT, labels=labels_BT)
+    assert torch.equal(trained.loss, output.loss)
+    assert trained.logits is None and output.logits is not None and hf(ids_BT).logits is not None
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_changes_nothing(side, ours, folder):
+    hf = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
+    texts = ["Reader, I [MASK] him.", "There was no [MASK] of taking a walk that day; we had been wandering", "[MASK]"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert (batch["attention_mask"] == 0).any()
+    with torch.no_grad():
+        logits_BTV = hf(**batch).logits
+        for row, text in enumerate(texts):
+            alone = tokenizer(text, return_tensors="pt")["input_ids"]
+            assert alone[0, 0] == EOD and (alone == MASK).sum() == 1
+            found = logits_BTV[row, batch["attention_mask"][row].bool()]
+            assert (found - ours.double()(alone)[0]).abs().max() < 1e-11
+    ours.float()
+
+
+def test_a_mask_in_the_text_is_the_token(folder, tmp_path):
+    """Though a document that spells it out is text; around it are the tokens of the text without it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert type(tokenizer) is LineartimeTokenizer
+    assert (tokenizer.mask_token, tokenizer.mask_token_id) == ("[MASK]", MASK)
+    assert (tokenizer.sep_token, tokenizer.sep_token_id) == ("[SEP]", TOKENIZER.separator)
+    assert tokenizer.bos_token == tokenizer.pad_token == END_OF_DOCUMENT and len(tokenizer) == TOKENIZER.vocab_size
+    before, after = TOKENIZER.encode("Reader, I"), TOKENIZER.encode(" him.")
+    ids = tokenizer("Reader, I [MASK] him.")["input_ids"]
+    assert ids == [EOD, *before, MASK, *after]
+    assert tokenizer("a[SEP]b")["input_ids"] == [EOD, *TOKENIZER.encode("a"), TOKENIZER.separator,
+                                                 *TOKENIZER.encode("b")]
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(again) is LineartimeTokenizer and again("Reader, I [MASK] him.")["input_ids"] == ids
+    assert (again.mask_token_id, again.sep_token_id) == (MASK, TOKENIZER.separator)
+
+
+def test_a_checkpoint_without_a_mask_has_none(folder, tmp_path):
+    byte_tokenizer().save(tmp_path / "tokenizer.json")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.mask_token is None and tokenizer.sep_token is None
+    assert tokenizer("[MASK]")["input_ids"] == [256, *b"[MASK]"]
+
+
+def test_fill_mask_pipeline(ours, folder):
+    """The likeliest tokens and their probabilities are the model's own, one by one and in a batch."""
+    pipeline = transformers.pipeline("fill-mask", model=str(folder), tokenizer=str(folder))
+    assert type(pipeline.model) is LineartimeForMaskedLM
+    texts = ["Reader, I [MASK] him.", "There was no possibility of taking a [MASK] that day."]
+    for text, answers in zip(texts, pipeline(texts), strict=True):
+        before, after = text.split(" [MASK]")
+        ids = [EOD, *TOKENIZER.encode(before), MASK, *TOKENIZER.encode(after)]
+        with torch.no_grad():
+            p_V = ours(torch.tensor([ids]))[0, ids.index(MASK)].softmax(-1)
+        values, tokens = p_V.topk(5)
+        assert [answer["token"] for answer in answers] == tokens.tolist()
+        assert [answer["score"] for answer in answers] == pytest.approx(values.tolist(), rel=1e-4)
+        assert answers[0]["sequence"] == before + TOKENIZER.decode([answers[0]["token"]]) + after
+    together = pipeline(texts, batch_size=2)
+    assert [[a["token"] for a in answers] for answers in together] == \
+        [[a["token"] for a in answers] for answers in pipeline(texts)]
+
+
+def test_wrong_class_and_what_would_be_ignored_are_refused(ours, folder, tmp_path):
+    with pytest.raises(UsageError, match=r"causal = false; AutoModelForMaskedLM opens it"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    causal = random_model(model_config("flash", **SIZES, query_key_dim=8, chunk_size=4))
+    with pytest.raises(UsageError, match=r"causal = true; AutoModelForCausalLM opens it"):
+        AutoModelForMaskedLM.from_pretrained(write_checkpoint(tmp_path, causal, TOKENIZER))
+    hf = AutoModelForMaskedLM.from_pretrained(folder)
+    for name, value in (("position_ids", some_ids()), ("output_hidden_states", True), ("use_cache", True)):
+        with pytest.raises(UsageError, match=name):
+            hf(some_ids(), **{name: value})

@@ -1,0 +1,143 @@
+"""What `lineartime info` says, against the paper's tables, the modules and PyTorch's own FLOP counter."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lineartime.config import PRESETS, model_config
+from lineartime.generation.generate import prefill
+from lineartime.info import DecodingBytes, decoding_bytes, describe, millions, print_description
+from lineartime.model import LanguageModel
+from lineartime.ops import reference
+from token_by_token import add_up_states
+
+SMALL = {"d_model": 48, "n_layers": 3, "vocab_size": 96, "context": 32}
+
+
+def small(preset: str, task: str = "wiki40b", **fields):
+    heads = {} if PRESETS[preset].ffn == "gau" else {"n_heads": 4}
+    gau = {"query_key_dim": 16} if PRESETS[preset].ffn == "gau" else {}
+    chunk = {"chunk_size": 8} if PRESETS[preset].chunk_size else {}
+    return model_config(preset, task, **{**SMALL, **heads, **gau, **chunk, **fields})
+
+
+@pytest.mark.parametrize(("preset", "task", "printed"), [
+    ("flash", "c4", 112), ("flash-quad", "c4", 112), ("transformer", "c4", 110), ("transformer+", "c4", 110),
+    ("transformer++", "c4", 110),
+    ("flash", "wiki40b", 112), ("flash-quad", "wiki40b", 112), ("transformer", "wiki40b", 110),
+    ("transformer+", "wiki40b", 110), ("transformer++", "wiki40b", 110),
+    ("flash", "pg19", 496), ("flash-quad", "pg19", 496), ("transformer+", "pg19", 486), ("transformer++", "pg19", 486),
+    ("combiner", "c4", 124), ("combiner", "wiki40b", 124), ("combiner", "pg19", 562),
+    ("performer", "c4", 110), ("performer", "wiki40b", 110), ("mc-tfm++", "c4", 110), ("mc-tfm++", "wiki40b", 110)])
+def test_parameters_are_the_papers(preset, task, printed):
+    described = describe(model_config(preset, task))
+    assert dict(described.specification)["Params (M)"] == str(printed)
+    assert round(described.n_parameters / 1e6) == printed
+
+
+def test_specification_reads_as_a_column_of_the_table():
+    assert describe(model_config("flash", "c4")).specification == [
+        ("# of attention heads", "1"), ("Attention kernel", "relu²"), ("Attention type", "Mixed Chunk"),
+        ("FFN type", "GAU"), ("Activation", "SiLU/Swish"), ("Norm. type", "ScaleNorm"),
+        ("Absolute position emb.", "ScaledSin"),
+        ("Relative position emb.", "RoPE"), ("# of layers", "24"), ("Hidden size", "768"), ("Expansion rate", "2"),
+        ("Chunk size", "256"), ("Params (M)", "112")]
+    transformer = dict(describe(model_config("transformer", "c4")).specification)
+    assert (transformer["# of layers"], transformer["Relative position emb."]) == ("12+12", "--")
+    assert (transformer["Norm. type"], transformer["Absolute position emb."]) == ("LayerNorm", "Learnable")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("task", ["c4", "wiki40b"])
+def test_every_parameter_is_counted_once(preset, task):
+    config = small(preset, task)
+    assert describe(config).n_parameters == sum(p.numel() for p in LanguageModel(config).parameters())
+
+
+@pytest.mark.parametrize("config", [
+    *(small(preset) for preset in PRESETS), small("flash", chunk_parts="local"), small("flash", chunk_parts="global"),
+    *(small(preset, "c4") for preset in PRESETS if preset != "flash"), small("flash", "c4", document_mask="paper"),
+    small("performer", prefix_sum="blocks"), small("flash-quad", n_heads=4), small("flash", n_heads=4),
+    small("flash-quad", gate=False), small("flash-quad", attn_kernel="softmax"), small("transformer++", gate=True),
+    small("transformer++", attn_kernel="relu2"), small("flash", overlap=True),
+    small("flash", chunk_pooling="attention"),
+    small("flash", "c4", chunk_pooling="attention", overlap=True, first_to_all=True, cls_softmax=True)])
+def test_flops_are_those_that_pytorch_counts(config, monkeypatch):
+    # The states of chunks are sums. That they are made by a product with zeros and ones is not counted.
+    monkeypatch.setattr(reference, "sum_states", add_up_states)
+    model, ids_BT = LanguageModel(config), torch.zeros(2, config.context, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
+        logits_BTV = model(ids_BT)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
+        logits_BTV.sum().backward()
+    flops, counted = describe(config).flops, forward.get_total_flops()
+    if config.document_mask == "paper":
+        # The listing adds up chunks by a G x G product, which a running sum replaces; the count leaves it out.
+        n_chunks = config.context // config.chunk_size
+        counted -= len(ids_BT) * config.n_layers * 2 * n_chunks**2 * config.query_key_dim * config.d_inner
+    assert flops.forward * ids_BT.numel() == counted
+    if config.document_mask != "paper":
+        assert flops.training * ids_BT.numel() == counted + backward.get_total_flops()
+
+
+def test_masked_flops_are_those_of_later_keys():
+    config = small("flash-quad")
+    pairs = sum(config.context - 1 - query for query in range(config.context))
+    width = config.query_key_dim + config.d_inner
+    assert describe(config).flops.masked * config.context == config.n_layers * 2 * pairs * width
+    assert describe(small("flash-quad", "c4")).flops.masked == 0
+
+
+def test_a_longer_context_costs_flash_nothing_per_token():
+    flash, quad = ([describe(small(preset, context=n)).flops for n in (64, 640)] for preset in ("flash", "flash-quad"))
+    assert flash[0] == flash[1]
+    assert quad[1].attention == 10 * quad[0].attention
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_decoding_bytes_are_those_of_a_state(preset):
+    config = small(preset)
+    state = prefill(LanguageModel(config), [[1] * 24])[1]
+    decoding = describe(config).decoding
+    assert decoding.at(24) == state.n_bytes
+    assert (decoding.per_token == 0) == (preset in ("flash", "mc-tfm++", "performer", "performer-matmul"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("config", [
+    *(small(preset) for preset in PRESETS), small("flash", n_heads=4), small("flash", overlap=True),
+    small("flash", chunk_pooling="attention"), small("flash-quad", n_heads=4), small("mc-tfm++", overlap=True),
+    small("transformer++", attn_kernel="relu2")], ids=lambda config: f"{config.attn_type} {config.ffn}")
+def test_decoding_bytes_by_formula(config, dtype):
+    """The table in docs/paper.md."""
+    w, f, c, h, d = dtype.itemsize, max(4, dtype.itemsize), config.chunk_size, config.n_heads, config.d_model
+    s, e = (config.query_key_dim, config.d_inner) if config.ffn == "gau" else (d, d)
+    constant = per_token = 0
+    if config.attn_type == "mixed_chunk":
+        constant = c * (2 * s + e) * w + s * e * f // h + config.overlap * c * (s + e) * w
+        if config.chunk_pooling == "attention":
+            constant, per_token = constant + s * f, (s * e // h + s) * f // c
+    elif config.attn_type == "quadratic":
+        per_token = (s + e) * w
+    elif config.attn_type == "linear":
+        constant = d * (d // h + 1) * f
+    else:
+        constant, per_token = 4 * c * d * w + 16, 2 * d * w
+    expected = DecodingBytes(config.n_layers * constant, config.n_layers * per_token)
+    assert decoding_bytes(config, dtype) == expected
+
+
+def test_print_description(capsys):
+    print_description(model_config("flash"), "flash [wiki40b]")
+    text = capsys.readouterr().out
+    assert "flash [wiki40b]" in text and "112.1 M" in text and "at any length" in text
+    assert max(map(len, text.splitlines())) <= 80
+    print_description(model_config("transformer++", context=2048), "transformer++")
+    assert "73,728 bytes more with each token; 144.0 MiB at context 2,048" in capsys.readouterr().out
+    print_description(model_config("flash", "c4"), "flash (c4)")
+    assert "not causal" in capsys.readouterr().out
+
+
+def test_millions():
+    assert [millions(n) for n in (112_090_000, 999, 24_576, 1_046_400_000)] == ["112.1 M", "999", "24,576", "1,046.4 M"]

@@ -1,0 +1,569 @@
+"""The laws of the layers, in float64: what a position sees, what changes nothing, what stays accurate and cheap.
+
+`influence` is the Jacobian of the hidden states by the embeddings, one number per pair of positions. `reachable` says
+of every pair whether that number must be exactly zero or must not be: a model that sees nothing fails too.
+"""
+
+import itertools
+import math
+import time
+from dataclasses import replace
+from decimal import Decimal, localcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lineartime import ops
+from lineartime.config import ModelConfig
+from lineartime.errors import UsageError
+from lineartime.layers import Layout, RelPosBias, ScaledSin, rotary
+from lineartime.model import LanguageModel
+from lineartime.ops import reference
+from lineartime.ops.reference import toeplitz
+from tiny_models import (
+    BIDIRECTIONAL,
+    CHUNK,
+    CONFIGS,
+    CONTEXT,
+    FLASH,
+    FLASH_QUAD,
+    UNPACKED,
+    random_ids,
+    random_model,
+    with_end,
+)
+from token_by_token import add_up_states
+
+EXACT = 1e-12
+SEEDS = st.integers(0, 2**32 - 1)
+SMALL = [name for name in CONFIGS if name != "flash rotated bias"]  # whose chunks of 512 cost more than they show here
+DECODERS = CONFIGS | UNPACKED
+EVERY = DECODERS | BIDIRECTIONAL
+CAUSAL_MODELS = pytest.mark.parametrize("name", [*SMALL, *UNPACKED])
+BOTH_WAYS = [(name, causal) for name in [*SMALL, *UNPACKED] for causal in (True, False)]
+BOTH_WAYS += [(name, False) for name in BIDIRECTIONAL]
+EVERY_MODEL = pytest.mark.parametrize(
+    ("name", "causal"), BOTH_WAYS, ids=[f"{name}-{'causal' if c else 'bidirectional'}" for name, c in BOTH_WAYS])
+CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal to 1e-12 of the largest entry, or of 1."""
+    assert a.shape == b.shape
+    a, b = a.detach(), b.detach()
+    return float((a - b).abs().max()) <= EXACT * max(1.0, float(b.abs().max()))
+
+
+def influence(config: ModelConfig, seed: int, segment_ids_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
+    """Entry [i, j]: the largest derivative of hidden state i, along a random direction, by a component of embedding j.
+
+    The rows of the batch are equal and row i is asked about position i, so one backward pass fills the table. Every
+    place of every row reads its own line of the embeddings. Position biases are made positive: relu hides no pair."""
+    length = len(segment_ids_T)
+    model = random_model(replace(config, vocab_size=length * length), seed)
+    with torch.no_grad():
+        model.embed.weight.copy_(model.embed.weight[:length].repeat(length, 1))
+        for bias in (module for module in model.modules() if isinstance(module, RelPosBias)):
+            if bias.n < 512:
+                bias.weight.abs_().add_(10.0)
+            else:  # the cosine that turns slowest, once in 50,000 positions
+                bias.a[63], bias.b[63] = 10.0, 10.0
+    ids_TT = torch.arange(length * length).view(length, length)
+    padding_mask_TT = None if valid_T is None else valid_T.expand(length, length)
+    hidden_TTD = model.hidden(ids_TT, segment_ids_T.expand(length, length), padding_mask_TT)
+    direction_D = torch.randn(config.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    asked = (hidden_TTD.diagonal().T @ direction_D).sum()
+    by_embedding, = torch.autograd.grad(asked, model.embed.weight)
+    return by_embedding.view(length, length, -1).abs().amax(-1)
+
+
+def reachable(config: ModelConfig, segment_ids_T: Tensor) -> Tensor:
+    """Entry [i, j]: whether position j reaches position i through `n_layers` layers; every token real."""
+    position = torch.arange(len(segment_ids_T))
+    document = segment_ids_T[:, None] == segment_ids_T
+    before = position[:, None] >= position if config.causal else torch.ones_like(document)
+    one_layer = document & before
+    if config.chunk_size is not None:
+        chunk = position // config.chunk_size
+        if config.chunk_parts == "local":
+            one_layer &= (chunk[:, None] - chunk).abs() <= config.overlap
+        if config.chunk_parts == "global" and config.causal:
+            one_layer &= (chunk[:, None] > chunk) | (position[:, None] == position)
+        if config.first_to_all:
+            one_layer |= document & (position % config.chunk_size == 0)[:, None]
+    return torch.linalg.matrix_power(one_layer.double(), config.n_layers) > 0
+
+
+def assert_sees(table: Tensor, expected: Tensor, exactly: bool = True) -> None:
+    assert (table[~expected] == 0).all(), "a position sees what it must not"
+    if exactly:
+        assert (table[expected] > 0).all(), "a position does not see what it must"
+
+
+@CAUSAL_MODELS
+@settings(max_examples=15)
+@given(length=st.integers(1, CONTEXT), seed=SEEDS)
+def test_causality(name: str, length: int, seed: int) -> None:
+    one_document_T = torch.zeros(length, dtype=torch.long)
+    assert_sees(influence(DECODERS[name], seed, one_document_T), reachable(DECODERS[name], one_document_T))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=15)
+@given(seed=SEEDS, cut=st.integers(1, CONTEXT - 1))
+def test_later_tokens_and_documents_change_nothing_earlier(name: str, seed: int, cut: int) -> None:
+    """Documents are metadata that no Jacobian sees: a later boundary must not matter either."""
+    model = random_model(with_end(DECODERS[name]), seed)
+    ids_BT = random_ids(1, CONTEXT, seed=seed, vocab_size=4)
+    other_BT = ids_BT.clone()
+    other_BT[:, cut:] = random_ids(1, CONTEXT - cut, seed=seed + 1, vocab_size=4)
+    assert same(model(other_BT)[:, :cut], model(ids_BT)[:, :cut])
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 512])
+@settings(max_examples=10)
+@given(seed=SEEDS, data=st.data())
+def test_one_chunk_is_flash_quad(chunk_size: int, norm: str, seed: int, data: st.DataObject) -> None:
+    flash = random_model(replace(FLASH, chunk_size=chunk_size, norm=norm, end_of_document=0), seed)
+    quad = random_model(replace(FLASH_QUAD, attn_scale_len=chunk_size, norm=norm, end_of_document=0))
+    weights = flash.state_dict()
+    for weight in weights:
+        if "scale_offset" in weight:
+            weights[weight] = weights[weight][:2]  # the heads of the quadratic part
+    quad.load_state_dict(weights)
+    length = data.draw(st.integers(1, min(chunk_size, CONTEXT)))
+    ids_BT = random_ids(2, length, seed=seed, vocab_size=6)
+    assert same(flash(ids_BT), quad(ids_BT))
+
+
+@CAUSAL
+@pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
+@pytest.mark.parametrize("chunk_size", [None, CHUNK])
+def test_identity_for_attention_is_a_glu(chunk_size: int | None, norm: str, causal: bool) -> None:
+    """No scores and a position bias of 1 at distance 0 are A = I; then the layer is Eq. 2's, its third input unused."""
+    config = replace(FLASH_QUAD if chunk_size is None else FLASH, causal=causal, norm=norm)
+    layer = random_model(config).layers[0]
+    x_BTD = torch.randn(2, 2 * CHUNK + 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layer.scale_offset.gamma.zero_()
+        layer.scale_offset.beta.zero_()
+        layer.rel_pos_bias.weight.zero_()[layer.scale_len - 1] = 1.0
+    u_BTE, v_BTE, _ = (F.silu(part) for part in layer.in_proj(layer.norm(x_BTD)))
+    assert same(layer(x_BTD), x_BTD + F.linear(u_BTE * v_BTE, layer.out_proj.weight, layer.out_proj.bias))
+
+
+@st.composite
+def packings(draw: st.DrawFn, longest: int = CONTEXT) -> Tensor:
+    """Documents of one token to three chunks, numbered from anywhere with gaps: segment ids of at most `longest`."""
+    ids, document = [], draw(st.integers(0, 3))
+    lengths = st.one_of(st.integers(1, 3 * CHUNK), st.sampled_from([1, CHUNK, 2 * CHUNK]))
+    for length in draw(st.lists(lengths, min_size=1, max_size=8)):
+        ids += [document] * length
+        document += draw(st.integers(1, 3))
+    return torch.tensor(ids[:longest])
+
+
+@st.composite
+def padded(draw: st.DrawFn, longest: int = CONTEXT) -> tuple[Tensor, Tensor]:
+    """A packing with padding anywhere: segment ids (those of padding are a neighbour's) and where there is a token."""
+    segment_ids_T = draw(packings(longest - 6))
+    valid, documents = [], []
+    for document in segment_ids_T.tolist():
+        n_padding = draw(st.sampled_from([0, 0, 0, 0, 0, 1, 2])) if valid.count(False) < 4 else 0
+        valid += [False] * n_padding + [True]
+        documents += [document] * (n_padding + 1)
+    n_padding = draw(st.integers(0, longest - len(valid)))
+    return torch.tensor(documents + documents[-1:] * n_padding), torch.tensor(valid + [False] * n_padding)
+
+
+@EVERY_MODEL
+@settings(max_examples=20)
+@given(packing=padded(), seed=SEEDS)
+def test_no_document_sees_another(name: str, causal: bool, packing: tuple[Tensor, Tensor], seed: int) -> None:
+    """Exact zeros between documents and from padding, and nowhere else."""
+    segment_ids_T, valid_T = packing
+    config = replace(EVERY[name], causal=causal)
+    if name in UNPACKED:
+        segment_ids_T = torch.zeros_like(segment_ids_T)
+    table = influence(config, seed, segment_ids_T, valid_T)
+    assert_sees(table[valid_T][:, valid_T], reachable(config, segment_ids_T[valid_T]))
+    assert (table[valid_T][:, ~valid_T] == 0).all(), "padding is seen"
+    assert (table[~valid_T][:, valid_T] == 0).all(), "padding sees"
+
+
+@CAUSAL
+@pytest.mark.parametrize("parts", ["both", "local", "global"])
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+@settings(max_examples=12)
+@given(rows=st.lists(packings(), min_size=1, max_size=2), n_padding=st.integers(0, 5), chunk_size=st.integers(1, 7),
+       seed=SEEDS)
+def test_exact_mask_is_its_definition(parts: str, pooling: str, causal: bool, rows: list[Tensor], n_padding: int,
+                                      chunk_size: int, seed: int) -> None:
+    """Token by token: the quadratic part sums over the query's chunk and document; the linear part sums k v over the
+    tokens of its document, those of earlier chunks when causal, and divides by their number unless pooling is "sum"."""
+    n_tokens = max(len(row) for row in rows) + n_padding
+    length = -(-n_tokens // chunk_size) * chunk_size
+    segment_ids_BT = torch.stack([F.pad(row, (0, length - len(row)), value=-1) for row in rows])
+    generator = torch.Generator().manual_seed(seed)
+    q_quad, k_quad, q_lin, k_lin, v = (torch.randn(len(rows), length, 3, dtype=torch.float64, generator=generator)
+                                       for _ in range(5))
+    w = torch.randn(2 * chunk_size - 1, dtype=torch.float64, generator=generator)
+    expected = torch.zeros_like(v)
+    for row, i in itertools.product(range(len(rows)), range(length)):
+        document = segment_ids_BT[row, i]
+        mates = [j for j in range(length) if segment_ids_BT[row, j] == document and document >= 0]
+        if parts != "global":
+            for j in mates:
+                if j // chunk_size == i // chunk_size and (j <= i or not causal):
+                    score = q_quad[row, i] @ k_quad[row, j] / 5 + w[j - i + chunk_size - 1]
+                    expected[row, i] += score.clamp(min=0) ** 2 * v[row, j]
+        if parts != "local":
+            visible = [j for j in mates if j // chunk_size < i // chunk_size or not causal]
+            each = 1 / max(len(visible), 1) if pooling == "mean" else 1.0
+            for j in visible:
+                expected[row, i] += each * (q_lin[row, i] @ k_lin[row, j]) * v[row, j]
+
+    def chunks(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, chunk_size))
+
+    found = ops.mixed_chunk_attention(*map(chunks, (q_quad, k_quad, q_lin, k_lin, v)), w, scale_len=5, causal=causal,
+                                      segment_ids_BGC=chunks(segment_ids_BT), pooling=pooling, parts=parts)
+    assert same(found.flatten(1, 2), expected)
+
+
+@pytest.mark.parametrize("block", [2, 3, 8])
+@settings(max_examples=30)
+@given(last=st.lists(st.lists(st.integers(0, 4), min_size=20, max_size=20).map(sorted), min_size=1, max_size=3),
+       n_chunks=st.integers(1, 20), leaving=st.booleans(), seed=st.integers(0, 9))
+def test_states_of_chunks_are_sums(last: list[list[int]], n_chunks: int, leaving: bool, seed: int, block: int) -> None:
+    """Blocks of any size, blocks of blocks too: what enters each chunk, and what leaves the last one, and gradients."""
+    last_BG = torch.tensor(last)[:, :n_chunks]
+    entering_BP = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
+    generator = torch.Generator().manual_seed(seed)
+    kv_BGSE = torch.randn(*last_BG.shape, 2, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(*entering_BP.shape, 2, 3, dtype=torch.float64, generator=generator)
+    with mock.patch.object(reference, "SCAN_BLOCK", block):
+        states = reference.sum_states(kv_BGSE, last_BG, entering_BP)
+    wanted = add_up_states(kv_BGSE, last_BG, entering_BP) + 0 * kv_BGSE.sum()  # for a gradient where nothing enters
+    assert same(states, wanted)
+    assert same(*(torch.autograd.grad((x * weight).sum(), kv_BGSE)[0] for x in (states, wanted)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+def test_one_document_needs_no_ids(pooling: str) -> None:
+    """More chunks than a block of the scan has."""
+    q, k = torch.randn(2, 2, reference.SCAN_BLOCK + 3, 4, 3, dtype=torch.float64)
+    v = torch.randn(2, reference.SCAN_BLOCK + 3, 4, 5, dtype=torch.float64)
+    ids = torch.zeros(q.shape[:3], dtype=torch.long)
+    wanted = reference.linear_attention(q, k, v, causal=True, segment_ids_BGC=ids, pooling=pooling)
+    assert same(reference.linear_attention(q, k, v, causal=True, pooling=pooling), wanted)
+    kv = torch.einsum("bgcs,bgce->bgse", k, v).cumsum(1)[:, -2]
+    last = torch.einsum("bcs,bse->bce", q[:, -1], kv) / (4 * (q.shape[1] - 1) if pooling == "mean" else 1)
+    assert same(wanted[:, -1], last)
+
+
+@CAUSAL
+def test_paper_mask_leaks(causal: bool) -> None:
+    """Why "exact" is the default: the listing's mask lets documents of one chunk see each other, and those of other
+    chunks through them. Only documents that end with their chunk are safe."""
+    config = replace(FLASH, n_layers=1, causal=causal, document_mask="paper")
+    inside_chunks_T = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2])
+    table, documents = influence(config, 0, inside_chunks_T), reachable(config, inside_chunks_T)
+    assert table[5, 4] > 0 and not documents[5, 4], "inside a chunk"
+    assert table[10, 4] > 0 and not documents[10, 4], "across chunks"
+    assert_sees(table, reachable(config, torch.zeros_like(inside_chunks_T)), exactly=False)
+    whole_chunks_T = torch.tensor([0] * 4 + [1] * 8)
+    assert_sees(influence(config, 0, whole_chunks_T), reachable(config, whole_chunks_T))
+
+
+@CAUSAL
+@settings(max_examples=20)
+@given(chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4), extra=st.integers(0, CHUNK - 1), seed=SEEDS)
+def test_documents_of_whole_chunks_are_the_documents_alone(causal: bool, chunks: list[int], extra: int,
+                                                           seed: int) -> None:
+    """For one layer, whose positions count only as differences. The last document may end inside a chunk."""
+    lengths = [CHUNK * n for n in chunks]
+    lengths[-1] -= extra
+    layer = random_model(replace(FLASH, causal=causal), seed).layers[0]
+    x_BTD = torch.randn(1, sum(lengths), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    segment_ids_BT = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    layout = Layout(rotary(torch.arange(sum(lengths))[None], 4, torch.float64), segment_ids_BT)
+    alone = torch.cat([layer(part_BTD) for part_BTD in x_BTD.split(lengths, dim=1)], dim=1)
+    assert same(layer(x_BTD, layout), alone)
+
+
+@EVERY_MODEL
+@settings(max_examples=10)
+@given(packing=packings(), seed=SEEDS)
+def test_documents_are_told_apart_by_end_of_document(name: str, causal: bool, packing: Tensor, seed: int) -> None:
+    """The token that ends a document is the first of the next one; the numbers of the segment ids mean nothing."""
+    end = 0
+    if name in UNPACKED:
+        with pytest.raises(UsageError, match="learned chunk weights are for rows of one document"):
+            random_model(replace(EVERY[name], causal=causal)).hidden(random_ids(1, 2), torch.tensor([[0, 1]]))
+        return
+    starts_T = F.pad(packing[1:] != packing[:-1], (1, 0))
+    ids_BT = torch.where(starts_T, end, random_ids(1, len(packing), seed=seed, vocab_size=12) + 1)
+    model = random_model(replace(EVERY[name], causal=causal), seed)
+    by_token = random_model(replace(EVERY[name], causal=causal, end_of_document=end), seed)
+    assert same(by_token(ids_BT), model(ids_BT, packing[None]))
+
+
+@EVERY_MODEL
+@settings(max_examples=15)
+@given(rows=st.lists(padded(), min_size=1, max_size=3), seed=SEEDS, data=st.data())
+def test_padding_and_batch_change_nothing(name: str, causal: bool, rows: list[tuple[Tensor, Tensor]], seed: int,
+                                          data: st.DataObject) -> None:
+    """Rows of different lengths with padding at the left, at the right and in the middle, in a batch of any order: each
+    real token's logits are those of its row alone. Padding may hold any token, the end of a document too."""
+    model = random_model(replace(with_end(EVERY[name]), causal=causal), seed)
+    width = max(len(valid_T) for _, valid_T in rows)
+    valid_BT = torch.stack([F.pad(valid_T, (0, width - len(valid_T)), value=False) for _, valid_T in rows])
+    ids_BT = random_ids(*valid_BT.shape, seed=seed, vocab_size=5)
+    logits_BTV = model(ids_BT, padding_mask_BT=valid_BT)
+    for row, valid_T in enumerate(valid_BT):
+        alone_TV = model(ids_BT[row, valid_T][None])[0]
+        assert same(logits_BTV[row, valid_T], alone_TV)
+    order_B = torch.tensor(data.draw(st.permutations(range(len(rows)))))
+    assert same(model(ids_BT[order_B], padding_mask_BT=valid_BT[order_B]), logits_BTV[order_B])
+
+
+@EVERY_MODEL
+def test_padding_at_one_side(name: str, causal: bool) -> None:
+    """The two usual cases by themselves, and a row with no token at all, which stays finite."""
+    model = random_model(replace(EVERY[name], causal=causal))
+    ids_BT = random_ids(1, CONTEXT - 5)
+    alone_BTV = model(ids_BT)
+    for sides in ((5, 0), (0, 5), (2, 3)):
+        valid_BT = F.pad(torch.ones_like(ids_BT), sides) > 0
+        assert same(model(F.pad(ids_BT, sides, value=7), padding_mask_BT=valid_BT)[valid_BT], alone_BTV[0])
+    assert model(ids_BT, padding_mask_BT=torch.zeros_like(ids_BT)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_length_is_a_prefix_of_the_longest(name: str) -> None:
+    model = random_model(DECODERS[name])
+    longest = model.config.max_len or 3 * CONTEXT + 1
+    ids_BT = random_ids(1, longest)
+    logits_BTV = model(ids_BT)
+    for length in range(1, longest):
+        assert same(model(ids_BT[:, :length]), logits_BTV[:, :length])
+
+
+WITH_A_TABLE = {"transformer", "transformer++ relu2", "flash-quad", "flash-quad softmax", "flash-quad heads",
+                "flash-quad no gate", "flash-quad cls"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_longer_than_a_table(name: str) -> None:
+    """A learned position table ends at the context, a table of position biases over the row at n; nothing else ends."""
+    model, limited = random_model(EVERY[name]), name in WITH_A_TABLE
+    assert model.config.max_len == (CONTEXT if limited else None)
+    ids_BT = random_ids(1, CONTEXT + 1 if limited else 600)
+    if not limited:
+        assert model(ids_BT).isfinite().all()
+        return
+    model(ids_BT[:, :CONTEXT])
+    with pytest.raises(UsageError, match="25 tokens, the table has 24"):
+        model(ids_BT)
+
+
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899")
+
+
+def exact_sin_cos(position: int, i: int, half: int) -> tuple[float, float]:
+    """sin and cos of position x 10000^(-i / half), the angle in 60 digits and turned back into one circle."""
+    with localcontext(prec=60):
+        angle = float(Decimal(position) * Decimal(10000) ** (Decimal(-i) / Decimal(half)) % (2 * PI))
+    return math.sin(angle), math.cos(angle)
+
+
+FAR = [0, 1, 511, 65_535, 999_983, 1_000_000, 1_048_575]
+
+
+@pytest.mark.parametrize("width", [64, 128, 768, 1024])
+def test_angles_far_out(width: int) -> None:
+    half = width // 2
+    exact = torch.tensor([[exact_sin_cos(p, i, half) for i in range(half)] for p in FAR], dtype=torch.float64)
+    scaled_sin = ScaledSin(width)
+    torch.nn.init.ones_(scaled_sin.scalar)
+    model = LanguageModel(replace(FLASH, query_key_dim=width))
+    position = torch.tensor(FAR)
+    for precision in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", precision):
+            rotary_angles, embedding = model.rotary(position), scaled_sin(position)
+        assert rotary_angles is not None
+        for found in (torch.stack(rotary_angles, -1), torch.stack(embedding.chunk(2, -1), -1)):
+            assert found.dtype == torch.float32
+            assert (found - exact).abs().max() < 1e-6
+
+
+def test_bias_far_out() -> None:
+    """The bias between two positions around 10^6 is the one between the same positions moved to the start."""
+    bias = RelPosBias(512)
+    with torch.no_grad():
+        for vector in bias.parameters():
+            vector.normal_(0, 0.5, generator=torch.Generator().manual_seed(0))
+    far = torch.tensor([999_999, -1_048_575])
+    sin, cos = (torch.tensor([[exact_sin_cos(int(-p), i, 64)[k] for i in range(64)] for p in far]) for k in (0, 1))
+    (a1, a2), (b1, b2) = bias.a.double().chunk(2), bias.b.double().chunk(2)
+    assert (bias.at(far) - (cos.double() @ (a1 * b1 + a2 * b2) + sin.double() @ (a1 * b2 - a2 * b1))).abs().max() < 1e-5
+
+
+@settings(max_examples=60)
+@given(n=st.sampled_from([1, 2, 24, 511, 512, 700]), length=st.integers(1, 600), seed=SEEDS, data=st.data())
+def test_position_bias_is_its_definition(n: int, length: int, seed: int, data: st.DataObject) -> None:
+    """b[i, j] = w[j - i + n - 1] below 512, rope(a, i) . rope(b, j) from there on, where a row may be longer than n."""
+    length = min(length, n) if n < 512 else length
+    bias = RelPosBias(n).double()
+    with torch.no_grad():
+        for parameter in bias.parameters():
+            parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
+    square = toeplitz(bias(length), length)
+    assert square.shape == (length, length)
+
+    def turned(vector: Tensor, position: int) -> Tensor:
+        angle = position * 10000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
+        x1, x2 = vector[:64], vector[64:]
+        return torch.cat([x1 * angle.cos() - x2 * angle.sin(), x2 * angle.cos() + x1 * angle.sin()])
+
+    for i, j in data.draw(st.lists(st.tuples(*[st.integers(0, length - 1)] * 2), min_size=1, max_size=5)):
+        expected = bias.weight[j - i + n - 1] if n < 512 else turned(bias.a, i) @ turned(bias.b, j)
+        assert (square[i, j] - expected).abs() < 1e-11
+        assert (bias.at(torch.tensor(j - i)) - expected).abs() < 1e-11
+
+
+@pytest.mark.parametrize("n", [64, 512])
+def test_position_bias_is_not_rounded_under_autocast(n: int) -> None:
+    """Nor its gradients: the rotated form is a sum of terms that nearly cancel."""
+    bias = RelPosBias(n)
+    with torch.no_grad():
+        for parameter in bias.parameters():
+            parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+    found = []
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            w = bias(n)
+        found.append([w, *torch.autograd.grad((w * torch.linspace(-1, 1, len(w))).sum(), list(bias.parameters()))])
+    assert found[1][0].dtype == torch.float32 and all(map(torch.equal, *found))
+
+
+def test_state_after_a_million_tokens() -> None:
+    """The float32 sum over 2^20 tokens of one document against float64, and what is read from it on the way."""
+    config = replace(FLASH, n_layers=1, chunk_size=64, end_of_document=None)
+    model64 = random_model(config)
+    model32 = random_model(config).float()
+    piece, n_tokens = 2**16, 2**20
+    states = [model.decoding_state(1) for model in (model32, model64)]
+    worst = 0.0
+    with torch.no_grad():
+        for start in range(0, n_tokens, piece):
+            ids_BN = random_ids(1, piece, seed=start)
+            x32, x64 = (model.extend(ids_BN, torch.tensor([piece]), state)
+                        for model, state in zip((model32, model64), states, strict=True))
+            worst = max(worst, float((x32 - x64).abs().max() / x64.abs().max()))
+    kv32, kv64 = (state.caches[0].kv_BSE for state in states)
+    assert states[0].length_B.tolist() == [n_tokens]
+    assert (kv32 - kv64).abs().max() / kv64.abs().max() < 5e-5
+    assert worst < 1e-5
+
+
+def cost_spread(config: ModelConfig, lengths: list[int]) -> float:
+    """The dearest length over the cheapest, in CPU time of a layer's forward and backward, best of repeats.
+
+    The tokens are as many for each length, cut into fewer rows: with them memory stays the same, as in training with a
+    fixed number of tokens per step, and what is left is the length."""
+    layer = LanguageModel(replace(config, n_layers=1)).layers[0]
+    n_tokens = max(lengths)
+    seconds: dict[int, float] = {}
+    for _ in range(3):
+        for length in lengths:
+            x_BTD = torch.randn(n_tokens // length, length, config.d_model, requires_grad=True)
+            segment_ids_BT = (torch.rand(x_BTD.shape[:2]) < 1 / 700).cumsum(1)
+            layout = Layout(rotary(torch.arange(length)[None], config.query_key_dim, torch.float32), segment_ids_BT)
+            start = time.process_time()
+            layer(x_BTD, layout).sum().backward()
+            seconds[length] = min(time.process_time() - start, seconds.get(length, math.inf))
+    return max(seconds.values()) / min(seconds.values())
+
+
+@CAUSAL
+def test_linear_cost(causal: bool) -> None:
+    """Time per token within 20% from 1K to 64K tokens, with documents of about 700; a busy machine may try thrice."""
+    config = replace(FLASH, d_model=32, query_key_dim=32, chunk_size=256, causal=causal)
+    assert any(cost_spread(config, [2**10, 2**13, 2**16]) <= 1.2 for _ in range(3))
+
+
+def test_quadratic_cost_would_show() -> None:
+    assert cost_spread(replace(FLASH_QUAD, d_model=32, query_key_dim=32, context=4096), [2**9, 2**12]) > 2
+
+
+FACT, ALPHABET = 4, 16
+
+
+def recall_rows(n_rows: int, generator: torch.Generator) -> Tensor:
+    """128 random tokens, but for a mark before the first four and four questions at the end: which was the first, which
+    the second, ... Nothing but its place tells the fact from the rest."""
+    ids_BT = torch.randint(ALPHABET, (n_rows, 128), generator=generator)
+    ids_BT[:, 0] = ALPHABET
+    ids_BT[:, -FACT:] = ALPHABET + 1 + torch.arange(FACT)
+    return ids_BT
+
+
+def recall_model(chunk_parts: str) -> LanguageModel:
+    """Matrices begin at 0.1, which is for a width of 32 what 0.02 is for 768."""
+    torch.manual_seed(4)
+    config = replace(FLASH, d_model=32, query_key_dim=16, chunk_size=16, context=128, vocab_size=ALPHABET + 1 + FACT,
+                     chunk_parts=chunk_parts)
+    model = LanguageModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)
+    return model
+
+
+def answers(model: LanguageModel, ids_BT: Tensor) -> Tensor:
+    return model.logits(model.hidden(ids_BT)[:, -FACT:])
+
+
+def recalled(model: LanguageModel, n_rows: int, seed: int) -> float:
+    """The share of questions on fresh rows that are answered rightly."""
+    ids_BT = recall_rows(n_rows, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return float((answers(model, ids_BT).argmax(-1) == ids_BT[:, 1 : 1 + FACT]).double().mean())
+
+
+def train_to_recall(model: LanguageModel, most_steps: int) -> int:
+    """Train until 99.5% of a small held-out set is right. Returns the number of steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 30, total_iters=30)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, most_steps + 1):
+        ids_BT = recall_rows(32, generator)
+        loss = F.cross_entropy(answers(model, ids_BT).flatten(0, 1), ids_BT[:, 1 : 1 + FACT].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        warmup.step()
+        if step % 25 == 0 and recalled(model, 256, seed=1) >= 0.995:
+            return step
+    return most_steps
+
+
+def test_recall_across_chunks() -> None:
+    """A fact seven chunks back is repeated. Without the linear part no layer carries it, however long it is trained."""
+    flash, local = recall_model("both"), recall_model("local")
+    start = time.process_time()
+    n_steps = train_to_recall(flash, most_steps=1200)
+    seconds = time.process_time() - start
+    assert recalled(flash, 1024, seed=2) >= 0.99
+    assert seconds < 60, (n_steps, seconds)
+    train_to_recall(local, most_steps=n_steps)
+    assert recalled(local, 1024, seed=2) < 1 / ALPHABET + 0.02

@@ -1,0 +1,470 @@
+"""The paper's data sets in their published form, from files and from the hub, and the words that count."""
+
+import gzip
+import itertools
+import json
+import logging
+import math
+import re
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from test_cli import Call, assert_refused
+from test_cli import call as call  # a fixture
+
+import lineartime.data.corpora
+from fake_hub import Hub
+from lineartime.cli.verbs import summary
+from lineartime.data.corpora import PG19, published_words, wiki40b_text
+from lineartime.data.prepare import open_split, prepare, read_manifest
+from lineartime.data.tokenizer import load_tokenizer
+from lineartime.errors import DataError, UsageError
+from lineartime.evaluation import Evaluation
+from tiny_runs import command
+
+ARTICLE = ("\n_START_ARTICLE_\nTide pool\n_START_PARAGRAPH_\nA tide pool is left by the sea._NEWLINE_It is shallow."
+           "\n_START_SECTION_\nLife\n_START_PARAGRAPH_\nSea anemones, naïve crabs._NEWLINE_Starfish."
+           "\n_START_SECTION_\nZones\n_START_SECTION_\nSplash zone\n_START_PARAGRAPH_\nSeldom wet.")
+PLAIN = """Tide pool
+
+A tide pool is left by the sea.
+It is shallow.
+
+Life
+Sea anemones, naïve crabs.
+Starfish.
+
+Zones
+
+Splash zone
+Seldom wet."""
+SPLITS = ("train", "validation", "test")
+
+
+def wiki40b(folder: Path, texts: dict[str, list[str]], kind: str = "parquet") -> Path:
+    """Wiki-40B as it is published, or the same records as lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, column in texts.items():
+        rows = [{"wikidata_id": f"Q{i}", "text": text, "version_id": str(i)} for i, text in enumerate(column)]
+        if kind == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+        else:
+            lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            (folder / f"{split}.jsonl.gz").write_bytes(gzip.compress(lines))
+    return folder
+
+
+def c4(folder: Path, texts: dict[str, list[str]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, column in texts.items():
+        lines = "".join(json.dumps({"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": f"https://example.org/{i}"})
+                        + "\n" for i, text in enumerate(column)).encode()
+        (folder / f"c4-{split}.00000-of-00001.json.gz").write_bytes(gzip.compress(lines))
+    return folder
+
+
+def pg19(folder: Path, texts: dict[str, list[str]], kind: str = "parquet") -> Path:
+    """PG-19 as parquet, or as the folders of books with metadata.csv beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "parquet":
+        for split, column in texts.items():
+            rows = [{"short_book_title": f"Book {i}", "publication_date": 1900 + i, "text": text,
+                     "url": f"https://example.org/{i}"} for i, text in enumerate(column)]
+            parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+        return folder
+    (folder / "metadata.csv").write_text('1,"Book, the first",1900,https://example.org/1\n')
+    for split, column in texts.items():
+        (folder / split).mkdir()
+        for i, text in enumerate(column):
+            (folder / split / f"{10 + i}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def texts_of(data: Path, split: str = "train") -> list[str]:
+    stream, tokenizer = open_split(data, split), load_tokenizer(data / "tokenizer.json")
+    at = stream.document_positions.tolist()
+    return [tokenizer.decode(stream.read(a + 1, b).tolist()) for a, b in itertools.pairwise(at)]
+
+
+def assert_nothing_at(out: Path) -> None:
+    assert not out.exists() and not [path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}")]
+
+
+# Wiki-40B
+
+
+def test_an_article_as_text() -> None:
+    assert wiki40b_text(ARTICLE) == PLAIN
+    assert wiki40b_text("\n_START_ARTICLE_\nTitle\n_START_PARAGRAPH_\n") == "Title"
+    assert wiki40b_text("_START_PARAGRAPH_ One. _START_PARAGRAPH_ Two.") == "One.\n\nTwo."
+    assert wiki40b_text("Before _START_SECTION_ _START_PARAGRAPH_ After") == "Before\n\nAfter"
+    assert wiki40b_text("\n_START_SECTION_\nH\n_START_PARAGRAPH_\n_NEWLINE_\n_START_PARAGRAPH_\nx") == "H\nx"
+    assert wiki40b_text("") == wiki40b_text(" \n") == ""
+
+
+WORD = st.text(st.characters(codec="utf-8", exclude_characters="_"), max_size=8)
+MARK = st.sampled_from(["_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_", "_NEWLINE_", "\n", "_", "START_",
+                        "_START_", "ARTICLE_", "NEWLINE", "__"])
+MARKED = st.lists(MARK | WORD, max_size=25).map("".join).map(lambda text: "\n_START_ARTICLE_\n" + text)
+
+
+@given(MARKED)
+@settings(max_examples=300)
+def test_no_marker_survives_and_no_word_is_lost(text: str) -> None:
+    plain = wiki40b_text(text)
+    assert not any(f"_START_{part}_" in plain for part in ("ARTICLE", "SECTION", "PARAGRAPH"))
+    assert "_NEWLINE_" not in plain
+    assert plain.split() == re.sub("_START_(?:ARTICLE|SECTION|PARAGRAPH)_|_NEWLINE_", " ", text).split()
+    assert plain == plain.strip()
+
+
+@given(MARKED)
+@settings(max_examples=100)
+def test_the_literal_of_the_bytes_is_the_same_article(text: str) -> None:
+    assert wiki40b_text(repr(text.encode())) == wiki40b_text(text)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ARTICLE", "SECTION", "PARAGRAPH"]),
+                          st.lists(st.text("ab .é", min_size=1).filter(str.strip), min_size=1, max_size=3)),
+                min_size=1, max_size=8))
+def test_every_part_has_its_lines(parts: list[tuple[str, list[str]]]) -> None:
+    """Against the lines written one by one: what follows a heading is on the next line, the rest after a blank one."""
+    text = "\n".join(f"_START_{part}_\n" + "_NEWLINE_".join(lines) for part, lines in parts)
+    expected: list[str] = []
+    last = None
+    for part, lines in parts:
+        if expected and (last, part) != ("SECTION", "PARAGRAPH"):
+            expected.append("")
+        expected += "\n".join(lines).strip().split("\n")
+        last = part
+    assert wiki40b_text(text).split("\n") == expected
+
+
+def test_a_text_without_markers_is_refused() -> None:
+    for text in ("An ordinary text.", "_NEWLINE_ alone", "START_ARTICLE", "b'bytes'", "b'caf\\xe9'"):
+        with pytest.raises(ValueError):
+            wiki40b_text(text)
+
+
+def test_wiki40b_from_every_kind_of_file(tmp_path: Path) -> None:
+    texts = {"train": [ARTICLE, " ", repr(ARTICLE.replace("Tide", "Rock").encode())], "validation": [ARTICLE + " V"],
+             "test": [ARTICLE + " T"]}
+    prepared = []
+    for kind in ("parquet", "jsonl.gz"):
+        manifest = prepare([wiki40b(tmp_path / kind, texts, kind)], tmp_path / f"{kind}-data", tokenizer="bytes",
+                           task="wiki40b")
+        prepared.append([texts_of(tmp_path / f"{kind}-data", split) for split in SPLITS])
+        assert manifest.blank_documents == 1 and manifest.settings["task"] == "wiki40b"
+        assert open_split(tmp_path / f"{kind}-data", "train").mask is None
+    assert prepared[0] == prepared[1] == [[PLAIN, PLAIN.replace("Tide", "Rock")], [PLAIN + " V"], [PLAIN + " T"]]
+
+
+def test_of_two_copies_the_parquet_is_read_and_said(tmp_path: Path) -> None:
+    folder = wiki40b(tmp_path / "en", {"train": [ARTICLE], "validation": [ARTICLE + " V"]})
+    wiki40b(folder, {"train": [ARTICLE + " other"], "validation": [ARTICLE + " more"]}, "jsonl.gz")
+    manifest = prepare([folder], tmp_path / "data", tokenizer="bytes", task="wiki40b")
+    assert texts_of(tmp_path / "data") == [PLAIN]
+    assert manifest.notes == [".jsonl.gz files lie beside the .parquet files and were not read"]
+    assert read_manifest(tmp_path / "data") == manifest
+    for task in (None, "pg19"):
+        with pytest.raises(UsageError, match="several kinds of files side by side"):
+            prepare([folder], tmp_path / "none", tokenizer="bytes", task=task)
+
+
+# C4
+
+
+def test_c4_is_text_with_masks(tmp_path: Path) -> None:
+    texts = {"train": ["A page.", "Another _START_ARTICLE_ page."], "validation": ["A last page."]}
+    manifest = prepare([c4(tmp_path / "en", texts)], tmp_path / "data", vocab_size=270, task="c4")
+    assert [texts_of(tmp_path / "data", split) for split in ("train", "validation")] == list(texts.values())
+    stream = open_split(tmp_path / "data", "train")
+    assert stream.mask is not None and stream.separator is not None
+    assert (stream.task, stream.word_count, manifest.settings["mlm"]) == ("c4", "counted", True)
+
+
+# PG-19
+
+
+def test_pg19_as_parquet_and_as_books(tmp_path: Path) -> None:
+    texts = {"train": ["One book.\n\nIts end.\n", "Two."], "validation": ["Three, naïve."], "test": ["Four."]}
+    for kind in ("parquet", "books"):
+        data = tmp_path / f"{kind}-data"
+        manifest = prepare([pg19(tmp_path / kind, texts, kind)], data, tokenizer="bytes", task="pg19")
+        assert [texts_of(data, split) for split in SPLITS] == list(texts.values())
+        assert manifest.notes == []
+        stream = open_split(data, "train")
+        assert (stream.task, stream.n_words, stream.word_count) == ("pg19", 5, "counted")
+
+
+def test_a_split_is_the_published_one_by_its_books_and_about_its_words() -> None:
+    for books, official in PG19:
+        for share in (0.9801, 1, 1.0199):
+            assert published_words(books, round(official * share)) == official
+        for share in (0.9799, 1.0201):
+            assert published_words(books, round(official * share)) is None
+        for other in (books - 1, books + 1):
+            assert published_words(other, official) is None
+    assert PG19 == ((28602, 1973136207), (50, 3007061), (100, 6966499))
+    assert published_words(50, PG19[2][1]) is None and published_words(0, 0) is None
+
+
+@pytest.fixture
+def small_pg19(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if PG-19's validation split had been published with 2 books and 101 words."""
+    monkeypatch.setattr(lineartime.data.corpora, "PG19", ((2, 101),))
+
+
+def test_word_perplexity_is_by_the_published_words(tmp_path: Path, small_pg19: None) -> None:
+    """Whatever the split is called that has the published content, and only in data prepared as PG-19."""
+    texts = {"train": ["a " * 100, "one two"], "validation": ["a " * 60, "b " * 40], "test": ["a " * 100]}
+    data = tmp_path / "data"
+    manifest = prepare([pg19(tmp_path / "pg19", texts)], data, tokenizer="bytes", task="pg19")
+    assert manifest.splits["validation"].words == 100
+    assert [(open_split(data, split).n_words, open_split(data, split).word_count) for split in SPLITS] == [
+        (101, "published"), (101, "published"), (100, "counted")]
+    prepare([tmp_path / "pg19"], tmp_path / "plain", tokenizer="bytes")
+    plain = open_split(tmp_path / "plain", "validation")
+    assert (plain.task, plain.n_words, plain.word_count) == (None, 100, "counted")
+
+
+def test_evaluate_leads_with_the_measure_of_the_task(tmp_path: Path, small_pg19: None, call: Call) -> None:
+    texts = {"train": ["some words of a book " * 60], "validation": ["a " * 60, "b " * 40], "test": ["a " * 100]}
+    pg19(tmp_path / "pg19", texts)
+    wiki40b(tmp_path / "wiki40b", {split: [f"_START_ARTICLE_{text}" for text in column]
+                                   for split, column in texts.items()})
+    for task in ("pg19", "wiki40b"):
+        source = tmp_path / task
+        data, run = tmp_path / f"{task}-data", tmp_path / f"{task}-run"
+        code, out, err = call("prepare", source, "--task", task, "--out", data, "--tokenizer", "bytes")
+        assert code == 0 and f"lineartime train flash --task {task} --data" in out, err
+        code, out, err = call(*command(data, run, steps=1, warmup_steps=1))
+        assert code == 0, err
+        held_out = next(line for line in out.splitlines() if line.startswith("held-out"))
+        for split in ("validation", "test"):
+            _, out, _ = call("evaluate", run, "--data", data, "--split", split)
+            scores = json.loads(call("evaluate", run, "--data", data, "--split", split, "--json")[1])
+            words, tokens = f"{scores['word_perplexity']:.1f} per word", f"{scores['perplexity']:.1f} per token"
+            first, second = (words, tokens) if task == "pg19" else (tokens, words)
+            assert out.startswith(f"{split:<8} perplexity {first}") and second in out
+            published = (task, split) == ("pg19", "validation")
+            assert scores["word_count"] == ("published" if published else "counted")
+            assert scores["n_words"] == (101 if published else 100)
+            assert scores["word_perplexity"] == pytest.approx(
+                math.exp(scores["loss"] * scores["n_tokens"] / scores["n_words"]))
+            if task == "pg19":
+                assert ("101 words, the published word count" if published else "100 words, counted words") in out
+        assert held_out.startswith("held-out perplexity")
+
+
+def test_other_data_leads_with_bits_per_byte() -> None:
+    result = Evaluation(10, 20.0, 5, 30, [])
+    assert summary("test", result, None).startswith("test     0.962 bits per byte")
+    assert result.to_dict()["word_count"] == "counted"
+
+
+def test_data_prepared_before_there_were_tasks_opens_and_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some text.")
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "data", tokenizer="bytes")
+    assert manifest.settings.keys() == {"held_out", "field", "shard_tokens", "tokenizer"}
+    assert {"documents", "tokens", "words", "bytes"} == vars(manifest.splits["train"]).keys()
+    assert open_split(tmp_path / "data", "train").task is None
+
+
+# What is wrong
+
+
+def test_prepared_again_is_left_alone(tmp_path: Path, call: Call) -> None:
+    source = wiki40b(tmp_path / "en", {"train": [ARTICLE], "validation": [ARTICLE + " V"]})
+    arguments = ["prepare", source, "--task", "wiki40b", "--out", tmp_path / "data", "--tokenizer", "bytes"]
+    assert call(*arguments)[0] == 0
+    code, out, _ = call(*arguments)
+    assert code == 0 and out.startswith("already prepared")
+    code, _, err = call("prepare", source, "--out", tmp_path / "data", "--tokenizer", "bytes")
+    assert_refused(code, err, 2, "prepared differently", "task wiki40b -> None")
+
+
+FAULTS: dict[str, tuple[int, list[str], list[str]]] = {
+    "no field": (3, ["--task", "c4", "no-field.json.gz"], ["no field 'text'", "no-field.json.gz:1", "'url'"]),
+    "no column": (3, ["--task", "pg19", "no-column.parquet"], ["no column 'text'", "no-column.parquet"]),
+    "numbers": (3, ["--task", "wiki40b", "numbers.parquet"], ["column 'text' is not text", "numbers.parquet", "int64"]),
+    "cut gzip": (3, ["--task", "c4", "cut.json.gz"], ["damaged gzip file", "cut.json.gz"]),
+    "no markers in parquet": (3, ["--task", "wiki40b", "plain.parquet"],
+                              ["not a Wiki-40B article", "plain.parquet, row 1", "_START_ARTICLE_"]),
+    "no markers in lines": (3, ["--task", "wiki40b", "plain.jsonl.gz"], ["not a Wiki-40B article", "plain.jsonl.gz:2"]),
+    "missing": (3, ["--task", "pg19", "nowhere"], ["cannot read the input", "nowhere"]),
+    "missing validation": (3, ["--task", "c4", "good.json.gz", "--validation", "nowhere"], ["nowhere"]),
+    "books": (2, ["--task", "wiki40b", "book.txt"], ["Wiki-40B is not .txt", "book.txt"]),
+    "unknown task": (2, ["--task", "pg18", "book.txt"], ["unknown task", "did you mean pg19?"]),
+    "hub and inputs": (2, ["--task", "pg19", "--hub", "book.txt"], ["wrong inputs"]),
+    "hub and sample": (2, ["--task", "pg19", "--hub", "--sample"], ["wrong inputs"]),
+    "hub and test": (2, ["--task", "pg19", "--hub", "--test", "book.txt"], ["wrong inputs"]),
+    "hub and held out": (2, ["--task", "pg19", "--hub", "--held-out", "0.1"], ["wrong inputs"]),
+    "hub of what": (2, ["--hub"], ["no data set is named", "c4, wiki40b, pg19"]),
+    "no documents": (2, ["--task", "pg19", "--hub", "--documents", "0"], ["documents = 0"]),
+    "documents of files": (2, ["--task", "pg19", "book.txt", "--documents", "3"], ["documents = 3"]),
+    "nothing": (2, ["--task", "pg19"], ["there are none"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_one_line_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call,
+                                               fault: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    Path("no-field.json.gz").write_bytes(gzip.compress(b'{"url": "https://example.org", "txt": "A page."}\n'))
+    parquet.write_table(pyarrow.table({"short_book_title": ["A"], "body": ["B"]}), "no-column.parquet")
+    parquet.write_table(pyarrow.table({"text": [1]}), "numbers.parquet")
+    good = gzip.compress(b'{"text": "A page."}\n{"text": "Another."}\n')
+    Path("good.json.gz").write_bytes(good)
+    Path("cut.json.gz").write_bytes(good[:-9])
+    parquet.write_table(pyarrow.table({"text": [ARTICLE, "No article."]}), "plain.parquet")
+    wiki40b(Path(), {"plain": [ARTICLE, "No article."]}, "jsonl.gz")
+    Path("book.txt").write_text("A book.")
+    before = sorted(Path().iterdir())
+    expected_code, arguments, words = FAULTS[fault]
+    code, out, err = call("prepare", *arguments, "--out", "new/data", "--tokenizer", "bytes")
+    assert_refused(code, err, expected_code, *words)
+    assert out == "" and sorted(Path().iterdir()) == before
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    pages = [{"text": f"Page {i}.", "timestamp": None, "url": "https://example.org"} for i in range(9)]
+    books = [{"short_book_title": "B", "publication_date": 1900 + i, "text": f"Book\u2028 {i}.\n\n", "url": ""}
+             for i in range(4)]
+    fake = Hub({"allenai/c4": {"train": pages[:6], "validation": pages[6:]},
+                "google/wiki40b": {split: [{"wikidata_id": "Q1", "text": f"{ARTICLE} {split}", "version_id": "1"},
+                                           {"wikidata_id": "Q2", "text": " ", "version_id": "2"}] for split in SPLITS},
+                "emozilla/pg19": {"test": books[:1], "train": books[1:3], "validation": books[3:]}})
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    return fake
+
+
+@pytest.mark.parametrize("task, name, config, texts", [
+    ("c4", "allenai/c4", "en", {"train": [f"Page {i}." for i in range(6)],
+                                "validation": [f"Page {i}." for i in range(6, 9)]}),
+    ("wiki40b", "google/wiki40b", "en", {split: [f"{PLAIN} {split}"] for split in SPLITS}),
+    ("pg19", "emozilla/pg19", None, {"train": ["Book\u2028 1.\n\n", "Book\u2028 2.\n\n"],
+                                     "validation": ["Book\u2028 3.\n\n"], "test": ["Book\u2028 0.\n\n"]}),
+])
+def test_the_hub_gives_the_same_text(tmp_path: Path, hub: Hub, task: str, name: str, config: str | None,
+                                     texts: dict[str, list[str]]) -> None:
+    data = tmp_path / "new" / "data"
+    manifest = prepare([], data, tokenizer="bytes", task=task, hub=True)
+    assert hub.asked == [(name, config)] and hub.bars
+    assert {split: texts_of(data, split) for split in manifest.splits} == texts
+    assert (manifest.settings["hub"], manifest.settings["documents"]) == (name, None)
+    assert [source["name"] for source in manifest.sources] == [f"{split}.jsonl" for split in texts]
+    assert [path.name for path in data.parent.iterdir()] == ["data"]
+    again = prepare([], data, tokenizer="bytes", task=task, hub=True)
+    assert again.already_prepared and again.sha256 == manifest.sha256 and len(hub.asked) == 1
+    with pytest.raises(UsageError, match="documents None -> 1"):
+        prepare([], data, tokenizer="bytes", task=task, hub=True, documents=1)
+
+
+def test_the_first_documents_of_each_split(tmp_path: Path, hub: Hub, call: Call) -> None:
+    code, out, err = call("prepare", "--task", "c4", "--hub", "--documents", 2, "--out", tmp_path / "data",
+                          "--tokenizer", "bytes")
+    assert code == 0 and "--task c4" in out, err
+    assert {split: texts_of(tmp_path / "data", split) for split in ("train", "validation")} == {
+        "train": ["Page 0.", "Page 1."], "validation": ["Page 6.", "Page 7."]}
+
+
+def test_the_field_is_a_choice_on_the_hub_too(tmp_path: Path, hub: Hub) -> None:
+    hub.data["allenai/c4"] = {"train": [{"text": 1, "body": "Page."}]}
+    prepare([], tmp_path / "data", tokenizer="bytes", task="c4", hub=True, field="body")
+    assert texts_of(tmp_path / "data") == ["Page."]
+
+
+def test_no_more_is_read_than_asked_for(tmp_path: Path, hub: Hub) -> None:
+    def endless() -> Any:
+        for i in range(3):
+            yield {"text": f"Page {i}."}
+        raise AssertionError("one too many was read")
+
+    hub.data["allenai/c4"] = {"train": endless(), "validation": [{"text": "V"}]}
+    assert prepare([], tmp_path / "data", tokenizer="bytes", task="c4", hub=True,
+                   documents=3).splits["train"].documents == 3
+
+
+def broken(*records: Any) -> Any:
+    yield from records
+    raise OSError("the connection was lost\nin the middle")
+
+
+HUB_FAULTS = {
+    "no network": ({}, "cannot read from the hub: allenai/c4; ConnectionError: Couldn't reach 'allenai/c4' on the Hub"),
+    "lost": ({"train": broken({"text": "Page"})}, "cannot read from the hub: allenai/c4; OSError: the connection was"),
+    "no field": ({"train": [{"text": "Page"}, {"txt": "x", "url": ""}]},
+                 "no field 'text': allenai/c4, train, document 1; the record has 'txt', 'url'"),
+    "no string": ({"train": [{"text": None}]}, "field 'text' is not a string: allenai/c4, train, document 0"),
+    "no train": ({"validation": [{"text": "Page"}]}, "no train split: allenai/c4; it has validation"),
+    "nothing": ({"train": []}, "no train split: allenai/c4; it has nothing"),
+    "no record": ({"train": ["Page"]}, "no field 'text': allenai/c4, train, document 0; the record has str"),
+}
+
+
+@pytest.mark.parametrize("fault", HUB_FAULTS)
+def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call, monkeypatch: pytest.MonkeyPatch,
+                                           fault: str) -> None:
+    splits, message = HUB_FAULTS[fault]
+    hub.data = {"allenai/c4": splits} if splits else {}
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logging.INFO)
+    code, out, err = call("prepare", "--task", "c4", "--hub", "--out", tmp_path / "new" / "data",
+                          "--tokenizer", "bytes")
+    assert_refused(code, err, 3, message)
+    assert out == "" and not list(tmp_path.iterdir()) and hub.bars
+    assert [logger.level for logger in loggers] == [logging.INFO] * 2
+
+
+def test_an_article_of_the_hub_without_markers(tmp_path: Path, hub: Hub) -> None:
+    hub.data["google/wiki40b"]["test"] = [{"text": ARTICLE}, {"text": "Plain."}]
+    with pytest.raises(DataError, match="not a Wiki-40B article: google/wiki40b, test, document 1; no structure"):
+        prepare([], tmp_path / "data", tokenizer="bytes", task="wiki40b", hub=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    code, _, err = call("prepare", "--task", "pg19", "--hub", "--out", tmp_path / "data")
+    assert_refused(code, err, 2, "datasets", "pip install 'lineartime[hub]'")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_no_fault_of_the_hub(tmp_path: Path, hub: Hub, call: Call) -> None:
+    hub.data["allenai/c4"] = {"train": [{"text": "A long page. " * 1000}] * 9}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        code, _, err = call("prepare", "--task", "c4", "--hub", "--out", tmp_path / "data", "--tokenizer", "bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_refused(code, err, 6, "cannot write", "File too large")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_reading_leaves_nothing(tmp_path: Path, hub: Hub) -> None:
+    def interrupted() -> Any:
+        yield {"text": "Page"}
+        assert (tmp_path / ".data.source" / "train.jsonl").exists()
+        raise KeyboardInterrupt
+
+    (tmp_path / ".data.source").mkdir()
+    (tmp_path / ".data.source" / "left.jsonl").write_text("by a killed run")
+    hub.data["allenai/c4"] = {"train": interrupted()}
+    with pytest.raises(KeyboardInterrupt):
+        prepare([], tmp_path / "data", tokenizer="bytes", task="c4", hub=True)
+    assert not list(tmp_path.iterdir())

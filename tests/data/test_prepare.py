@@ -1,0 +1,536 @@
+"""Prepared tokens: whole or not there, what the text says; and rows from seed and step alone."""
+
+import errno
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lineartime.data.prepare
+from lineartime.data.prepare import Split, batch_rows, eval_rows, open_split, prepare, read_manifest
+from lineartime.data.tokenizer import load_tokenizer, train_tokenizer
+from lineartime.errors import DataError, ResourceError, UsageError
+from text_files import make
+
+EOD = 256
+BOOKS = {"train/a.txt": "One book,\n naïve.\n", "train/b.txt": "Another <|endoftext|> book", "train/c.txt": " \n",
+         "validation/d.txt": "held out", "test/e.txt": "東京"}
+
+
+def stream_of(data, split="train", **options):
+    stream = open_split(data, split, **options)
+    return stream.read(0, len(stream)).tolist()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_nothing_at(out):
+    assert not out.exists() and not any(path.name.startswith(f".{out.name}") for path in out.parent.iterdir())
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Ten documents as bytes in shards of 37 tokens."""
+    make(tmp_path, {"a.jsonl": [f"document {i}" * (i % 3 + 1) for i in range(10)]})
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", shard_tokens=37, held_out=0.2)
+    return tmp_path / "out"
+
+
+def test_streams_and_counts_are_those_of_the_text(tmp_path):
+    make(tmp_path / "books", BOOKS)
+    manifest = prepare([tmp_path / "books"], tmp_path / "out", tokenizer="bytes")
+    a, b, d, e = (BOOKS[name].encode() for name in ("train/a.txt", "train/b.txt", "validation/d.txt", "test/e.txt"))
+    assert stream_of(tmp_path / "out") == [EOD, *a, EOD, *b, EOD]
+    assert stream_of(tmp_path / "out", "validation") == [EOD, *d, EOD]
+    assert stream_of(tmp_path / "out", "test") == [EOD, *e, EOD]
+    assert manifest.splits["train"] == Split(documents=2, tokens=len(a) + len(b) + 2, words=6, bytes=len(a) + len(b))
+    assert manifest.splits["test"] == Split(documents=1, tokens=7, words=1, bytes=6)
+    assert manifest.notes == ["1 documents are white space only and were left out"]
+    assert (manifest.vocab_size, manifest.end_of_document, manifest.dtype) == (257, 256, "<u2")
+    assert manifest.tokenizer_sha256 == load_tokenizer(tmp_path / "out" / "tokenizer.json").sha256
+    assert [(s["split"], s["name"], s["bytes"]) for s in manifest.sources][:2] == [
+        ("train", "train/a.txt", len(a)), ("train", "train/b.txt", len(b))]
+    assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
+    assert read_manifest(tmp_path / "out") == manifest
+    stream = open_split(tmp_path / "out", "train")
+    assert (stream.n_tokens, stream.n_documents) == (len(a) + len(b) + 2, 2)
+    assert (stream.n_words, stream.n_bytes) == (6, len(a) + len(b))
+    first, second, last = stream.document_positions.tolist()
+    assert bytes(stream.read(first + 1, second).tolist()) == a and bytes(stream.read(second + 1, last).tolist()) == b
+
+
+def test_every_format_gives_the_same_tokens(tmp_path):
+    texts = ["The first.\n", "   ", "The second " * 9, "The third, naïve and 東京."]
+    make(tmp_path, {"a.jsonl": texts, "b.jsonl.gz": texts, "c.json.gz": texts, "d.parquet": texts,
+                    **{f"books/{i}.txt": text for i, text in enumerate(texts)}})
+    shards = set()
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json.gz", "d.parquet", "books"):
+        out = tmp_path / "out" / name
+        manifest = prepare([tmp_path / name], out, vocab_size=280)
+        assert manifest.splits["train"].documents == 3 and manifest.blank_documents == 1
+        shards.add((out / "train-00000.bin").read_bytes() + (out / "tokenizer.json").read_bytes())
+    assert len(shards) == 1
+
+
+@given(texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=60), min_size=1, max_size=6),
+       shard_tokens=st.integers(1, 40), jobs=st.sampled_from([1, 2]))
+@settings(max_examples=60)
+def test_any_text_comes_back_from_its_shards(tmp_path_factory, texts, shard_tokens, jobs):
+    folder = make(tmp_path_factory.mktemp("any"), {"a.jsonl": texts})
+    kept = [text for text in texts if text and not text.isspace()]
+    if not kept:
+        with pytest.raises(DataError, match="nothing but white space"):
+            prepare([folder / "a.jsonl"], folder / "out", tokenizer="bytes")
+        assert_nothing_at(folder / "out")
+        return
+    manifest = prepare([folder / "a.jsonl"], folder / "out", vocab_size=270, shard_tokens=shard_tokens, jobs=jobs)
+    counts = manifest.splits["train"]
+    stream, tokenizer = open_split(folder / "out", "train"), load_tokenizer(folder / "out" / "tokenizer.json")
+    at = stream.document_positions.tolist()
+    assert [tokenizer.decode(stream.read(a + 1, b).tolist()) for a, b in itertools.pairwise(at)] == kept
+    assert at[0] == 0 and at[-1] == len(stream) - 1
+    assert (stream.read(0, len(stream)) == stream.end_of_document).sum() == len(kept) + 1
+    assert counts.bytes == sum(len(text.encode()) for text in kept)
+    assert counts.words == sum(len(text.split()) for text in kept)
+    assert counts.tokens == len(kept) + sum(len(tokenizer.encode(text)) for text in kept)
+
+
+def test_a_long_document_is_counted_and_tokenised_as_a_whole(tmp_path, monkeypatch):
+    text = Path(lineartime.data.prepare.SAMPLE).read_text(encoding="utf-8")[:60_000]
+    make(tmp_path, {"a.txt": text, "b.txt": "x" * 9000})
+    tokenizer = train_tokenizer([text[:20_000]], 500)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    whole = prepare(inputs, tmp_path / "whole", tokenizer=tmp_path / "tokenizer.json")
+    monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (1000,))
+    pieces = prepare(inputs, tmp_path / "pieces", tokenizer=tmp_path / "tokenizer.json")
+    assert stream_of(tmp_path / "whole")[:10_000] == stream_of(tmp_path / "pieces")[:10_000]
+    assert whole.splits["train"].words == pieces.splits["train"].words == len(text.split()) + 1
+
+
+def test_the_result_does_not_depend_on_jobs(tmp_path):
+    text = Path(lineartime.data.prepare.SAMPLE).read_text(encoding="utf-8")[:400_000]
+    make(tmp_path, {"a.jsonl": [text[i:i + 3000] for i in range(0, len(text), 3000)], "b.jsonl": [text]})
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    results = []
+    for jobs in (1, 2, 7):
+        prepare(inputs, tmp_path / f"{jobs}", vocab_size=1000, held_out=0.1, jobs=jobs, shard_tokens=70_000)
+        results.append(contents(tmp_path / f"{jobs}"))
+    assert results[0] == results[1] == results[2]
+    assert "train-00002.bin" in results[0]
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path):
+    import tokenizers
+
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    make(tmp_path, {"a.txt": "a b b\na"})
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    assert (manifest.dtype, manifest.vocab_size) == ("<u4", 70_001)
+    assert stream_of(tmp_path / "out") == [2, 0, 70_000, 70_000, 0, 2]
+    assert manifest.notes == ["this tokenizer does not keep the text exactly: scores per byte leave out what it drops"]
+
+
+def test_a_tokenizer_that_reads_the_end_out_of_text_is_refused(tmp_path):
+    import tokenizers
+
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="<|endoftext|>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    make(tmp_path, {"a.txt": "a b"})
+    with pytest.raises(DataError, match="reads its end-of-document token out of text"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    assert_nothing_at(tmp_path / "out")
+
+
+def test_too_little_text_for_the_vocabulary_is_noted(tmp_path):
+    make(tmp_path, {"a.txt": "again and again " * 9})
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out")
+    assert manifest.notes == [f"the text gave a vocabulary of {manifest.vocab_size} of the 32,000 asked for"]
+
+
+def test_the_tokenizer_sees_the_train_split_only(tmp_path):
+    make(tmp_path, {"train.txt": "one two " * 50, "validation.txt": "zebra " * 500})
+    prepare([tmp_path / "train.txt", tmp_path / "validation.txt"], tmp_path / "out", vocab_size=400)
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert len(tokenizer.encode(" two")) == 1 and len(tokenizer.encode(" zebra")) == 6
+
+
+def test_the_tokenizer_is_trained_on_a_spread_of_a_large_text(tmp_path):
+    make(tmp_path, {"a.jsonl": [f"{word} " * 100 for word in ("first", "other", "other", "fourth", "last")]})
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=400, train_characters=1100)  # every third
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    learnt = [word for word in ("first", "other", "fourth", "last") if len(tokenizer.encode(f" {word}")) == 1]
+    assert learnt == ["first", "fourth"]
+
+
+@pytest.mark.parametrize("n, held_out, kept", [(10, 0.1, 9), (10, 0.25, 8), (3, 0.01, 2), (2, 0.6, 1), (90, 0.1, 81)])
+def test_the_last_documents_are_held_out(tmp_path, n, held_out, kept):
+    texts = [f"document {i}" for i in range(n)]
+    third = n // 3
+    rest = [" ", *texts[third + 1:]]
+    make(tmp_path, {"a.jsonl": texts[:third], "b.txt": texts[third], "c.jsonl": rest, "d.txt": "t"})
+    inputs = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl")][n < 3:]
+    prepare(inputs, tmp_path / "out", tokenizer="bytes", held_out=held_out, test=[tmp_path / "d.txt"])
+    joined = {split: bytes(i % EOD for i in stream_of(tmp_path / "out", split)[1:-1]).decode().split("\0")
+              for split in ("train", "validation", "test")}
+    assert joined == {"train": texts[:kept], "validation": texts[kept:], "test": ["t"]}
+
+
+def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
+    lines = "".join(f"line {i:02d}\n" for i in range(50))  # 400 characters, 8 to a line
+    for text, train in ((lines, lines[:360 + 8]), ("é" * 21, "é" * 19), ("a\nb" * 100, "a\nb" * 90 + "a\n"),
+                        ("x" * 100 + "\n" * 10, "x" * 100 + "\n"), ("x" * 99 + "\n", "x" * 90)):
+        make(tmp_path, {"a.txt": text})
+        manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes", held_out=0.1)
+        both = [bytes(stream_of(tmp_path / "out", split)[1:-1]).decode() for split in ("train", "validation")]
+        assert "".join(both) == text
+        assert both[0] == train, text
+        n_bytes = len(both[1].encode())
+        assert manifest.splits["validation"] == Split(1, n_bytes + 1, len(both[1].split()), n_bytes)
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("text, held_out", [("x", 0.5), ("xy", 0.1), ("xy", 0.01)])
+def test_too_little_text_to_hold_some_out(tmp_path, text, held_out):
+    make(tmp_path, {"a.txt": text})
+    with pytest.raises(DataError, match="too little text to hold some out"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes", held_out=held_out)
+    assert_nothing_at(tmp_path / "out")
+
+
+def test_the_sample_is_prepared_without_inputs(tmp_path):
+    manifest = prepare([], tmp_path / "out", sample=True, tokenizer="bytes", held_out=0.1)
+    train, held_out = stream_of(tmp_path / "out"), stream_of(tmp_path / "out", "validation")
+    assert [split.documents for split in manifest.splits.values()] == [1, 1]
+    assert train[0] == train[-1] == held_out[0] == held_out[-1] == EOD
+    text = lineartime.data.prepare.SAMPLE.read_bytes()
+    assert bytes(train[1:-1]) + bytes(held_out[1:-1]) == text
+    assert 0.0995 < (len(held_out) - 2) / len(text) <= 0.1 and train[-2] == ord("\n")
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"inputs": []}, "wrong inputs: there are none"),
+    ({"sample": True}, "wrong inputs: 1 and the sample"),
+    ({"held_out": 0}, "held_out = 0; it lies between 0 and 1"),
+    ({"held_out": 1.5}, "held_out = 1.5"),
+    ({"held_out": float("nan")}, "held_out = nan"),
+    ({"held_out": 0.1, "validation": ["v.txt"]}, "two validation splits: held_out = 0.1"),
+    ({"jobs": 0}, "jobs = 0; it takes 1 or more"),
+    ({"shard_tokens": 0}, "shard_tokens = 0"),
+    ({"vocab_size": 256}, "vocab_size = 256; it takes 257 or more"),
+    ({"tokenizer": "none.json"}, "cannot read the tokenizer: none.json"),
+])
+def test_wrong_arguments_are_usage_errors_before_anything_is_read(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, {"a.txt": b"\xff", "v.txt": "v"})
+    inputs = options.pop("inputs", ["a.txt"])
+    with pytest.raises(UsageError) as caught:
+        prepare(inputs, tmp_path / "out", **options)
+    assert message in str(caught.value)
+    assert_nothing_at(tmp_path / "out")
+
+
+def test_a_fault_in_the_last_file_leaves_nothing(tmp_path):
+    make(tmp_path, {"a.txt": "good", "b.txt": "good too", "c.txt": b"bad \xff"})
+    with pytest.raises(DataError, match=r"c\.txt, byte 4"):
+        prepare([tmp_path / f"{name}.txt" for name in "abc"], tmp_path / "new" / "out", tokenizer="bytes")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_same_text_in_two_splits_is_refused(tmp_path):
+    make(tmp_path, {"train.txt": "same", "validation.txt": "same"})
+    with pytest.raises(DataError, match=r"the same text in two splits: train\.txt of train and val"):
+        prepare([tmp_path / "train.txt", tmp_path / "validation.txt"], tmp_path / "out", tokenizer="bytes")
+
+
+def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path, monkeypatch):
+    make(tmp_path, {"a.txt": "text " * 20_000})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match="cannot write"):
+            prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_nothing_at(tmp_path / "out")
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match=r"cannot write: .*; No space left on device"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes")
+    assert_nothing_at(tmp_path / "out")
+
+
+def test_an_interrupted_prepare_leaves_nothing(tmp_path, monkeypatch):
+    make(tmp_path, {"a.txt": "text"})
+
+    def interrupt(*_):
+        assert (tmp_path / ".out.partial" / "train-00000.bin").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lineartime.data.prepare, "_add_notes", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes")
+    assert_nothing_at(tmp_path / "out")
+
+
+def test_prepared_again_is_left_alone_and_otherwise_is_refused(tmp_path):
+    make(tmp_path, {"a.txt": "text " * 100})
+    make(tmp_path / "other", {"a.txt": "more " * 100})
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is as good as none
+    first = prepare([tmp_path / "a.txt"], out, vocab_size=260, held_out=0.1)
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    again = prepare([tmp_path / "a.txt"], out, vocab_size=260, held_out=0.1, jobs=2)
+    assert again.already_prepared and not first.already_prepared and again.sha256 == first.sha256
+    for inputs, options, difference in (
+            ([tmp_path / "a.txt"], {"vocab_size": 261, "held_out": 0.1}, "vocab_size 260 -> 261"),
+            ([tmp_path / "a.txt"], {"vocab_size": 260}, "held_out 0.1 -> None"),
+            ([tmp_path / "a.txt"], {"tokenizer": "bytes", "held_out": 0.1}, "tokenizer train -> "),
+            ([tmp_path / "other" / "a.txt"], {"vocab_size": 260, "held_out": 0.1}, "(text)")):
+        with pytest.raises(UsageError, match="the output was prepared differently") as caught:
+            prepare(inputs, out, **options)
+        assert difference in str(caught.value)
+    assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    (out / "train-00000.bin").write_bytes(b"damaged")
+    with pytest.raises(DataError, match=r"damaged or missing file: .*train-00000.bin"):
+        prepare([tmp_path / "a.txt"], out, vocab_size=260, held_out=0.1)
+
+
+def test_an_output_of_another_kind_is_never_touched(tmp_path):
+    make(tmp_path, {"a.txt": "text", "full/precious": "p", "file": "f"})
+    for name in ("full", "file"):
+        with pytest.raises(UsageError, match="the output exists and is not a prepared folder"):
+            prepare([tmp_path / "a.txt"], tmp_path / name, tokenizer="bytes")
+    assert (tmp_path / "full" / "precious").read_text() == "p" and (tmp_path / "file").read_text() == "f"
+
+
+def test_odd_paths_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, {"in put/naïve 東京.txt": "text"})
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    for out in ("out put ü", "deep/er/out", "link", "x" * 200):
+        prepare([Path("in put")], Path(out), tokenizer="bytes")
+        assert stream_of(Path(out)) == [EOD, *b"text", EOD]
+    assert (tmp_path / "link").is_symlink()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from lineartime.data.prepare import prepare
+prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
+"""
+
+
+def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
+    make(tmp_path, {"a.jsonl": ["some text " * 1000] * 150})
+    out, aside = tmp_path / "out", tmp_path / ".out.partial"
+    command = [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out]
+    for awaited in ("manifest.json", "tokenizer.json", "train-00003.bin", "train-00007.bin", "validation-00002.bin"):
+        process = subprocess.Popen(command)
+        while not (aside / awaited).exists():
+            assert process.poll() is None, f"it was done before {awaited} was seen"
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not out.exists() and aside.exists()
+    subprocess.run(command, check=True)
+    assert not aside.exists()
+    assert open_split(out, "train").n_tokens == 105 * 10_001 and open_split(out, "validation").n_tokens == 45 * 10_001
+
+
+def test_two_at_once_do_not_mix(tmp_path):
+    make(tmp_path, {"a.jsonl": ["some text " * 1000] * 100})
+    out = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out])
+    while not (tmp_path / ".out.partial" / "train-00000.bin").exists():
+        assert process.poll() is None
+        time.sleep(0.0005)
+    with pytest.raises(ResourceError, match="another process is writing this folder"):
+        prepare([tmp_path / "a.jsonl"], out, tokenizer="bytes", held_out=0.1)
+    assert process.wait() == 0
+    assert open_split(out, "train").n_documents == 70
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from lineartime.data.prepare import prepare
+prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", shard_tokens=1_000_000, jobs=1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    peaks = []
+    for megabytes in (2, 10):
+        with (tmp_path / "a.txt").open("w") as file:
+            for _ in range(megabytes):
+                file.write("some more text, " * (1 << 16))
+        run = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / f"{megabytes}"], check=True,
+                             stdout=subprocess.PIPE)
+        peaks.append(int(run.stdout))
+    assert peaks[1] - peaks[0] < 6
+
+
+def test_reads_across_shards(prepared):
+    stream, whole = open_split(prepared, "train"), stream_of(prepared)
+    assert len(list(prepared.glob("train-0*.bin"))) > 3
+    for _ in range(200):
+        start, stop = sorted(random.Random(_).choices(range(len(stream) + 1), k=2))
+        ids = stream.read(start, stop)
+        assert ids.dtype == np.int64 and ids.tolist() == whole[start:stop]
+    for start, stop in ((-1, 3), (5, 4), (0, len(stream) + 1)):
+        with pytest.raises(IndexError):
+            stream.read(start, stop)
+
+
+def test_every_target_is_read_once_in_an_epoch(prepared):
+    stream, whole = open_split(prepared, "train"), stream_of(prepared)
+    for context in (1, 2, 7, 36, 37, 38, len(stream) - 1):
+        n_rows = (len(stream) - 1) // context
+        for epoch in (0, 1):
+            rows = batch_rows(stream, seed=3, step=epoch, rows_per_step=n_rows, context=context)
+            assert rows.shape == (n_rows, context + 1) and rows.dtype == np.int64
+            expected = [whole[r * context:(r + 1) * context + 1] for r in range(n_rows)]
+            assert sorted(rows.tolist()) == sorted(expected)
+
+
+def test_evaluation_reads_every_target_once_in_order(prepared):
+    stream, whole = open_split(prepared, "train"), stream_of(prepared)
+    for context in (1, 2, 7, 36, 37, 38, len(stream) - 1, len(stream), 10 * len(stream)):
+        rows = list(eval_rows(stream, context))
+        assert [i for row in rows for i in row[1:].tolist()] == whole[1:]
+        assert [row[0] for row in rows] == whole[:-1:context]
+        assert all(len(row) == context + 1 for row in rows[:-1])
+
+
+@given(seed=st.integers(0, 2**70), steps=st.lists(st.integers(0, 20), min_size=1, max_size=8), rows=st.integers(1, 50))
+@settings(max_examples=50)
+def test_rows_are_a_pure_function_of_seed_and_step(pure_stream, seed, steps, rows):
+    """Whatever was read before, from however many rows at once: row n of all is the same."""
+    lineartime.data.prepare.epoch_order.cache_clear()
+    in_order = [row for n in range(max(steps) * rows + rows) if n >= min(steps) * rows
+                for row in batch_rows(pure_stream, seed=seed, step=n, rows_per_step=1, context=9).tolist()]
+    lineartime.data.prepare.epoch_order.cache_clear()
+    for step in steps:
+        got = batch_rows(pure_stream, seed=seed, step=step, rows_per_step=rows, context=9).tolist()
+        first = (step - min(steps)) * rows
+        assert got == in_order[first:first + rows]
+
+
+@pytest.fixture(scope="module")
+def pure_stream(tmp_path_factory):
+    folder = make(tmp_path_factory.mktemp("pure"), {"a.txt": "".join(f"{i:04d} " for i in range(40))})
+    prepare([folder / "a.txt"], folder / "out", tokenizer="bytes")
+    return open_split(folder / "out", "train")
+
+
+def test_epochs_and_seeds_have_their_own_order(pure_stream):
+    orders = [batch_rows(pure_stream, seed=seed, step=epoch, rows_per_step=22, context=9).tolist()
+              for seed in (0, 1) for epoch in (0, 1, 2)]
+    for i, order in enumerate(orders):
+        assert sorted(order) == sorted(orders[0])
+        assert all(order != other for other in orders[:i])
+
+
+def test_the_order_stays_what_it_was():
+    """Written down once: a change would give a resumed run other batches."""
+    assert lineartime.data.prepare.epoch_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert lineartime.data.prepare.epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+
+
+def test_a_stream_shorter_than_a_row_names_the_context_that_works(pure_stream):
+    with pytest.raises(DataError, match=r"too few tokens for a row of 202: .*; the largest context that works is 201"):
+        batch_rows(pure_stream, seed=0, step=0, rows_per_step=1, context=202)
+    assert batch_rows(pure_stream, seed=0, step=5, rows_per_step=1, context=201).shape == (1, 202)
+
+
+def test_a_missing_folder_or_split_is_refused(prepared):
+    with pytest.raises(UsageError, match="no such folder"):
+        open_split(prepared / "none", "train")
+    with pytest.raises(DataError, match=r"no test split: .*; it has train, validation"):
+        open_split(prepared, "test")
+    (prepared / "manifest.json").unlink()
+    with pytest.raises(DataError, match="no manifest"):
+        open_split(prepared, "train")
+
+
+def test_a_newer_format_is_refused(prepared):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    manifest |= {"version": 2, "unheard_of": 1}
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"prepared by a newer lineartime: .*; it has format 2, this reads 1"):
+        open_split(prepared, "train")
+
+
+def damage(rng, folder):
+    """Flip a bit of a file, cut it, lengthen it, remove it, or put another in its place."""
+    path, other = rng.sample(sorted(folder.iterdir()), 2)
+    content = bytearray(path.read_bytes())
+    kind = rng.choice(["flip", "cut", "lengthen", "remove", "swap"])
+    if kind == "flip":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del content[rng.randrange(len(content)):]
+    elif kind == "lengthen":
+        content.append(rng.randrange(256))
+    elif kind == "swap":
+        content = other.read_bytes()
+    path.write_bytes(content)
+    if kind == "remove":
+        path.unlink()
+    return path.name, kind
+
+
+def test_damage_is_never_read(prepared):
+    rng = random.Random(0)
+    whole = {split: stream_of(prepared, split) for split in ("train", "validation")}
+    intact = contents(prepared)
+    refused = 0
+    for _ in range(400):
+        name, kind = damage(rng, prepared)
+        changed = (prepared / name).read_bytes() != intact[name] if (prepared / name).exists() else True
+        for split in ("train", "validation"):
+            own = name.startswith(split) or name in ("manifest.json", "tokenizer.json")
+            if changed and own:
+                with pytest.raises(DataError) as caught:
+                    open_split(prepared, split)
+                assert str(prepared) in str(caught.value) and "\n" not in str(caught.value)
+                refused += 1
+            else:
+                assert stream_of(prepared, split) == whole[split], (name, kind)
+        (prepared / name).write_bytes(intact[name])
+    assert refused > 300
+
+
+def test_without_verification_sizes_are_still_compared(prepared):
+    shard = prepared / "train-00001.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=r"damaged or missing file: .*train-00001.bin"):
+        open_split(prepared, "train", verify=False)
+    shard.write_bytes(content[:-2] + b"\x01\x01")
+    with pytest.raises(DataError, match=r"a token outside the vocabulary: .*train-00001.bin, token 36"):
+        stream_of(prepared, verify=False)

@@ -1,0 +1,183 @@
+"""Text comes back exactly as it went in, and nothing in it is read as a special token."""
+
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from lineartime.data.tokenizer import END_OF_DOCUMENT, Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
+from lineartime.errors import DataError, UsageError
+
+TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
+TRAINED = train_tokenizer([TEXT], 400)
+BYTES = byte_tokenizer()
+MASKED = (train_tokenizer([TEXT], 400, mlm=True), byte_tokenizer(mlm=True))
+ANY_TEXT = st.text(st.characters(codec="utf-8"))
+
+
+def foreign_tokenizer() -> tokenizers.Tokenizer:
+    """A tokenizer with everything that must not happen to a text: lower case, truncation, padding, added tokens."""
+    words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "it", "was", "best", "##s"]
+    inner = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.normalizer = normalizers.BertNormalizer()
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=4, pad_id=1, pad_token="[PAD]")
+    return inner
+
+
+@given(ANY_TEXT)
+def test_bytes_are_the_ids(text):
+    assert bytes(BYTES.encode(text)) == text.encode()
+    assert BYTES.decode(BYTES.encode(text)) == text
+
+
+@given(ANY_TEXT)
+@settings(max_examples=300)
+def test_trained_tokenizer_keeps_any_text(text):
+    ids = TRAINED.encode(text)
+    assert TRAINED.decode(ids) == text
+    assert all(0 <= i < TRAINED.vocab_size for i in ids)
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_end_of_document_spelled_in_text_is_text(before, after):
+    text = before + END_OF_DOCUMENT + after
+    for tokenizer in (TRAINED, BYTES):
+        ids = tokenizer.encode(text)
+        assert tokenizer.end_of_document not in ids
+        assert tokenizer.decode(ids) == text
+
+
+def test_end_of_document_decodes_to_its_spelling():
+    for tokenizer in (TRAINED, BYTES):
+        ids = [*tokenizer.encode("a"), tokenizer.end_of_document, *tokenizer.encode(" b")]
+        assert tokenizer.decode(ids) == "a<|endoftext|> b"
+
+
+def test_saved_tokenizer_is_the_same(tmp_path):
+    for tokenizer in (TRAINED, BYTES):
+        tokenizer.save(tmp_path / "tokenizer.json")
+        again = load_tokenizer(tmp_path / "tokenizer.json")
+        assert (again.sha256, again.vocab_size, again.end_of_document) == \
+            (tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_document)
+        assert again.encode(TEXT) == tokenizer.encode(TEXT)
+        again.save(tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_training_learns_and_repeats_itself():
+    assert len(TRAINED.encode(TEXT)) < len(TEXT.encode()) / 2
+    assert TRAINED.sha256 == train_tokenizer([TEXT], 400).sha256
+
+
+def test_vocabulary_is_as_large_as_asked_or_as_the_text_gives():
+    assert train_tokenizer([TEXT], 300).vocab_size == 300
+    assert 257 < train_tokenizer([TEXT], 32_000).vocab_size < 700
+    assert train_tokenizer(["every pair once"], 32_000).vocab_size == 257
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, 256, 2**31])
+def test_vocabulary_that_cannot_be_is_refused(vocab_size):
+    with pytest.raises(UsageError, match=f"vocab_size = {vocab_size}"):
+        train_tokenizer([TEXT], vocab_size)
+
+
+def test_foreign_tokenizer_gets_an_end_of_document_and_does_only_what_a_text_needs(tmp_path):
+    inner = foreign_tokenizer()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.vocab_size == inner.get_vocab_size() + 1
+    assert tokenizer.end_of_document == inner.get_vocab_size()
+    assert tokenizer.encode("It was bests it was") == [4, 5, 6, 7, 4, 5]
+    assert tokenizer.encode("It") == [4]
+    again = Tokenizer(tokenizer.json)
+    assert (again.end_of_document, again.sha256) == (tokenizer.end_of_document, tokenizer.sha256)
+
+
+def test_vocabulary_with_holes_counts_to_its_largest_id():
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, END_OF_DOCUMENT: 3}, unk_token="a"))
+    tokenizer = Tokenizer(inner.to_str())
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 3)
+
+
+def test_mask_and_separator_are_there_only_where_asked_for():
+    plain = (TRAINED, BYTES)
+    masked = (train_tokenizer([TEXT], 300, mlm=True), byte_tokenizer(mlm=True), Tokenizer(TRAINED.json, mlm=True))
+    assert [(t.mask, t.separator, t.special) for t in plain] == [(None, None, [0]), (None, None, [256])]
+    n = TRAINED.vocab_size
+    assert [(t.end_of_document, t.mask, t.separator, t.vocab_size) for t in masked] == \
+        [(0, 1, 2, 300), (256, 257, 258, 259), (0, n, n + 1, n + 2)]
+    for tokenizer in masked:
+        assert tokenizer.special == sorted([tokenizer.end_of_document, tokenizer.mask, tokenizer.separator])
+        for again in (Tokenizer(tokenizer.json), Tokenizer(tokenizer.json, mlm=True)):
+            assert (again.sha256, again.mask, again.separator) == \
+                (tokenizer.sha256, tokenizer.mask, tokenizer.separator)
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_mask_and_separator_spelled_in_text_are_text(before, after):
+    text = f"{before}[MASK]{after} [SEP]"
+    for tokenizer in MASKED:
+        ids = tokenizer.encode(text)
+        assert not {*tokenizer.special} & {*ids}
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_mask_takes_the_space_before_it_where_words_do():
+    for tokenizer, tokens in zip(MASKED, (["it", "[MASK]", " was"], ["it", " ", "[MASK]", " was"]), strict=True):
+        inner = tokenizers.Tokenizer.from_str(tokenizer.json)  # as others read it: "[MASK]" in text is the token
+        ids = inner.encode("it [MASK] was").ids
+        assert tokenizer.mask in ids
+        before = tokenizer.decode(ids[: ids.index(tokenizer.mask)])
+        assert before == "".join(tokens[: tokens.index("[MASK]")])
+
+
+def test_ids_that_a_vocabulary_leaves_out_are_special():
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, END_OF_DOCUMENT: 3, "[MASK]": 4, "[SEP]": 6},
+                                                  unk_token="a"))
+    tokenizer = Tokenizer(inner.to_str(), mlm=True)
+    assert (tokenizer.mask, tokenizer.separator, tokenizer.special) == (4, 6, [1, 2, 3, 4, 5, 6])
+
+
+def test_a_vocabulary_without_room_for_an_end_of_document_is_refused():
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 2}, unk_token="a"))
+    with pytest.raises(DataError, match=r"its vocabulary has no room for <\|endoftext\|>: tokenizer\.json"):
+        Tokenizer(inner.to_str())
+
+
+def test_a_vocabulary_without_room_for_a_mask_is_refused():
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 3, END_OF_DOCUMENT: 1}, unk_token="a"))
+    with pytest.raises(DataError, match=r"its vocabulary has no room for \[MASK\]"):
+        Tokenizer(inner.to_str(), mlm=True)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 258])
+def test_a_vocabulary_too_small_for_a_mask_is_refused(vocab_size):
+    with pytest.raises(UsageError, match=f"vocab_size = {vocab_size}; it takes 259 or more"):
+        train_tokenizer([TEXT], vocab_size, mlm=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000])
+def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"not a tokenizer\.json") as caught:
+        load_tokenizer(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_tokenizer_is_a_usage_error(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(UsageError, match="cannot read the tokenizer"):
+            load_tokenizer(path)
+
+
+def test_data_and_tokenizer_do_not_import_torch():
+    code = "import sys, lineartime.data.prepare, lineartime.data.tokenizer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

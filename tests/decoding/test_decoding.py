@@ -1,0 +1,285 @@
+"""Decoding is the parallel forward: at every position, for every split, for rows of any lengths, in constant memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lineartime.config import ModelConfig
+from lineartime.decoding.cache import ChunkState, KeyValueCache, PrefixState, RowCache, tensors_of
+from lineartime.errors import UsageError
+from lineartime.generation import cuda_graph, generate
+from lineartime.generation.cuda_graph import CapturedStep, can_capture
+from lineartime.model import LanguageModel
+from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, UNPACKED, random_ids, random_model, with_end
+
+END = 0
+DECODERS = CONFIGS | UNPACKED
+EVERY_MODEL = pytest.mark.parametrize("name", DECODERS)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference over the largest entry, or over 1."""
+    assert a.shape == b.shape
+    return float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
+
+
+def with_documents(name: str) -> ModelConfig:
+    return with_end(DECODERS[name], END)
+
+
+@EVERY_MODEL
+@torch.no_grad()
+def test_every_split_in_two(name: str) -> None:
+    """Of rows whose documents begin and end inside chunks, at their ends and not at all."""
+    model = random_model(with_documents(name))
+    ids_BT = random_ids(4, 3 * CHUNK + 2) % 12 + 1
+    ids_BT[1, [3, 4, 9]] = END
+    ids_BT[2, [0, 4, 5, 8, 12]] = END
+    ids_BT[3] = random_ids(3 * CHUNK + 2, vocab_size=3)
+    x_BTD = model.hidden(ids_BT)
+    rows, length = ids_BT.shape
+    for cut in range(1, length + 1):
+        state = model.decoding_state(rows)
+        pieces = [model.extend(piece, torch.full((rows,), piece.shape[1]), state)
+                  for piece in ids_BT.split([cut, length - cut], dim=1) if piece.shape[1]]
+        assert difference(torch.cat(pieces, dim=1), x_BTD) <= 1e-12, cut
+
+
+@EVERY_MODEL
+@torch.no_grad()
+def test_one_token_at_a_time_after_any_prompt(name: str) -> None:
+    model = random_model(with_documents(name))
+    ids_BT = random_ids(3, 3 * CHUNK + 2, vocab_size=6)
+    x_BTD = model.hidden(ids_BT)
+    for n_prompt in range(0, ids_BT.shape[1]):
+        state = model.decoding_state(3)
+        if n_prompt:
+            model.extend(ids_BT[:, :n_prompt], torch.full((3,), n_prompt), state)
+        for t in range(n_prompt, ids_BT.shape[1]):
+            x_B1D = model.extend(ids_BT[:, t : t + 1], torch.ones(3, dtype=torch.long), state)
+            assert difference(x_B1D[:, 0], x_BTD[:, t]) <= 1e-12, (n_prompt, t)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "flash rotated bias"])
+@settings(max_examples=25)
+@given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), vocab_size=st.sampled_from([2, 4, 13]),
+       seed=st.integers(0, 2**32 - 1), data=st.data())
+@torch.no_grad()
+def test_any_split_of_rows_of_any_lengths(name: str, lengths: list[int], vocab_size: int, seed: int,
+                                          data: st.DataObject) -> None:
+    """Each row gets its next tokens in pieces of its own sizes, none at all sometimes, with anything behind them."""
+    model = random_model(with_documents(name), seed)
+    rows = [random_ids(length, seed=seed + row, vocab_size=vocab_size) for row, length in enumerate(lengths)]
+    state, done = model.decoding_state(len(rows)), [0] * len(rows)
+    outputs: list[list[Tensor]] = [[] for _ in rows]
+    while any(n < length for n, length in zip(done, lengths, strict=True)):
+        most = data.draw(st.sampled_from([1, 1, 2, CHUNK, CONTEXT]))
+        left = [length - n for n, length in zip(done, lengths, strict=True)]
+        least = 1 if most == 1 else 0
+        n_new = [min(data.draw(st.integers(least, most)), n) for n in left]
+        if sum(n_new) == 0:
+            n_new = left
+        ids_BN = random_ids(len(rows), max(n_new), seed=seed + 99)
+        for row, (start, n) in enumerate(zip(done, n_new, strict=True)):
+            ids_BN[row, :n] = rows[row][start : start + n]
+        x_BND = model.extend(ids_BN, torch.tensor(n_new), state)
+        for row, n in enumerate(n_new):
+            outputs[row].append(x_BND[row, :n])
+            done[row] += n
+    for row, ids_T in enumerate(rows):
+        assert difference(torch.cat(outputs[row]), model.hidden(ids_T[None])[0]) <= 1e-12
+    assert state.length_B.tolist() == lengths
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("piece", [1, CHUNK + 2, 2048])
+@torch.no_grad()
+def test_prompts_are_read_in_pieces(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prefill` and `decode_step`, for prompts of different lengths: the logits of the row alone."""
+    monkeypatch.setattr(generate, "PIECE_TOKENS", piece)
+    model = random_model(with_documents(name))
+    prompts = [random_ids(length, seed=length, vocab_size=6) for length in (1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1)]
+    logits_BV, state = generate.prefill(model, [prompt.tolist() for prompt in prompts])
+    for step in range(CHUNK + 2):
+        for row, prompt in enumerate(prompts):
+            assert difference(logits_BV[row], model(prompt[None])[0, -1]) <= 1e-12, (step, row)
+        next_B = random_ids(len(prompts), seed=step, vocab_size=6)
+        prompts = [torch.cat([prompt, token[None]]) for prompt, token in zip(prompts, next_B, strict=True)]
+        logits_BV = generate.decode_step(model, next_B, state)
+
+
+@EVERY_MODEL
+@torch.no_grad()
+def test_rows_of_a_state_are_chosen(name: str) -> None:
+    """As beam search does: some rows twice, some dropped, in another order; every head goes with its row."""
+    model = random_model(with_documents(name))
+    ids_BT = random_ids(3, 3 * CHUNK + 2, vocab_size=6)
+    chosen = torch.tensor([2, 0, 2, 1])
+    state = model.decoding_state(3)
+    model.extend(ids_BT[:, : CHUNK + 2], torch.full((3,), CHUNK + 2), state)
+    state.select(chosen)
+    rest_BN = ids_BT[chosen, CHUNK + 2 :]
+    x_BND = model.extend(rest_BN, torch.full((4,), rest_BN.shape[1]), state)
+    assert difference(x_BND, model.hidden(ids_BT[chosen])[:, CHUNK + 2 :]) <= 1e-12
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("lengths", [(1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), (CHUNK + 1, CHUNK + 1)])
+def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph's step, run without one: the logits of `decode_step`, for rows of any lengths, past the ends of
+    chunks, of documents and of windows of keys."""
+    monkeypatch.setattr(cuda_graph, "WINDOW", 8)
+    model = random_model(with_documents(name))
+    prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
+    (_, ours), (_, theirs) = generate.prefill(model, prompts), generate.prefill(model, prompts)
+    if not can_capture(ours):
+        assert model.config.attn_type in ("linear", "rowmajor_axial") or name in UNPACKED
+        with pytest.raises(UsageError, match="cannot be captured"):
+            CapturedStep(model, ours)
+        return
+    step = CapturedStep(model, ours)
+    kept = [(cache, part, tensor) for cache in ours.caches for part, tensor in tensors_of(cache).items()
+            if part not in cache.growing] + [(ours, "length_B", ours.length_B), (ours, "start_B", ours.start_B)]
+    for seed in range(2 * CHUNK + 2):
+        ids_B = random_ids(len(prompts), seed=seed, vocab_size=6)
+        assert difference(step(ids_B), generate.decode_step(model, ids_B, theirs)) <= 1e-12, seed
+    assert torch.equal(ours.length_B, theirs.length_B) and torch.equal(ours.start_B, theirs.start_B)
+    for holder, part, tensor in kept:
+        assert getattr(holder, part) is tensor, part  # a graph writes where it wrote when it was captured
+
+
+@pytest.mark.parametrize("name", ["flash", "transformer++", "flash-quad", "mc-tfm++"])
+@torch.no_grad()
+def test_a_captured_step_asks_nothing_of_the_device(name: str) -> None:
+    """On the meta device, which has no numbers to give: any question fails."""
+    with torch.device("meta"):
+        model = LanguageModel(with_documents(name))
+        state = model.decoding_state(2)
+    state.reserve(16)
+    step = CapturedStep.__new__(CapturedStep)
+    step.model, step.state, step.ids_B, step.window = model, state, torch.zeros_like(state.length_B), 16
+    assert step.step().shape == (2, model.config.vocab_size)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        generate.decode_step(model, step.ids_B, state)
+
+
+GROWING = {
+    KeyValueCache: {"k_BL", "v_BL"},
+    RowCache: {"ks_BLCHK", "vs_BLCHK"},
+    ChunkState: set(),
+    PrefixState: set(),
+}
+
+
+@EVERY_MODEL
+@torch.no_grad()
+def test_what_of_a_state_grows(name: str) -> None:
+    """Nothing in FLASH, MC-TFM++ and Performer; keys and values, and Combiner's summaries; with learned chunk weights
+    what is kept of each closed chunk."""
+    config = with_documents(name)
+    model = random_model(config)
+    state = model.decoding_state(2)
+    kind = type(state.caches[0])
+    assert kind is {"linear": PrefixState, "rowmajor_axial": RowCache, "mixed_chunk": ChunkState,
+                    "quadratic": KeyValueCache}[config.attn_type]
+    growing = {"kv_BLSE", "summary_BLS"} if name in UNPACKED else GROWING[kind]
+    assert set(state.caches[0].growing) >= growing
+    at_first, n_bytes, n_tokens = [tensors_of(cache) for cache in state.caches], state.n_bytes, 0
+    limit = config.max_len or 10**9
+    for n_new in (1, 7, 10) if limit < 2000 else (1, 7, 100, 1, 1, 1100):
+        model.extend(random_ids(2, n_new, vocab_size=12) + 1, torch.tensor([n_new, n_new // 2]), state)
+        n_tokens += n_new
+        for cache, before in zip(state.caches, at_first, strict=True):
+            now = tensors_of(cache)
+            assert now.keys() == before.keys() and len(cache.growing) <= 2
+            for part, tensor in now.items():
+                assert tensor.dtype == before[part].dtype
+                if part not in growing:
+                    assert tensor.shape == before[part].shape, part
+                else:
+                    n_kept = n_tokens // config.chunk_size if config.chunk_size else n_tokens
+                    assert n_kept <= tensor.shape[1] <= max(2 * n_kept, 7), part
+        sizes = [tensor.numel() * tensor.element_size() for cache in state.caches
+                 for tensor in tensors_of(cache).values()]
+        assert state.n_bytes == sum(sizes) > 0
+    assert (state.n_bytes > n_bytes) == bool(growing)
+
+
+@torch.no_grad()
+def test_the_sum_of_a_short_type_is_float32() -> None:
+    """In bfloat16 a count stops at 256, and a sum soon after. Token by token and at once the sums are equal."""
+    model = LanguageModel(replace(FLASH, n_layers=1)).to(torch.bfloat16).eval()
+    ids_BT = random_ids(1, 700)
+    by_one, at_once = model.decoding_state(1), model.decoding_state(1)
+    for t in range(700):
+        model.extend(ids_BT[:, t : t + 1], torch.tensor([1]), by_one)
+    model.extend(ids_BT, torch.tensor([700]), at_once)
+    for state in (by_one, at_once):
+        cache = state.caches[0]
+        assert isinstance(cache, ChunkState)
+        assert cache.kv_BSE.dtype == torch.float32
+        assert state.length_B.tolist() == [700]
+    kv_by_one, kv_at_once = (state.caches[0].kv_BSE for state in (by_one, at_once))
+    assert float((kv_by_one - kv_at_once).abs().max() / kv_at_once.abs().max()) < 1e-3
+
+
+LONG = {
+    "flash": replace(FLASH, chunk_size=64),
+    "flash-quad": replace(FLASH_QUAD, attn_scale_len=512),
+    "transformer++": CONFIGS["transformer++"],
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@torch.no_grad()
+def test_a_thousand_greedy_tokens(name: str) -> None:
+    """In float32, each of 1,000 tokens decoded one by one is the likeliest under one parallel forward over all, and
+    the next likeliest is further behind than rounding could make up for: no token is luck."""
+    config = replace(LONG[name], d_model=32, vocab_size=64, end_of_document=END)
+    model, random = LanguageModel(config).eval(), random_model(config)
+    for parameter, values in zip(model.parameters(), random.parameters(), strict=True):
+        if parameter.dim() == 2:
+            parameter.copy_(values)
+    model.abs_pos.scalar.fill_(3.0)  # else the text soon repeats one token
+    prompt = random_ids(10, vocab_size=64).tolist()
+    logits_BV, state = generate.prefill(model, [prompt])
+    tokens, decoded = [], []
+    for _ in range(1000):
+        decoded.append(logits_BV[0])
+        tokens.append(int(logits_BV.argmax()))
+        logits_BV = generate.decode_step(model, torch.tensor(tokens[-1:]), state)
+    parallel_TV = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+    assert parallel_TV.argmax(-1).tolist() == tokens
+    best_T, second_T = parallel_TV.topk(2).values.unbind(-1)
+    apart_T = (torch.stack(decoded) - parallel_TV).abs().amax(-1)
+    assert ((best_T - second_T) > 2 * apart_T).all()
+    assert len(set(tokens[-500:])) >= 5
+
+
+def test_what_cannot_be_decoded_is_refused() -> None:
+    with pytest.raises(UsageError, match="causal"):
+        random_model(replace(FLASH, causal=False)).decoding_state(1)
+    with pytest.raises(UsageError, match="documents"):
+        random_model(replace(FLASH, document_mask="paper", end_of_document=END)).decoding_state(1)
+    random_model(replace(FLASH, document_mask="paper")).decoding_state(1)
+
+
+@pytest.mark.parametrize("name", ["transformer", "flash-quad"])
+@torch.no_grad()
+def test_the_end_of_a_table(name: str) -> None:
+    """One row reaches the end, another does not: nothing is read beyond it, and a refusal changes nothing."""
+    model = random_model(CONFIGS[name])
+    state = model.decoding_state(2)
+    ids_BT = random_ids(2, CONTEXT)
+    model.extend(ids_BT, torch.tensor([CONTEXT - 1, 3]), state)
+    x_BND = model.extend(ids_BT[:, -1:], torch.tensor([1, 1]), state)
+    assert difference(x_BND[0], model.hidden(ids_BT)[0, -1:]) <= 1e-12
+    with pytest.raises(UsageError, match="25 tokens, the table has 24"):
+        model.extend(ids_BT[:, :1], torch.tensor([1, 0]), state)
+    x_BND = model.extend(ids_BT[:, :1], torch.tensor([0, 1]), state)
+    alone_BT = torch.cat([ids_BT[1, :3], ids_BT[1, -1:], ids_BT[1, :1]])[None]
+    assert difference(x_BND[1], model.hidden(alone_BT)[0, -1:]) <= 1e-12

@@ -1,0 +1,129 @@
+"""Sampling and the loop around it: what each setting means, and that rows and seeds are independent."""
+
+import math
+
+import pytest
+import torch
+
+from lineartime.config import model_config
+from lineartime.errors import UsageError
+from lineartime.generation.generate import decode_step, generate, prefill, sample
+from lineartime.model import LanguageModel
+
+END = 0
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    made = LanguageModel(model_config("flash", n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=32,
+                                      vocab_size=23, end_of_document=END)).double()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    with torch.no_grad():
+        made.head_bias[END] = -100.0
+    return made.eval()
+
+
+def draw(logits: torch.Tensor, n: int = 4000, **how: float | int | None) -> torch.Tensor:
+    """How often each token is drawn."""
+    settings = {"temperature": 1.0, "top_k": None, "top_p": None, **how}
+    generators = [torch.Generator().manual_seed(i) for i in range(n)]
+    ids = sample(logits.expand(n, -1), generators=generators, **settings)  # type: ignore[arg-type]
+    return torch.bincount(ids, minlength=len(logits)) / n
+
+
+LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    assert draw(LOGITS, 5, temperature=0.0).tolist() == [1, 0, 0, 0]
+
+
+def test_sampling_follows_the_probabilities() -> None:
+    assert draw(LOGITS) == pytest.approx(LOGITS.exp(), abs=0.03)
+    assert draw(LOGITS, temperature=2.0) == pytest.approx((LOGITS / 2).softmax(-1), abs=0.03)
+
+
+def test_top_k_keeps_k() -> None:
+    assert draw(LOGITS, top_k=2) == pytest.approx(torch.tensor([0.625, 0.375, 0, 0]), abs=0.03)
+    assert draw(LOGITS, top_k=99) == pytest.approx(LOGITS.exp(), abs=0.03)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    assert draw(LOGITS, top_p=0.5).tolist() == [1, 0, 0, 0]
+    assert draw(LOGITS, top_p=0.6) == pytest.approx(torch.tensor([0.625, 0.375, 0, 0]), abs=0.03)
+    assert draw(LOGITS, top_p=1.0) == pytest.approx(LOGITS.exp(), abs=0.03)
+    assert draw(LOGITS.flip(0), top_p=0.5).tolist() == [0, 0, 0, 1]
+
+
+def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: LanguageModel) -> None:
+    prompts = [[1, 2, 3], [4] * 20, [5]]
+    together = generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=3)
+    assert together == generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=3)
+    assert together != generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=4)
+    assert together[0] == generate(model, prompts[:1], max_new_tokens=25, temperature=0.9, seed=3)[0]
+
+
+def test_greedy_rows_equal_rows_alone_and_the_parallel_forward(model: LanguageModel) -> None:
+    prompts = [[1, 2, 3], [4] * 20, [5]]
+    for prompt, new in zip(prompts, generate(model, prompts, max_new_tokens=30), strict=True):
+        assert generate(model, [prompt], max_new_tokens=30) == [new]
+        ids = torch.tensor([prompt + new])
+        assert model(ids)[0].argmax(-1)[len(prompt) - 1 : -1].tolist() == new
+
+
+def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: LanguageModel) -> None:
+    free = generate(model, [[1], [2]], max_new_tokens=12)
+    ending = LanguageModel(model.config).double()
+    ending.load_state_dict(model.state_dict())
+    original, n_calls = ending.logits, 0
+
+    def end_row_0_at_the_fifth_token(x_BD: torch.Tensor) -> torch.Tensor:
+        nonlocal n_calls
+        n_calls += 1
+        logits_BV = original(x_BD)
+        if n_calls == 5:
+            logits_BV[0, END] = 1e9
+        return logits_BV
+
+    ending.logits = end_row_0_at_the_fifth_token  # type: ignore[method-assign]
+    first, second = generate(ending, [[1], [2]], max_new_tokens=12)
+    assert first == free[0][:4] and second == free[1]
+
+
+def test_stop_and_on_token(model: LanguageModel) -> None:
+    seen: list[tuple[int, int]] = []
+    new = generate(model, [[1], [2]], max_new_tokens=9, stop=lambda row, ids: row == 0 and len(ids) == 3,
+                   on_token=lambda row, token: seen.append((row, token)))
+    assert [len(ids) for ids in new] == [3, 9]
+    assert [token for row, token in seen if row == 1] == new[1]
+
+
+def test_a_long_prompt_is_read_in_pieces_with_progress(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = torch.randint(1, 23, (101,)).tolist()
+    whole, _ = prefill(model, [prompt])
+    monkeypatch.setattr("lineartime.generation.generate.PIECE_TOKENS", 16)
+    read: list[int] = []
+    pieces, state = prefill(model, [prompt, prompt[:40]], read.append)
+    assert torch.allclose(whole[0], pieces[0], atol=1e-12) and read == [16, 32, 48, 64, 80, 96, 101]
+    assert state.length_B.tolist() == [101, 40]
+    after = decode_step(model, torch.tensor([7, 7]), state)
+    assert torch.allclose(after[1], model(torch.tensor([[*prompt[:40], 7]]))[0, -1], atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0},
+                                   {"top_p": 1.5}, {"max_new_tokens": -1}])
+def test_settings_that_mean_nothing_are_refused(model: LanguageModel, wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        generate(model, [[1]], **{"max_new_tokens": 3, **wrong})  # type: ignore[arg-type]
+
+
+def test_prompts_that_cannot_be_read_are_refused(model: LanguageModel) -> None:
+    for prompts in ([[1], []], [[23]], [[-1]]):
+        with pytest.raises(UsageError):
+            generate(model, prompts, max_new_tokens=3)
+
+
+def test_no_new_tokens(model: LanguageModel) -> None:
+    assert generate(model, [[1]], max_new_tokens=0) == [[]]

@@ -1,0 +1,208 @@
+"""Processes that die while they save or hold a lock, and a disk that loses what was not flushed to it.
+
+`python checkpoint_process.py` imports torch once, then answers each line of JSON by forking a process that does it."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fork_server import ForkServer
+from lineartime import checkpoint
+from lineartime.errors import LineartimeError
+
+OPERATIONS = ("_mkdir", "_create", "_write", "_fsync", "_fsync_dir", "_rename", "_symlink", "_unlink", "_rmdir")
+RUN = "run-of-the-tests"
+
+
+def state(step):
+    """What the tests save at a step: tensors and documents."""
+    generator = torch.Generator().manual_seed(step)
+    weights = {"w": torch.randn(16, 8, generator=generator), "b": torch.randn(7, generator=generator).bfloat16()}
+    moments = {"m.w": torch.randn(16, 8, generator=generator), "step": torch.tensor(step)}
+    documents = {"config.json": '{"d_model": 8}', "state.json": json.dumps({"step": step, "note": "schöne Zahl"})}
+    return {"tensors": {"model": weights, "optimizer": moments}, "documents": documents}
+
+
+def save(run_dir, step, keep=2):
+    return checkpoint.save(Path(run_dir), step, run=RUN, keep=keep, **state(step))
+
+
+class Disk:
+    """Stands in for the operations of a save: ends the process before the `last`-th, then loses what was not flushed.
+
+    A write that is the last is half done. `loss` is what survives beside the flushed: "nothing" of the rest (files
+    empty, directory entries as they were), "names" (directory entries as they are, files cut in half), or "all" (no
+    power loss). Nothing is ever really flushed: only a power loss could tell, and this is it."""
+
+    def __init__(self, last, loss):
+        self.last, self.loss, self.count = last, loss, 0
+        self.paths, self.unflushed, self.changes = {}, set(), []
+        self.real = {name: getattr(checkpoint, name) for name in OPERATIONS}
+        for name in OPERATIONS:
+            setattr(checkpoint, name, lambda *args, name=name: self.operation(name, *args))
+
+    def operation(self, name, *args):
+        self.count += 1
+        if self.count == self.last:
+            if name == "_write":
+                self.operation(name, args[0], args[1][: len(args[1]) // 2])
+            self.lose()
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = None if name in ("_fsync", "_fsync_dir") else self.real[name](*args)
+        if name == "_create":
+            self.paths[result] = args[0]
+            self.unflushed.add(args[0])
+        elif name == "_write":
+            self.unflushed.add(self.paths[args[0]])
+        elif name == "_fsync":
+            self.unflushed.discard(self.paths[args[0]])
+        elif name == "_fsync_dir":
+            self.flush_directory(args[0])
+        if name in ("_mkdir", "_create"):
+            self.changes.append((None, args[0]))
+        elif name == "_symlink":
+            self.changes.append((None, args[1]))
+        elif name == "_rename":
+            self.changes.append(args)
+            self.unflushed = {moved(path, *args) for path in self.unflushed}
+        return result
+
+    def flush_directory(self, folder):
+        kept = []
+        for source, path in self.changes:
+            if path.parent != folder:
+                kept.append((source, path))
+            elif source is not None:
+                kept = [(old and moved(old, source, path), moved(new, source, path)) for old, new in kept]
+        self.changes = kept
+
+    def lose(self):
+        if self.loss == "all":
+            return
+        for path in self.unflushed:
+            if path.exists():
+                os.truncate(path, path.stat().st_size // 2 if self.loss == "names" else 0)
+        if self.loss == "names":
+            return
+        for source, path in reversed(self.changes):
+            if not os.path.lexists(path):
+                continue
+            if source is not None:
+                os.rename(path, source)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def moved(path, source, target):
+    return target / path.relative_to(source) if path.is_relative_to(source) else path
+
+
+def do_save(run_dir, step, keep, last, loss):
+    disk = Disk(last, loss)
+    save(run_dir, step, keep)
+    disk.lose()
+
+
+def do_save_limited(run_dir, step, limit):
+    """Save with files limited in size, as a full disk would."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    save(run_dir, step)
+
+
+def do_hold(run_dir, ready, until, orphan=False):
+    """Hold the lock from the file `ready` until the file `until`; the orphan is a forked worker that outlives this."""
+    with checkpoint.lock(Path(run_dir)):
+        if orphan and os.fork() == 0:
+            wait_for(until)
+            os._exit(0)
+        Path(ready).touch()
+        wait_for(until)
+
+
+def do_race(run_dir, racers):
+    """Many processes lock at the same moment; the exit status is how many did."""
+    (start, go), (hold, release), (answers, answer) = os.pipe(), os.pipe(), os.pipe()
+    pids = []
+    for _ in range(racers):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.close(go)
+            os.close(release)
+            os.read(start, 1)  # returns for all when the other end is closed
+            try:
+                with checkpoint.lock(Path(run_dir)):
+                    os.write(answer, b"1")
+                    os.read(hold, 1)
+            except LineartimeError as error:
+                os.write(answer, b"0" if "in use by" in str(error) else b"?")
+            finally:
+                os._exit(0)
+    os.close(go)
+    given = b"".join(os.read(answers, 1) for _ in range(racers))
+    os.close(release)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    sys.exit(99 if b"?" in given else given.count(b"1"))
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not Path(path).exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+class Processes(ForkServer):
+    """Asks for a process, and gives its pid, or how it ended (a negative number is a signal) and what it said."""
+
+    def __init__(self):
+        super().__init__(__file__)
+
+    def run(self, do, **arguments):
+        """(status, error) of a process that does `do`."""
+        return self.ask(wait=self.start(do, **arguments))
+
+    def start(self, do, **arguments):
+        return self.ask(do=do, arguments=arguments)
+
+
+def serve():
+    errors = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            status = os.waitpid(request["wait"], 0)[1]
+            with open(errors.pop(request["wait"]), "rb") as pipe:
+                answer = os.waitstatus_to_exitcode(status), (pipe.read() or b"").decode()
+        else:
+            reader, writer = os.pipe()
+            answer = os.fork()
+            if answer == 0:
+                os.close(reader)
+                try:
+                    globals()[f"do_{request['do']}"](**request["arguments"])
+                except LineartimeError as error:
+                    os.write(writer, str(error).encode())
+                    os._exit(error.exit_code)
+                except SystemExit as end:
+                    os._exit(end.code)
+                finally:
+                    sys.stderr.flush()
+                os._exit(0)
+            os.close(writer)
+            os.set_blocking(reader, False)  # an orphan may hold the other end
+            errors[answer] = reader
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve()

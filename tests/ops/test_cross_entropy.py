@@ -1,0 +1,320 @@
+"""The loss without the logits, against the loss with them: value, gradients, memory, and what may surround it."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lineartime.model import LanguageModel, token_losses
+from lineartime.ops.cross_entropy import default_chunk_tokens, linear_cross_entropy
+from tiny_models import FLASH, random_ids, random_model
+
+EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}
+"""What a float may be off, relative to the largest."""
+
+
+def example(n, v, d, dtype=torch.float64, seed=0, scale=3.0):
+    """x, W, b that want gradients, and targets; logits of about `scale`."""
+    generator = torch.Generator().manual_seed(seed)
+    x, w, b = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((n, d), (v, d), (v,)))
+    targets = torch.randint(v, (n,), generator=generator)
+    return *(t.to(dtype).requires_grad_() for t in (x, scale * w / d**0.5, b)), targets
+
+
+def plain(x, w, b, targets):
+    logits = F.linear(x, w, b)
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
+
+
+def gradients(losses, inputs, weights=None):
+    """Of the sum, or with a weight for each loss."""
+    total = losses.sum() if weights is None else (losses * weights).sum()
+    return torch.autograd.grad(total, [t for t in inputs if t.requires_grad])
+
+
+def wide(inputs):
+    """The same numbers in float64, which the plain loss takes exactly enough."""
+    return [t.detach().double().requires_grad_(t.requires_grad) for t in inputs[:3]]
+
+
+def close(found, expected, tolerance):
+    scale = max(expected.abs().max().item(), 1e-30) if expected.numel() else 1.0
+    assert found.shape == expected.shape
+    assert expected.numel() == 0 or (found.double() - expected).abs().max().item() <= tolerance * scale
+
+
+@settings(max_examples=60)
+@given(n=st.integers(0, 70), v=st.integers(1, 90), d=st.integers(1, 40), chunk=st.integers(1, 80),
+       dtype=st.sampled_from(list(EXACT)), weighted=st.booleans(), seed=st.integers(0, 99))
+def test_value_and_gradients_are_those_of_the_plain_loss(n, v, d, chunk, dtype, weighted, seed):
+    x, w, b, targets = example(n, v, d, dtype, seed)
+    weights = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=dtype) if weighted else None
+    losses = linear_cross_entropy(x, w, b, targets, chunk_tokens=chunk)
+    expected = plain(*(same := wide([x, w, b])), targets)
+    assert losses.dtype == dtype
+    close(losses, expected, EXACT[dtype])
+    for found, gradient in zip(gradients(losses, [x, w, b], weights), gradients(expected, same, weights), strict=True):
+        assert found.dtype == dtype
+        close(found, gradient, EXACT[dtype])
+
+
+@pytest.mark.parametrize("vocab_size", [8200, 32_000])
+def test_a_real_vocabulary_is_equal_to_1e_6(vocab_size):
+    """To the plain loss in float32, and as near to the true one as that is."""
+    x, w, b, targets = example(1100, vocab_size, 24, torch.float32, scale=1.0)
+    losses, usual = linear_cross_entropy(x, w, b, targets), plain(x, w, b, targets)
+    true = plain(*(same := wide([x, w, b])), targets)
+    close(losses, usual.double(), 1e-6)
+    close(losses, true, 1e-6)
+    all_gradients = (gradients(losses, [x, w, b]), gradients(usual, [x, w, b]), gradients(true, same))
+    for found, theirs, exact in zip(*all_gradients, strict=True):
+        close(found, theirs.double(), 1e-6)
+        assert (found - exact).norm() < min(1.01 * (theirs - exact).norm(), 1e-6 * exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types_lose_nothing_but_their_own_rounding(dtype):
+    """Losses are float32; the gradient of W is added up in float32, so many chunks are as good as one."""
+    x, w, b, targets = example(200, 70, 30, dtype)
+    expected = plain(*(same := wide([x, w, b])), targets)
+    exact, rounding = gradients(expected, same), torch.finfo(dtype).eps
+    for chunk in (200, 1):
+        losses = linear_cross_entropy(x, w, b, targets, chunk_tokens=chunk)
+        assert losses.dtype == torch.float32
+        close(losses, expected, rounding)
+        found = gradients(losses, [x, w, b])
+        assert [g.dtype for g in found] == [dtype] * 3
+        for gradient, true in zip(found, exact, strict=True):
+            close(gradient, true, 2 * rounding)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_under_autocast_products_are_bfloat16_and_the_rest_is_not(weighted):
+    x, w, b, targets = example(96, 200, 32, torch.float32)
+    weights = torch.rand(96) if weighted else None
+    expected = plain(*(same := wide([x, w, b])), targets)
+    exact = gradients(expected, same, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        usual, losses = plain(x, w, b, targets), linear_cross_entropy(x, w, b, targets, chunk_tokens=7)
+    assert losses.dtype == torch.float32 and torch.allclose(losses, usual, rtol=0, atol=1e-5)
+    for found, theirs, true in zip(gradients(losses, [x, w, b], weights), gradients(usual, [x, w, b], weights), exact,
+                                   strict=True):
+        assert found.dtype == torch.float32
+        error, usual_error = ((g - true).norm() / true.norm() for g in (found, theirs))
+        assert 1e-5 < error < 1.2 * usual_error < 0.02
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        close(linear_cross_entropy(*same, targets), expected, 1e-13)
+
+
+def test_gradcheck():
+    """Every loss by itself, so with weights that differ."""
+    x, w, b, targets = example(5, 4, 3)
+    assert torch.autograd.gradcheck(lambda *inputs: linear_cross_entropy(*inputs, targets, chunk_tokens=2), (x, w, b))
+
+
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
+def test_only_what_is_wanted_gets_a_gradient(wanted):
+    inputs, targets = example(9, 6, 5)[:3], example(9, 6, 5)[3]
+    inputs = [t.detach().requires_grad_(bool(want)) for t, want in zip(inputs, wanted, strict=True)]
+    linear_cross_entropy(*inputs, targets, chunk_tokens=4).sum().backward()
+    expected = wide(inputs)
+    plain(*expected, targets).sum().backward()
+    for t, same in zip(inputs, expected, strict=True):
+        assert (t.grad is None) == (same.grad is None)
+        if t.grad is not None:
+            close(t.grad, same.grad, 1e-13)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "weighted"])
+def test_backward_twice_is_twice_the_same(reduce):
+    inputs, weights = example(9, 6, 5), torch.arange(1.0, 10.0, dtype=torch.float64)
+    losses = linear_cross_entropy(*inputs, chunk_tokens=4)
+    total = {"sum": losses.sum() / 7, "mean": losses.mean(), "weighted": losses @ weights}[reduce]
+    first = torch.autograd.grad(total, inputs[:3], retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(total, inputs[:3], retain_graph=True)
+    for a, b, c in zip(first, kept, second, strict=True):
+        assert torch.equal(a, b)
+        close(c, b, 1e-13)
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(*inputs).square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_tensors_need_not_be_contiguous():
+    x, w, b, targets = example(20, 12, 8)
+    expected = linear_cross_entropy(x, w, b, targets)
+    inputs = [t.detach().clone() for t in (x, w, b)]
+    strided = [inputs[0].t().contiguous().t(), inputs[1].t().contiguous().t(), inputs[2].repeat_interleave(2)[::2]]
+    for t, same in zip(strided, inputs, strict=True):
+        assert torch.equal(t, same)
+    strided = [t.requires_grad_() for t in strided]
+    losses = linear_cross_entropy(*strided, targets.repeat_interleave(3)[::3], chunk_tokens=6)
+    assert not strided[0].is_contiguous() and not strided[2].is_contiguous()
+    close(losses, expected, 1e-13)
+    for found, gradient in zip(gradients(losses, strided), gradients(expected, [x, w, b]), strict=True):
+        close(found, gradient, 1e-13)
+    # A weight that is one number for all, as `sum` hands it back, and as a tensor that is full of it.
+    for weights in (torch.tensor(0.3, dtype=torch.float64).expand(20), torch.full((20,), 0.3, dtype=torch.float64)):
+        (found,) = torch.autograd.grad(linear_cross_entropy(x, w, b, targets), x, weights)
+        close(found, 0.3 * gradients(plain(x, w, b, targets), [x])[0], 1e-13)
+
+
+def test_logits_far_from_zero():
+    """Neither overflow nor a logarithm of nothing."""
+    x, w, b, targets = example(6, 5, 4, torch.float32)
+    big = [(t.detach() * 1e3).requires_grad_() for t in (x, w, b)]
+    losses, expected = linear_cross_entropy(*big, targets), plain(*(same := wide(big)), targets)
+    close(losses, expected, 1e-6)
+    assert losses.isfinite().all() and losses.max() > 1e4
+    for found, gradient in zip(gradients(losses, big), gradients(expected, same), strict=True):
+        close(found, gradient, 1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so(value):
+    x, w, b, targets = example(6, 5, 4)
+    losses = linear_cross_entropy(x, w, b, targets, chunk_tokens=2)
+    (found,) = torch.autograd.grad(losses, x, torch.tensor([1, 1, value, 1, 1, 1], dtype=torch.float64))
+    assert not found[2].isfinite().any() and found[[0, 1, 3, 4, 5]].isfinite().all()
+    with torch.no_grad():
+        x[3, 0] = value
+    assert linear_cross_entropy(x, w, b, targets).isfinite().tolist() == [True, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("target", [5, -1, -100])
+def test_targets_outside_the_vocabulary_are_refused(target):
+    x, w, b, targets = example(6, 5, 4)
+    targets[3] = target
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(x, w, b, targets)
+
+
+def test_no_tokens_no_gradient():
+    x, w, b, targets = example(0, 5, 4)
+    losses = linear_cross_entropy(x, w, b, targets)
+    assert losses.shape == (0,)
+    assert [g.tolist() for g in gradients(losses, [x, w, b])] == [[], [[0.0] * 4] * 5, [0.0] * 5]
+
+
+def test_without_a_gradient_nothing_is_kept_for_one(monkeypatch):
+    x, w, b, targets = example(30, 12, 8)
+    expected = linear_cross_entropy(x, w, b, targets, chunk_tokens=7)
+    monkeypatch.setattr(torch.Tensor, "exp_", None)  # what the gradient begins with
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            losses = linear_cross_entropy(x, w, b, targets, chunk_tokens=7)
+        assert torch.equal(losses, expected) and not losses.requires_grad
+    assert torch.equal(linear_cross_entropy(*(t.detach() for t in (x, w, b)), targets, chunk_tokens=7), expected)
+    with pytest.raises(TypeError):
+        linear_cross_entropy(x, w, b, targets)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant):
+    x, w, b, targets = example(30, 12, 8)
+    expected = gradients(linear_cross_entropy(x, w, b, targets), [x, w, b])
+    losses = checkpoint(linear_cross_entropy, x, w, b, targets, use_reentrant=reentrant)
+    losses.sum().backward()
+    assert all(torch.equal(t.grad, g) for t, g in zip((x, w, b), expected, strict=True))
+
+
+def test_inside_compiled_code():
+    def loss(x, w, b, targets):
+        return linear_cross_entropy(x.tanh(), w, b, targets, chunk_tokens=7)
+
+    x, w, b, targets = example(30, 12, 8)
+    weights = torch.rand(30, dtype=torch.float64)
+    compiled = torch.compile(loss, backend="aot_eager")
+    for given_weights in (None, weights):
+        expected = gradients(loss(x, w, b, targets), [x, w, b], given_weights)
+        for found, gradient in zip(gradients(compiled(x, w, b, targets), [x, w, b], given_weights), expected,
+                                   strict=True):
+            close(found, gradient, 1e-13)
+
+
+# Memory
+
+
+class Made(TorchDispatchMode):
+    """The sizes of the tensors that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if torch.is_tensor(t)}
+        self.sizes += [t.numel() for t in (result if isinstance(result, tuple | list) else [result])
+                       if torch.is_tensor(t) and t.untyped_storage().data_ptr() not in given]
+        return result
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_logits_are_never_in_memory(autocast, weighted):
+    n, v, d, chunk = 640, 50, 8, 32
+
+    def made(loss, n):
+        x, w, b, targets = example(n, v, d, torch.float32)
+        with Made() as seen, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            gradients(loss(x, w, b, targets), [x, w, b], torch.rand(n) if weighted else None)
+        return seen.sizes
+
+    def ours(*inputs):
+        return linear_cross_entropy(*inputs, chunk_tokens=chunk)
+
+    assert max(made(plain, n)) == n * v
+    assert max(made(ours, n)) == n * d  # x's gradient
+    # However many chunks there are, they share their logits.
+    n_logits = [made(ours, n).count(chunk * v) for n in (chunk, n, 2 * n)]
+    assert n_logits == [(1 + autocast) * (1 + weighted)] * 3
+
+
+def test_a_model_makes_no_logits_for_its_losses():
+    """Training and evaluation; against the model's logits."""
+    model = LanguageModel(FLASH)
+    ids_BT = random_ids(8, 25)
+    expected = F.cross_entropy(model(ids_BT[:, :-1]).flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
+    calls = []
+    model.logits = lambda *_: calls.append(1)
+    losses = token_losses(model, ids_BT)
+    assert losses.shape == (8, 24) and not calls
+    close(losses.detach().flatten(), expected.detach().double(), 1e-6)
+
+
+def test_at_some_tokens_alone():
+    model = random_model(FLASH)
+    ids_BT, at_K = random_ids(3, 24), torch.tensor([70, 0, 30, 0])
+    targets_K = torch.tensor([1, 2, 3, 4])
+    expected = -model(ids_BT).flatten(0, 1).log_softmax(-1)[at_K, targets_K]
+    close(model(ids_BT, at_K=at_K, targets=targets_K), expected, 1e-13)
+
+
+def test_a_chunk_is_small_beside_2_18_tokens():
+    for device in ("cpu", "cuda"):
+        for vocab_size in (256, 8192, 32_000, 256_000):
+            assert default_chunk_tokens(vocab_size, torch.device(device)) * 32 <= max(2**18, 2**32 // vocab_size)
+    assert default_chunk_tokens(32_000, torch.device("cuda")) == 4194
+
+
+# PyTorch's own, from 2.13
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="PyTorch has it from 2.13")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_against_that_of_pytorch(reduction):
+    x, w, b, targets = example(300, 150, 20, torch.float32)
+    theirs = F.linear_cross_entropy(x, w, targets, linear_bias=b, reduction=reduction,
+                                    options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=64))
+    ours = linear_cross_entropy(x, w, b, targets, chunk_tokens=64)
+    ours = {"none": ours, "sum": ours.sum(), "mean": ours.mean()}[reduction]
+    close(ours, theirs.double(), 1e-6)
+    for found, gradient in zip(gradients(ours, [x, w, b]), gradients(theirs, [x, w, b]), strict=True):
+        close(found, gradient.double(), 1e-6)

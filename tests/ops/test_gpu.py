@@ -1,0 +1,411 @@
+"""On a CUDA device: what a processor computes in float64, for every model; training in bfloat16; decoding; compiling;
+and the kernels at the sizes they are for, where the tests of each kernel are of small ones in Triton's interpreter.
+
+Left out unless asked for: `python -m pytest -m gpu tests/ops/test_gpu.py`, or `make gpu STAGE=tests`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.benchmark.op import KERNEL, MODEL_OF, OPS, outputs, typed, value_and_gradients
+from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
+from lineartime.generation.cuda_graph import CapturedStep
+from lineartime.generation.generate import decode_step, generate
+from lineartime.model import LanguageModel, token_losses
+from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.runtime import choose_settings
+from lineartime.training import compute_gradient, make_optimizer
+from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, UNPACKED, random_ids, random_model, with_end
+
+DEVICE = "cuda"
+END = 0
+MODELS = CONFIGS | UNPACKED | BIDIRECTIONAL
+LIMITS = {torch.float64: 1e-11, torch.float32: 2e-4}
+"""Largest relative error of an output or gradient, as norms, against float64 on a processor."""
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # other versions of torch warn of other things
+
+
+@pytest.fixture(autouse=True)
+def device():
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        pytest.fail("these tests need a CUDA device")
+    choose_settings(torch.device(DEVICE))
+    torch.manual_seed(0)
+
+
+def error(ours: Tensor, theirs: Tensor, least: float = 1.0) -> float:
+    """Norm of the difference over the norm, or over `least` where that is less; not a number where one is not."""
+    assert ours.shape == theirs.shape
+    ours, theirs = ours.detach().cpu().double(), theirs.detach().cpu().double()
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=least))
+
+
+def rows_with_documents(config: ModelConfig, length: int = 3 * CHUNK + 2) -> Tensor:
+    """Documents that begin and end inside chunks, at their ends and not at all; none where rows are one document."""
+    ids_BT = random_ids(4, length) % 12 + 1
+    if config.end_of_document is not None:
+        ids_BT[1, [3, 4, 9]] = END
+        ids_BT[2, [0, 4, 5, 8, 12]] = END
+    return ids_BT
+
+
+def output_and_gradients(model: LanguageModel, ids_BT: Tensor) -> dict[str, Tensor]:
+    """The logits, and the gradient of a sum of them that weighs each differently."""
+    logits_BTV = model(ids_BT)
+    weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (logits_BTV * weights.to(logits_BTV.device, torch.promote_types(logits_BTV.dtype, torch.float32))).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits_BTV, **gradients}
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float64", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_backward_are_those_of_a_processor_in_float64(name: str, dtype: torch.dtype) -> None:
+    config = with_end(MODELS[name], END)
+    ids_BT = rows_with_documents(config)
+    expected = output_and_gradients(random_model(config), ids_BT)
+    made = output_and_gradients(random_model(config).to(DEVICE, dtype), ids_BT.to(DEVICE))
+    assert made.keys() == expected.keys() and made["logits"].device.type == DEVICE
+    assert {n: e for n in expected if not (e := error(made[n], expected[n])) <= LIMITS[dtype]} == {}
+
+
+def middle_sized(preset: str, **fields: object) -> ModelConfig:
+    """A model of a few million weights whose products are large enough for the fast kernels."""
+    sizes = {"n_layers": 2, "d_model": 256, "vocab_size": 512, "context": 512}
+    own = {"query_key_dim": 64} if PRESETS[preset].ffn == "gau" else {"n_heads": 4}
+    chunks = {"chunk_size": 64} if PRESETS[preset].chunk_size else {}
+    return model_config(preset, **sizes, **own, **chunks, **fields)
+
+
+class Rows:
+    """Language modelling of the same rows at every step."""
+
+    def __init__(self, rows_BT: Tensor):
+        self.rows_BT = rows_BT
+
+    def n_targets(self, rows_BT: Tensor) -> int:
+        return rows_BT[:, 1:].numel()
+
+    def losses(self, model: LanguageModel, rows_BT: Tensor) -> Tensor:
+        return token_losses(model, rows_BT)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bfloat16_trains(preset: str) -> None:
+    """Its first loss and gradient are near float32's, and it learns rows by heart."""
+    model = LanguageModel(middle_sized(preset)).to(DEVICE).train()
+    rows_BT = random_ids(2, 201, vocab_size=512).to(DEVICE)
+    task, train = Rows(rows_BT), TrainConfig(precision="bfloat16", learning_rate=3e-3, clip=1.0)
+    wanted, wanted_norm = compute_gradient(model, task, [rows_BT], 2, replace(train, precision="float32", clip=None))
+    first, norm = compute_gradient(model, task, [rows_BT], 2, replace(train, clip=None))
+    assert abs(first - wanted) < 0.01 * wanted and abs(norm - wanted_norm) < 0.1 * wanted_norm
+    optimizer = make_optimizer(model, train)
+    for _ in range(20):
+        loss, _ = compute_gradient(model, task, [rows_BT], 1, train)
+        optimizer.step()
+    assert loss < 0.9 * first
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_decoding_is_the_forward_pass(name: str) -> None:
+    config = with_end(CONFIGS[name], END)
+    model = random_model(config).to(DEVICE)
+    ids_BT = rows_with_documents(config).to(DEVICE)
+    x_BTD = model.hidden(ids_BT)
+    state = model.decoding_state(len(ids_BT))
+    pieces = [model.extend(piece, torch.full((len(ids_BT),), piece.shape[1], device=DEVICE), state)
+              for piece in ids_BT.split([6, 1, 1, 1, 4, 1], dim=1)]
+    assert error(torch.cat(pieces, dim=1), x_BTD) <= LIMITS[torch.float64]
+
+
+@pytest.mark.parametrize("preset", ["flash", "flash-quad", "transformer++", "mc-tfm++"])
+def test_greedy_text_is_that_of_a_processor(preset: str) -> None:
+    model = LanguageModel(middle_sized(preset)).double().eval()
+    prompts = [random_ids(n, seed=n, vocab_size=512).tolist() for n in (3, 70, 200)]
+    expected = generate(model, prompts, max_new_tokens=80, temperature=0)
+    assert generate(model.to(DEVICE), prompts, max_new_tokens=80, temperature=0) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("preset", ["transformer++", "flash-quad", "flash", "mc-tfm++"])
+def test_packed_documents_do_not_see_each_other(preset: str, dtype: torch.dtype) -> None:
+    """Attention of variable length in bfloat16: near float64 on a processor, and nothing of another document."""
+    config = middle_sized(preset, end_of_document=END)
+    model = LanguageModel(config).train()
+    ids_1T = random_ids(1, 512, vocab_size=511) + 1
+    ids_1T[0, [0, 130, 131]] = END
+
+    expected = output_and_gradients(model.double(), ids_1T)
+    model.zero_grad(set_to_none=True)
+    model = model.to(DEVICE, torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        made = output_and_gradients(model, ids_1T.to(DEVICE))
+        other_1T = ids_1T.clone()
+        other_1T[0, 131:400] = other_1T[0, 131:400].flip(0)
+        other_1T[0, 131], other_1T[0, 399] = END, 1
+        others = model(other_1T.to(DEVICE))
+    limit = LIMITS[torch.float32] if dtype == torch.float32 else 5e-2
+    least = 0.01 * max(float(t.norm()) for t in expected.values())
+    # A gradient that is one number is a sum in which most of it cancels: bfloat16 leaves little of it.
+    several = [name for name in expected if dtype == torch.float32 or expected[name].numel() > 1]
+    assert {n: e for n in several if not (e := error(made[n], expected[n], least)) <= limit} == {}
+    assert torch.equal(others[:, :131], made["logits"][:, :131])
+    assert not torch.equal(others[:, 131:], made["logits"][:, 131:])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preset", ["flash", "transformer++"])
+def test_compiled_layers_are_the_eager_ones(preset: str, precision: str) -> None:
+    model = LanguageModel(middle_sized(preset)).to(DEVICE).train()
+    rows_BT = random_ids(2, 513, vocab_size=512).to(DEVICE)
+
+    def run() -> tuple[float, list[Tensor]]:
+        loss, _ = compute_gradient(model, Rows(rows_BT), [rows_BT], 2, TrainConfig(precision=precision, clip=None))
+        return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    loss, gradients = run()
+    model.compile_layers()
+    compiled_loss, compiled_gradients = run()
+    limit = 1e-4 if precision == "float32" else 5e-2
+    assert abs(compiled_loss - loss) <= limit * loss
+    for made, expected in zip(compiled_gradients, gradients, strict=True):
+        assert (made - expected).norm() <= limit * max(expected.norm(), 1e-2 * max(g.norm() for g in gradients))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_linear_cross_entropy_is_the_plain_one(dtype: torch.dtype) -> None:
+    """At a length that is no multiple of its chunks."""
+    x, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((3000, 64), (32000, 64), (32000,)))
+    targets = random_ids(3000, vocab_size=32000)
+    results = []
+    for device, kind, chunk in (("cpu", torch.float64, None), (DEVICE, dtype, 700)):
+        inputs = [t.to(device, kind, copy=True).requires_grad_() for t in (x, 0.1 * weight, bias)]
+        losses = (linear_cross_entropy(*inputs, targets.to(device), chunk_tokens=chunk) if chunk else
+                  F.cross_entropy(F.linear(*inputs), targets, reduction="none"))
+        losses.sum().backward()
+        results.append([losses, *(t.grad for t in inputs)])
+    limit = 1e-11 if dtype == torch.float64 else 1e-5
+    assert [e for a, b in zip(*results, strict=True) if not (e := error(b, a)) <= limit] == []
+
+
+def test_linear_cross_entropy_does_not_hold_the_logits() -> None:
+    n_tokens, vocab_size, width = 2**16, 32000, 256
+    x_ND = torch.randn(n_tokens, width, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    weight_VD = (0.02 * torch.randn(vocab_size, width, device=DEVICE)).requires_grad_()
+    bias_V = torch.zeros(vocab_size, device=DEVICE, requires_grad=True)
+    targets_N = torch.randint(vocab_size, (n_tokens,), device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        linear_cross_entropy(x_ND, weight_VD, bias_V, targets_N).mean().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * n_tokens * vocab_size / 4
+
+
+LENGTHS = (2051, 131)
+"""Of rows for kernels: no multiples of anything, the second one shorter than most chunks."""
+WHOLE_LENGTH = 2048
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FLOOR = {torch.float32: 1e-6}
+"""Where kernel and definition are both at the rounding of float32, twice is a matter of luck."""
+
+ATTENTIONS = [("gated_chunk_attention", chunk) for chunk in (256, 128, 512)] + [("gated_quadratic_attention", None)]
+
+
+def op_config(name: str, chunk: int | None, causal: bool, n_tokens: int) -> ModelConfig:
+    """The paper's sizes: those of 110 M, and with chunks of 512 those of 500 M."""
+    fields = {} if chunk is None else {"chunk_size": chunk}
+    return model_config(MODEL_OF.get(name, "flash"), d_model=1024 if chunk == 512 else 768, causal=causal,
+                        context=n_tokens, **fields)
+
+
+def documents(n_rows: int, n_tokens: int) -> Tensor:
+    """Segment ids: a row of one document, rows of many of all lengths, and the last with padding behind them."""
+    generator = torch.Generator().manual_seed(n_tokens)
+    begins_BT = torch.rand(n_rows, n_tokens, generator=generator) < torch.linspace(0, 0.05, n_rows)[:, None]
+    ids_BT = begins_BT.cumsum(1)
+    ids_BT[-1, -n_tokens // 5 :] = -1
+    return ids_BT.to(DEVICE)
+
+
+def attention(name: str, config: ModelConfig, segment_ids_BT: Tensor | None, kernel: bool) -> Callable[..., Tensor]:
+    """A gated attention of an op's inputs, by its kernel or by its definition."""
+    from lineartime.ops import mixed_chunk, quadratic, reference
+
+    if name == "gated_chunk_attention":
+        function = (mixed_chunk if kernel else reference).gated_chunk_attention
+        sizes = {"chunk_size": config.scale_len}
+    else:
+        function = (quadratic if kernel else reference).gated_quadratic_attention
+        sizes = {"scale_len": config.scale_len}
+    function = partial(function, causal=config.causal, segment_ids_BT=segment_ids_BT, **sizes)
+    return lambda uvz, gamma, beta, sin, cos, w: function(uvz, gamma, beta, sin, cos, w)
+
+
+def op_inputs(name: str, config: ModelConfig, n_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return typed(OPS[name], OPS[name].inputs(config, n_rows), torch.device(DEVICE), dtype)
+
+
+def too_far(name: str, kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
+            dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Outputs and gradients whose error is more than twice the definition's in the same type: both errors."""
+    exact_inputs = typed(OPS[name], inputs, torch.device(DEVICE), torch.float64)
+    cotangents = [torch.randn_like(x) for x in outputs(definition, inputs)]
+    exact = value_and_gradients(definition, exact_inputs, cotangents)
+    ours, theirs = (value_and_gradients(each, inputs, cotangents) for each in (kernel, definition))
+    errors = {key: tuple(float((found[key].double() - x).norm()) for found in (ours, theirs))
+              for key, x in exact.items()}
+    assert all(ours[key].dtype == theirs[key].dtype for key in exact)
+    return {key: (a, b) for key, (a, b) in errors.items()
+            if not a <= max(2 * b, FLOOR.get(dtype, 0.0) * float(exact[key].norm()))}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
+def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool, dtype: torch.dtype) -> None:
+    """With documents and padding. Memory that a kernel is given is full of NaN (see conftest)."""
+    for n_tokens in LENGTHS:
+        config = op_config(name, chunk, causal, n_tokens)
+        ids_BT = documents(3, n_tokens)
+        kernel, definition = (attention(name, config, ids_BT, each) for each in (True, False))
+        assert too_far(name, kernel, definition, op_inputs(name, config, 3, dtype), dtype) == {}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
+def test_kernels_are_held_to_float64_in_rows_of_one_document(name: str, chunk: int | None, causal: bool) -> None:
+    """In whole chunks, and with inputs that are not contiguous."""
+    config = op_config(name, chunk, causal, WHOLE_LENGTH)
+    kernel, definition = (attention(name, config, None, each) for each in (True, False))
+    inputs = op_inputs(name, config, 2, torch.bfloat16)
+    assert too_far(name, kernel, definition, inputs, torch.bfloat16) == {}
+    turned = {key: x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(x.requires_grad)
+              if x.dim() > 1 else x for key, x in inputs.items()}
+    ours, theirs = (value_and_gradients(kernel, each, [torch.ones_like(*outputs(kernel, each))])
+                    for each in (inputs, turned))
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+@pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
+def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> None:
+    config = op_config(name, chunk, False, LENGTHS[0])
+    kernel = attention(name, config, documents(2, LENGTHS[0]), True)
+    inputs = op_inputs(name, config, 2, torch.bfloat16)
+    cotangents = [torch.randn_like(x) for x in outputs(kernel, inputs)]
+    first, second = (value_and_gradients(kernel, inputs, cotangents) for _ in range(2))
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+
+
+@pytest.mark.parametrize("two_levels", [True, False])
+def test_long_rows(two_levels: bool) -> None:
+    """Chunk states in two levels, which few rows of many chunks get, and in one."""
+    n_rows, n_tokens = (1, 24 * LENGTHS[0]) if two_levels else (12, 5 * LENGTHS[0])
+    config = op_config("gated_chunk_attention", 256, True, n_tokens)
+    ids_BT = documents(n_rows, n_tokens) if n_rows > 1 else documents(2, n_tokens)[1:]
+    kernel, definition = (attention("gated_chunk_attention", config, ids_BT, each) for each in (True, False))
+    inputs = op_inputs("gated_chunk_attention", config, n_rows, torch.bfloat16)
+    assert too_far("gated_chunk_attention", kernel, definition, inputs, torch.bfloat16) == {}
+
+
+def test_more_numbers_than_32_bits_count() -> None:
+    """The last of several long rows is what it is alone: uvz has 2.5e9 numbers."""
+    config = op_config("gated_chunk_attention", 256, True, 2**18)
+    kernel = attention("gated_chunk_attention", config, None, True)
+    inputs = op_inputs("gated_chunk_attention", config, 1, torch.bfloat16)
+
+    def found(uvz: Tensor) -> tuple[Tensor, Tensor]:
+        given = {**inputs, "uvz": uvz.requires_grad_()}
+        made = value_and_gradients(kernel, given, [torch.ones_like(uvz[..., :1]).expand(-1, -1, config.d_inner)])
+        return made["output"][-1], made["gradient of uvz"][-1]
+
+    last = inputs["uvz"].detach()
+    for together, alone in zip(found(torch.cat([torch.zeros_like(last)] * 2 + [last])), found(last), strict=True):
+        assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("layer_norm", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_is_held_to_float64(dtype: torch.dtype, layer_norm: bool) -> None:
+    from lineartime.ops import norm, reference
+
+    for width in (768, 1024, 100):
+        config = model_config("flash", d_model=width, context=1001)
+        inputs = op_inputs("add_norm", config, 3, dtype)
+        functions = [norm.add_norm, reference.add_norm]
+        if not layer_norm:
+            del inputs["bias"]
+            inputs["weight"] = inputs["weight"].detach()[0].requires_grad_()
+            functions = [partial(function, bias=None) for function in functions]
+        assert too_far("add_norm", *functions, inputs, dtype) == {}
+
+
+@pytest.mark.parametrize("name", ["gated_chunk_attention", "gated_quadratic_attention", "add_norm"])
+def test_compiled_kernels_are_one_graph(name: str) -> None:
+    """Without a break, and the same function."""
+    config = op_config(name, None if name == "gated_quadratic_attention" else 256, True, WHOLE_LENGTH)
+    kernel = OPS[name].implementations(config)[KERNEL]
+    inputs = op_inputs(name, config, 2, torch.bfloat16)
+    compiled = torch.compile(lambda **inputs: [2 * x for x in outputs(kernel, inputs)], fullgraph=True)
+    twice = tuple(compiled(**inputs))
+    assert all(torch.equal(a, 2 * b) for a, b in zip(twice, outputs(kernel, inputs), strict=True))
+    sum(x.float().sum() for x in twice).backward()
+    assert all(bool(x.grad.isfinite().all()) for x in inputs.values() if x.requires_grad)
+
+
+KERNEL_SIZED = {"n_layers": 3, "d_model": 256, "vocab_size": 512, "context": 700, "end_of_document": END}
+
+
+def with_kernels(preset: str, **fields: object) -> ModelConfig:
+    """A small model whose heads are of the width that kernels take."""
+    chunk = {"chunk_size": 128} if preset == "flash" else {}
+    return model_config(preset, **KERNEL_SIZED, **chunk, **fields)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preset", ["flash", "flash-quad"])
+def test_a_model_with_kernels_is_the_model_without(preset: str, precision: str) -> None:
+    """The whole gradient of a step is at most twice as far from float64 as that of the definitions."""
+    model = random_model(with_kernels(preset)).to(DEVICE, torch.float32).train()
+    rows_BT = (random_ids(3, 701, vocab_size=511) + 1).to(DEVICE)
+    rows_BT[1, [5, 130, 131, 400]] = END
+    rows_BT[2, ::37] = END
+
+    def gradient(impl: str | None, dtype: torch.dtype, precision: str) -> tuple[float, Tensor]:
+        model.set_impl(impl)
+        model.to(dtype)
+        model.zero_grad(set_to_none=True)
+        loss, _ = compute_gradient(model, Rows(rows_BT), [rows_BT], 3, TrainConfig(precision=precision, clip=None))
+        return loss, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+    loss, exact = gradient("reference", torch.float64, "float32")
+    (_, theirs), (our_loss, ours) = (gradient(impl, torch.float32, precision) for impl in ("reference", None))
+    assert abs(our_loss - loss) < 0.01 * loss
+    floor = 1e-6 * float(exact.norm()) if precision == "float32" else 0.0
+    assert float((ours - exact).norm()) <= max(2 * float((theirs - exact).norm()), floor)
+    assert not torch.equal(ours, theirs)  # so kernels ran
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_decoding_with_kernels_is_the_parallel_form(dtype: torch.dtype, captured: bool) -> None:
+    """Token by token over two ends of chunks and a document's; captured, as a CUDA graph that is replayed."""
+    model = LanguageModel(with_kernels("flash")).to(DEVICE, dtype).eval()
+    ids_BT = (random_ids(5, 300, vocab_size=511) + 1).to(DEVICE)
+    ids_BT[2, 200] = END
+    model.set_impl("reference")
+    expected_BTV = model(ids_BT).float()
+    model.set_impl(None)
+    state = model.decoding_state(len(ids_BT))
+    model.extend(ids_BT[:, :100], torch.full((len(ids_BT),), 100, device=DEVICE), state)
+    step = CapturedStep(model, state) if captured else partial(decode_step, model, state=state)
+    logits_BTV = torch.stack([step(ids_B) for ids_B in ids_BT[:, 100:].unbind(1)], dim=1)
+    assert error(logits_BTV, expected_BTV[:, 100:]) <= (1e-4 if dtype == torch.float32 else 5e-2)

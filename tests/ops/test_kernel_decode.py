@@ -1,0 +1,214 @@
+"""The kernel of a decode step, in Triton's interpreter, held to its definition, which is the layer's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+import interpreter  # noqa: F401 - first, as it decides how kernels run
+from lineartime.config import ModelConfig
+from lineartime.decoding.cache import ChunkState, Feed
+from lineartime.gau import GatedAttentionUnit
+from lineartime.generation import generate
+from lineartime.generation.cuda_graph import CapturedStep
+from lineartime.layers import Layout, rotary
+from lineartime.ops import decode_step, reference
+from tiny_models import CHUNK, FLASH, random_ids, random_model, with_end
+
+S, C, END = 128, 128, 0
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BUFFERS = ("k_quad_BCS", "k_lin_BCS", "v_BCE")
+
+
+def extend_fused(op, layer: GatedAttentionUnit, x_B1D: Tensor, layout: Layout, feed: Feed,
+                 cache: ChunkState) -> Tensor:
+    """A layer's `extend` for one token per row, with `op` for what stands between its projections."""
+    assert layer.chunking is not None and layout.rotary is not None
+    uvz_BF = F.linear(layer.norm(x_B1D)[:, 0], layer.in_proj.weight, layer.in_proj.bias)
+    at, position_B = feed.at_new_token(layer.chunking, cache.kv_BSE.dtype), feed.position_BN[:, 0]
+    offset_B = position_B % layer.chunking.chunk_size
+    out_BE = op(uvz_BF, layer.scale_offset.gamma, layer.scale_offset.beta, *(a[:, 0] for a in layout.rotary),
+                cache.bias(layer.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE,
+                offset_B, feed.start_BN[:, 0] - position_B + offset_B, at.weight_B11[:, 0, 0])
+    if at.full is not None:
+        cache.close(at)
+    return x_B1D + layer.out_proj(out_BE)[:, None]
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch):
+    """Has layers take single tokens through an op."""
+    extend = GatedAttentionUnit.extend
+
+    def use(op) -> None:
+        monkeypatch.setattr(GatedAttentionUnit, "extend", lambda layer, x, layout, feed, cache: (
+            extend_fused(op, layer, x, layout, feed, cache) if feed.one_each else
+            extend(layer, x, layout, feed, cache)))
+    return use
+
+
+@pytest.mark.parametrize("config", [with_end(FLASH, END), replace(FLASH, chunk_pooling="sum"),
+                                    replace(FLASH, norm="scale_norm", end_of_document=END)])
+@pytest.mark.parametrize("lengths", [(1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), (CHUNK + 1, CHUNK + 1)])
+def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, ...], fused) -> None:
+    """At every place in a chunk, with documents, rows together and not, as `decode_step` and as captured."""
+    model = random_model(config)
+    prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
+    tokens_NB = [random_ids(len(prompts), seed=seed, vocab_size=6) for seed in range(2 * CHUNK + 2)]
+
+    def logits(captured: bool) -> Tensor:
+        _, state = generate.prefill(model, prompts)
+        step = CapturedStep(model, state) if captured else lambda ids_B: generate.decode_step(model, ids_B, state)
+        return torch.stack([step(ids_B) for ids_B in tokens_NB])
+
+    expected = logits(captured=False)
+    fused(reference.chunk_decode_step)
+    for captured in (False, True):
+        assert float((logits(captured) - expected).abs().max() / expected.abs().max()) <= 1e-12
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int = C, *,
+                pooling: str = "mean") -> dict[str, Tensor]:
+    """Rows given by the position of the new token and that at which its document began."""
+    position_B, start_B = torch.tensor(rows).T
+    n, offset_B = len(rows), position_B % c
+    n_carried_B = (position_B - offset_B - start_B).clamp(min=0)
+    each_B = 1 / n_carried_B.clamp(min=1) if pooling == "mean" else torch.ones(n)
+    sin_BR, cos_BR = rotary(position_B, S, dtype)
+    return {
+        "uvz_BF": random(n, 2 * e + S, seed=0).to(dtype),
+        "gamma_4S": (random(4, S, seed=1) + 1).to(dtype), "beta_4S": random(4, S, seed=2).to(dtype),
+        "sin_BR": sin_BR, "cos_BR": cos_BR, "bias_C": random(c, seed=3) + 1,
+        "k_quad_BCS": random(n, c, S, seed=4).to(dtype), "k_lin_BCS": random(n, c, S, seed=5).to(dtype),
+        "v_BCE": random(n, c, e, seed=6).to(dtype), "kv_BSE": random(n, S, e, seed=7),
+        "offset_B": offset_B, "first_B": start_B - position_B + offset_B,
+        "weight_B": torch.where(n_carried_B > 0, each_B, 0.0)}
+
+
+def run(op, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """What `op` returns, and the buffers afterwards."""
+    copies = {name: x.to(dtype) if dtype and x.is_floating_point() else x.clone() for name, x in inputs.items()}
+    return op(**copies), {name: copies[name] for name in BUFFERS}
+
+
+def error(a: Tensor, exact: Tensor) -> float:
+    return float((a.double() - exact).norm() / exact.norm())
+
+
+def assert_held(inputs: dict[str, Tensor]) -> None:
+    """The output and what is written have at most twice the reference's error; nothing else is written, and nothing is
+    read where a row has nothing to see."""
+    (theirs, their_buffers), (exact, exact_buffers) = (run(reference.chunk_decode_step, inputs, dtype)
+                                                       for dtype in (None, torch.float64))
+    hidden = {name: x.clone() for name, x in inputs.items()}
+    for row, (offset, first, weight) in enumerate(zip(inputs["offset_B"], inputs["first_B"], inputs["weight_B"],
+                                                      strict=True)):
+        for name in BUFFERS:
+            hidden[name][row, offset:] = torch.nan
+            hidden[name][row, : max(int(first), 0)] = torch.nan
+        if weight == 0:
+            hidden["kv_BSE"][row] = torch.nan
+    ours, our_buffers = run(decode_step.chunk_decode_step, hidden)
+    # Float32 is at its rounding in both, where twice is a matter of luck.
+    floor = 1e-6 if ours.dtype == torch.float32 else 0.0
+    assert ours.dtype == theirs.dtype
+    assert error(ours, exact) <= max(2 * error(theirs, exact), floor)
+    rows = torch.arange(len(ours))
+    for name in BUFFERS:
+        written, before = our_buffers[name], hidden[name]
+        new, their_new, exact_new = (x[rows, inputs["offset_B"]] for x in (
+            written, their_buffers[name], exact_buffers[name]))
+        assert error(new, exact_new) <= max(2 * error(their_new, exact_new), floor), name
+        before[rows, inputs["offset_B"]] = new
+        assert torch.equal(written.nan_to_num(7.0), before.nan_to_num(7.0)), name
+
+
+ROWS = [(0, 0), (C - 1, 0), (2 * C + 33, 0), (3 * C, 2 * C + 9), (3 * C + 77, 3 * C + 45), (C + 33, C + 33)]
+"""A first token, a last slot, a row in its third chunk, documents that began before the chunk, in it and just now."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "e", "pooling"), [(ROWS[:3], 48, "mean"), (ROWS[3:], 16, "sum")])
+def test_held_to_float64(rows: list[tuple[int, int]], e: int, pooling: str, dtype: torch.dtype) -> None:
+    assert_held(make_inputs(dtype, rows, e, pooling=pooling))
+
+
+@pytest.mark.parametrize("c", [256, 512])
+def test_longer_chunks(c: int) -> None:
+    assert_held(make_inputs(torch.bfloat16, [(2 * c + c // 2, c - 9)], 16, c))
+
+
+@pytest.mark.parametrize(("e", "columns"), [(112, 64), (240, 128)])
+def test_wider_programs(e: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of many rows; the last one has columns to spare."""
+    monkeypatch.setattr(decode_step, "MANY_PROGRAMS", 4)
+    assert decode_step.columns_for(2, e) == columns
+    assert_held(make_inputs(torch.bfloat16, ROWS[1:3], e))
+
+
+def test_float32_parameters_and_strides() -> None:
+    """Parameters of a type of their own; inputs, but not buffers, that are not contiguous."""
+    inputs = make_inputs(torch.bfloat16, ROWS[2:4], 16)
+    for name in ("gamma_4S", "beta_4S", "sin_BR", "cos_BR"):
+        inputs[name] = inputs[name].float()
+    plain, buffers = run(decode_step.chunk_decode_step, inputs)
+    assert error(plain, run(reference.chunk_decode_step, inputs, torch.float64)[0]) <= 1e-2
+    spread = {name: x if name in BUFFERS else torch.stack([x, x], -1)[..., 0] for name, x in inputs.items()}
+    assert not any(x.is_contiguous() for name, x in spread.items() if name not in BUFFERS)
+    assert torch.equal(decode_step.chunk_decode_step(**spread), plain)
+    assert all(torch.equal(spread[name], buffers[name]) for name in BUFFERS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_decodes_by_it(dtype: torch.dtype, fused) -> None:
+    """Across the end of a chunk; memory and inputs are those of inference mode."""
+    config = replace(FLASH, n_layers=1, chunk_size=C, query_key_dim=S, context=2 * C, end_of_document=END)
+    model = random_model(config).to(dtype)
+    prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in (C - 2, C - 1)]
+
+    def logits() -> Tensor:
+        _, state = generate.prefill(model, prompts)
+        step = CapturedStep(model, state)
+        return torch.stack([step(torch.tensor(ids)) for ids in ([3, 1], [2, END], [5, 4])])
+
+    expected = logits()
+    fused(decode_step.chunk_decode_step)
+    assert error(logits(), expected.double()) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
+def test_refused() -> None:
+    inputs = make_inputs(torch.float32, ROWS[:2], 16)
+    for wrong in ("gamma_4S", "kv_BSE"):
+        with pytest.raises(RuntimeError, match="no gradient"):
+            decode_step.chunk_decode_step(**inputs | {wrong: inputs[wrong].clone().requires_grad_()})
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        dual = forward_ad.make_dual(inputs["kv_BSE"], inputs["kv_BSE"])
+        decode_step.chunk_decode_step(**inputs | {"kv_BSE": dual})
+    with torch.no_grad():
+        decode_step.chunk_decode_step(**inputs | {"gamma_4S": inputs["gamma_4S"].clone().requires_grad_()})
+    for wrong, change in (("v_BCE", torch.Tensor.bfloat16), ("k_lin_BCS", lambda x: x.mT.contiguous().mT)):
+        with pytest.raises(ValueError, match="buffers"):
+            decode_step.chunk_decode_step(**inputs | {wrong: change(inputs[wrong])})
+    with pytest.raises(ValueError, match="width 64"):
+        decode_step.chunk_decode_step(**inputs | {"k_quad_BCS": inputs["k_quad_BCS"][..., :64].contiguous()})
+
+
+def test_what_torch_asks_of_an_op() -> None:
+    inputs = make_inputs(torch.bfloat16, ROWS[2:3], 16)
+    torch.library.opcheck(decode_step.decode_op, tuple(inputs.values()), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiled_in_one_graph() -> None:
+    inputs = make_inputs(torch.bfloat16, ROWS[2:4], 16)
+    compiled = torch.compile(decode_step.chunk_decode_step, backend="aot_eager", fullgraph=True)
+    (ours, our_buffers), (theirs, their_buffers) = (run(op, inputs) for op in (compiled, decode_step.chunk_decode_step))
+    assert torch.equal(ours, theirs)
+    assert all(torch.equal(our_buffers[name], their_buffers[name]) for name in BUFFERS)

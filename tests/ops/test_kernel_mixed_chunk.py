@@ -1,0 +1,263 @@
+"""FLASH's kernels in Triton's interpreter, held to the definition; and the layers and models that run in them."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import interpreter  # noqa: F401 - first, as it decides how kernels run
+import kernel_law
+from kernel_law import DTYPES, S, random, run
+from lineartime.config import model_config
+from lineartime.errors import UsageError
+from lineartime.gau import GatedAttentionUnit
+from lineartime.generation.generate import generate
+from lineartime.layers import Layout, rotary
+from lineartime.model import LanguageModel, token_losses
+from lineartime.ops import dispatch as limits
+from lineartime.ops import gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference
+from tiny_models import random_ids
+
+
+def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int = 128,
+                parameters: torch.dtype | None = torch.float32) -> dict[str, Tensor]:
+    """As under autocast: uvz is short, parameters and angles are not, unless `parameters` is None."""
+    sin, cos = rotary(torch.arange(n_tokens)[None], S, torch.float32)
+    made = {"gamma": 0.5 + random(4, S, seed=1) / 3, "beta": random(4, S, seed=2) / 3, "sin": sin, "cos": cos,
+            "w": random(2 * chunk - 1, seed=3) / 3}
+    return {"uvz": random(n_rows, n_tokens, 2 * d_inner + S, seed=4).to(dtype),
+            **{name: x.to(parameters or dtype) for name, x in made.items()}}
+
+
+def documents(n_rows: int, n_tokens: int) -> Tensor:
+    """Several to a row, of one token too and longer than a chunk, and padding behind those of the last row."""
+    begins = random(n_rows, n_tokens, seed=5) > 2.2
+    begins[:, n_tokens // 3 : n_tokens // 3 + 2] = True
+    ids = begins.cumsum(1)
+    ids[-1, n_tokens - n_tokens // 7 :] = -1
+    return ids
+
+
+assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention)
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool) -> None:
+    """Two chunks and part of a third in an odd number of rows, or one row."""
+    n_rows, n_tokens = (1, 133) if dtype == torch.float32 else (3, 261) if with_documents else (1, 261)
+    assert_held(make_inputs(n_rows, n_tokens, dtype), chunk_size=128, causal=causal,
+                segment_ids_BT=documents(n_rows, n_tokens) if with_documents else None)
+
+
+@pytest.mark.parametrize("chunk, causal", [(256, True), (256, False), (512, True), (512, False)])
+def test_larger_chunks_are_attended_in_rounds(chunk: int, causal: bool) -> None:
+    n_tokens = chunk + 21
+    assert_held(make_inputs(1, n_tokens, torch.bfloat16, chunk=chunk), chunk_size=chunk, causal=causal,
+                segment_ids_BT=documents(1, n_tokens))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sums_in_place_of_means(causal: bool) -> None:
+    assert_held(make_inputs(1, 267, torch.bfloat16), chunk_size=128, causal=causal, pooling="sum",
+                segment_ids_BT=documents(1, 267))
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_more_columns_and_parameters_of_the_same_type(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles of either kind of GPU."""
+    monkeypatch.setattr(mixed_chunk, "is_hopper", lambda device: hopper)
+    assert_held(make_inputs(1, 140, torch.bfloat16, d_inner=192, chunk=256, parameters=None), chunk_size=256,
+                causal=True)
+
+
+@pytest.mark.parametrize("n_tokens, dtype", [(1, torch.float32), (40, torch.bfloat16), (128, torch.float16)])
+def test_short_rows(n_tokens: int, dtype: torch.dtype) -> None:
+    assert_held(make_inputs(2, n_tokens, dtype), chunk_size=128, causal=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, how = make_inputs(2, 645, torch.float32), {"chunk_size": 128, "causal": causal,
+                                                       "segment_ids_BT": documents(2, 645)}
+    tables = mixed_chunk.lay_out_documents(how["segment_ids_BT"], 2, 645, 128, causal, "mean", torch.device("cpu"))
+    heads, uvz = random(4, 2, 645, S, seed=7), inputs["uvz"]
+    made = []
+    for many in (32, 0):
+        monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", many)
+        made.append([mixed_chunk.make_states(uvz, uvz[..., 64:128], heads, tables, 128, backward)[1]
+                     for backward in (False, True)])
+    for one, two in zip(*made, strict=True):
+        assert one.abs().sum() > 0 and (one - two).norm() <= 1e-6 * one.norm()
+
+
+def test_every_run_gives_the_same_bits_in_any_layout() -> None:
+    """Rows and tokens interleaved, every second column; as contiguous inputs give."""
+    inputs = make_inputs(2, 197, torch.bfloat16)
+    how = {"chunk_size": 128, "causal": True, "segment_ids_BT": documents(2, 197)}
+    strided = {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in inputs.items()}
+    strided["uvz"] = inputs["uvz"].transpose(0, 1).contiguous().transpose(0, 1)
+    assert not any(x.is_contiguous() for x in strided.values())
+    first, *others = (run(mixed_chunk.gated_chunk_attention, each, **how) for each in (inputs, inputs, strided))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -> None:
+    """By the output at one token, in the middle of a document that begins in a chunk and ends in the next."""
+    inputs = make_inputs(1, 300, torch.bfloat16)
+    ids_1T = torch.zeros(1, 300, dtype=torch.long)
+    ids_1T[:, 100:] += 1
+    ids_1T[:, 200:] += 1
+    uvz = inputs["uvz"].requires_grad_()
+    out = mixed_chunk.gated_chunk_attention(*inputs.values(), chunk_size=128, causal=causal, segment_ids_BT=ids_1T)
+    gradient_T = torch.autograd.grad(out[0, 150].sum(), uvz)[0][0].abs().sum(-1)
+    seen = set(range(100, 151 if causal else 200))
+    found = set(gradient_T.nonzero().flatten().tolist())
+    assert found <= seen and len(found) > 0.6 * len(seen)  # relu gives some keys of their own document nothing
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_definitions_have_the_gradients_of_their_differences(causal: bool) -> None:
+    """torch.autograd.gradcheck in float64."""
+    def small(n_heads: int, length: int) -> list[Tensor]:
+        position_1T = torch.arange(6)[None]
+        sizes = [(2, 6, 10), (n_heads, 4), (n_heads, 4), (2 * length - 1,)]
+        uvz, gamma, beta, w = (torch.randn(size, dtype=torch.float64).requires_grad_() for size in sizes)
+        return [uvz, gamma, beta, *rotary(position_1T, 4, torch.float64), w]
+
+    torch.manual_seed(0)
+    ids_BT = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, -1, -1]])
+    torch.autograd.gradcheck(lambda *x: reference.gated_chunk_attention(
+        *x, chunk_size=4, causal=causal, segment_ids_BT=ids_BT), small(4, 4))
+    torch.autograd.gradcheck(lambda *x: reference.gated_quadratic_attention(
+        *x, scale_len=6, causal=causal, segment_ids_BT=ids_BT), small(2, 6))
+
+
+def test_checkpointed_and_compiled() -> None:
+    """What is kept for backward is made again with the same bits; a graph has no break."""
+    inputs, how = make_inputs(1, 133, torch.bfloat16), {"chunk_size": 128, "causal": True}
+    expected = run(mixed_chunk.gated_chunk_attention, inputs, **how)
+    for op in (lambda *x, **how: checkpoint(mixed_chunk.gated_chunk_attention, *x, use_reentrant=False, **how),
+               torch.compile(mixed_chunk.gated_chunk_attention, backend="aot_eager", fullgraph=True)):
+        assert all(torch.equal(a, b) for a, b in zip(run(op, inputs, **how), expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, where forward mode begins
+def test_other_derivatives_are_refused() -> None:
+    inputs, how = make_inputs(1, 130, torch.float32), {"chunk_size": 128, "causal": True}
+    uvz, *rest = inputs.values()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        mixed_chunk.gated_chunk_attention(forward_ad.make_dual(uvz, uvz), *rest, **how)
+    out = mixed_chunk.gated_chunk_attention(uvz.requires_grad_(), *rest, **how)
+    gradient, = torch.autograd.grad(out.sum(), uvz, create_graph=True)
+    with pytest.raises(RuntimeError, match="gated_chunk_attention_backward"):
+        gradient.sum().backward()
+
+
+def tiny(preset: str, **fields: object) -> LanguageModel:
+    """A model of heads as wide as kernels have them."""
+    torch.manual_seed(0)
+    chunk = {"chunk_size": 128} if preset == "flash" else {}
+    return LanguageModel(model_config(preset, n_layers=2, d_model=64, vocab_size=64, context=256, **chunk, **fields))
+
+
+@pytest.mark.parametrize("preset, norm", [("flash", "layer_norm"), ("flash-quad", "scale_norm")])
+def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str) -> None:
+    """Under autocast, with checkpointing, and wrapped for data parallel training."""
+    model = tiny(preset, norm=norm, end_of_document=0).train()
+    ids_1T = random_ids(1, 132, vocab_size=63) + 1
+    ids_1T[0, 50] = 0
+
+    def step(impl: str, module: torch.nn.Module) -> Tensor:
+        model.set_impl(impl)
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            token_losses(module, ids_1T).mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    expected, made = (step(impl, model) for impl in ("reference", "triton"))
+    assert not torch.equal(made, expected)  # so kernels ran
+    assert (made - expected).norm() <= 1e-2 * expected.norm()
+    model.activation_checkpointing = True
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch.equal(step("triton", DistributedDataParallel(model)), made)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_text_is_that_of_the_definition() -> None:
+    """Greedy, over the ends of chunks, by rows that stand at different places."""
+    model = tiny("flash", end_of_document=0).eval()
+    prompts = [random_ids(n, seed=n, vocab_size=64).tolist() for n in (120, 3)]
+    texts = []
+    for impl in ("reference", "triton"):
+        model.set_impl(impl)
+        texts.append(generate(model, prompts, max_new_tokens=12, temperature=0))
+    assert texts[0] == texts[1]
+
+
+def test_layers_that_kernels_do_not_have() -> None:
+    x_BTD, layers = torch.randn(1, 5, 64), {
+        "query_key_dim 64": {"query_key_dim": 64}, "chunk_size 64": {"chunk_size": 64}, "d_inner 96": {
+            "expansion_factor": 1.5}, "n_heads": {"n_heads": 2}, "kernel": {"kernel": "softmax"}, "overlap": {
+            "overlap": True, "chunk_size": 128}, "document_mask": {"document_mask": "paper", "chunk_size": 128}}
+    for what, fields in layers.items():
+        layer = GatedAttentionUnit(64, **{"query_key_dim": 128, **fields})
+        expected = layer(x_BTD)
+        layer.impl = "triton"
+        with pytest.raises(UsageError, match=what):
+            layer(x_BTD)
+        layer.impl = "reference"
+        assert torch.equal(layer(x_BTD), expected)
+    with pytest.raises(UsageError, match="unknown implementation"):
+        limits.use_kernels("cuda", torch.device("cpu"), "")
+
+
+def test_what_runs_by_default(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Kernels on CUDA; the definition elsewhere, and where kernels cannot: with one line, once."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    limits.say.cache_clear()
+    assert limits.use_kernels(None, cuda, "") and not limits.use_kernels(None, cpu, "")
+    assert not limits.use_kernels("reference", cuda, "") and capsys.readouterr().err == ""
+    for _ in range(2):
+        assert not limits.use_kernels(None, cuda, "chunk_size 64")
+    assert capsys.readouterr().err == "note: attention runs as its definition, not in kernels: chunk_size 64\n"
+    monkeypatch.setattr(limits, "interpreted", lambda: False)
+    assert "not for cpu" in limits.device_refuses(cpu, torch.float32)
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
+    assert limits.device_refuses(cuda, torch.float32) == "Triton is not installed"
+
+
+@pytest.mark.parametrize("op, n_heads, how", [
+    (gated_chunk_attention, 4, {"chunk_size": 128}), (gated_quadratic_attention, 2, {"scale_len": 140})])
+def test_an_op_is_its_definition_or_its_kernel(op, n_heads: int, how: dict[str, int]) -> None:
+    inputs = make_inputs(1, 140, torch.float32)
+    inputs["gamma"], inputs["beta"] = inputs["gamma"][:n_heads], inputs["beta"][:n_heads]
+    if n_heads == 2:
+        inputs["w"] = random(2 * 140 - 1, seed=3)
+    by_default, kernel, definition = (op(*inputs.values(), causal=True, impl=impl, **how)
+                                      for impl in (None, "triton", "reference"))
+    assert torch.equal(by_default, definition) and not torch.equal(kernel, definition)
+    assert (kernel - definition).norm() <= 1e-6 * definition.norm()
+
+
+def test_a_layer_is_the_definition_of_its_op() -> None:
+    """The definition with a layer's weights, in float64: what the layer makes of parts and heads of its own."""
+    torch.manual_seed(0)
+    layer = GatedAttentionUnit(16, query_key_dim=8, chunk_size=4).double()
+    x_BTD, ids_BT = torch.randn(2, 11, 16, dtype=torch.float64), torch.tensor([[0] * 6 + [1] * 5, [0] * 9 + [-1] * 2])
+    angles = rotary(torch.arange(11)[None], 8, torch.float64)
+    uvz = torch.cat(layer.in_proj(layer.norm(x_BTD)), dim=-1)
+    out = reference.gated_chunk_attention(uvz, layer.scale_offset.gamma, layer.scale_offset.beta, *angles,
+                                          layer.rel_pos_bias(4), chunk_size=4, causal=True, segment_ids_BT=ids_BT)
+    made = layer(x_BTD, Layout(angles, ids_BT))
+    assert (made - x_BTD - layer.out_proj(out)).abs().max() < 1e-12

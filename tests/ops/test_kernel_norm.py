@@ -1,0 +1,212 @@
+"""The kernel of residual addition and norm, in Triton's interpreter, held to its definition, which is the modules'."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import interpreter  # noqa: F401 - first, as it decides how kernels run
+from lineartime.layers import make_norm
+from lineartime.ops import norm, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+AUTOCAST = "autocast"
+TYPES = pytest.mark.parametrize("dtype", [*DTYPES, AUTOCAST])
+NORMS = pytest.mark.parametrize("layer_norm", [True, False])
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype | str, layer_norm: bool,
+                with_delta: bool = True) -> list[Tensor | None]:
+    """x, delta, weight and bias. Under autocast what comes from a product is bfloat16, all else float32."""
+    wide, narrow = (torch.float32, torch.bfloat16) if dtype == AUTOCAST else (dtype, dtype)
+    x = random(*shape, seed=0).mul(2).add(0.5).to(wide)
+    delta = random(*shape, seed=1, dtype=narrow) if with_delta else None
+    if not layer_norm:
+        return [x, delta, random(seed=2).add(1.5).to(wide), None]
+    return [x, delta, random(shape[-1], seed=2).add(1).to(wide), random(shape[-1], seed=3, dtype=wide)]
+
+
+def run(op, inputs: list[Tensor | None], dtype: torch.dtype | str) -> list[Tensor | None]:
+    """The sum, its norm, and the gradients of all inputs for some gradient of these two."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == AUTOCAST):
+        outputs = op(*leaves)
+    given = [random(*out.shape, seed=4 + n).to(out.dtype) for n, out in enumerate(outputs)]
+    wanted = [x for x in leaves if x is not None]
+    made = iter(torch.autograd.grad(outputs, wanted, given))
+    return [*(out.detach() for out in outputs), *(None if x is None else next(made) for x in leaves)]
+
+
+def error(a: Tensor, exact: Tensor) -> float:
+    return float((a.double() - exact).norm())
+
+
+def assert_held(inputs: list[Tensor | None], dtype: torch.dtype | str) -> None:
+    """Outputs and gradients have the reference's types, and at most twice its error."""
+    exact = run(reference.add_norm, [None if x is None else x.double() for x in inputs], torch.float64)
+    ours, theirs = run(norm.add_norm, inputs, dtype), run(reference.add_norm, inputs, dtype)
+    # Float32 is at its rounding in both, where twice is a matter of luck.
+    floor = 1e-6 if dtype in (torch.float32, AUTOCAST) else 0.0
+    for name, a, b, x in zip(("sum", "norm", "dx", "ddelta", "dweight", "dbias"), ours, theirs, exact, strict=True):
+        if a is None or b is None or x is None:
+            assert a is b is x is None
+            continue
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert error(a, x) <= max(2 * error(b, x), floor * float(x.norm())), name
+
+
+@TYPES
+@NORMS
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("shape", [(3, 5, 48), (7, 100), (1, 33), (1, 1), (300, 8), (2, 1, 3, 1030)])
+def test_held_to_float64(shape: tuple[int, ...], with_delta: bool, layer_norm: bool, dtype: torch.dtype | str) -> None:
+    assert_held(make_inputs(shape, dtype, layer_norm, with_delta), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_widest_row(dtype: torch.dtype) -> None:
+    assert_held(make_inputs((3, norm.MAX_WIDTH), dtype, True), dtype)
+    with pytest.raises(ValueError, match="8193"):
+        norm.add_norm(*make_inputs((1, norm.MAX_WIDTH + 1), dtype, True))
+
+
+@NORMS
+def test_programs_of_several_tiles(layer_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a share of the weight's gradient, the last with less of it."""
+    monkeypatch.setattr(norm, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(norm, "TILE", 128)
+    for rows in (1, 2, 8, 11, 41):
+        assert_held(make_inputs((rows, 50), torch.bfloat16, layer_norm), torch.bfloat16)
+
+
+def test_weights_of_another_type() -> None:
+    """Float32 weights of a model whose activations are short, without autocast."""
+    for layer_norm in (True, False):
+        x, delta, *weights = make_inputs((5, 48), torch.bfloat16, layer_norm)
+        assert_held([x, delta, *(None if w is None else w.float() for w in weights)], torch.bfloat16)
+
+
+def test_a_stream_shorter_than_what_is_added() -> None:
+    x, delta, *weights = make_inputs((5, 48), torch.float32, True)
+    assert_held([x.bfloat16(), delta, *weights], torch.float32)
+
+
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_strides_and_broadcast(with_delta: bool) -> None:
+    """Inputs and gradients that are not contiguous, with rows that are and that are not."""
+    x, delta, weight, bias = make_inputs((4, 6, 96), torch.bfloat16, True, with_delta)
+    short = weight[::2], bias[:1].expand(48)
+    turned = [x[..., :48].transpose(0, 1),
+              None if delta is None else delta[:, :1, :48].transpose(0, 1).expand(6, 4, 48)]
+    sparse = [x[0, :, ::2], None if delta is None else delta[0, :, ::2]]
+    for inputs in ([*turned, *short], [*sparse, *short]):
+        assert not any(x is not None and x.is_contiguous() for x in inputs)
+        assert_held(inputs, torch.bfloat16)
+
+    def gradients(op, given: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [None if x is None else x.detach().requires_grad_() for x in (*sparse, *short)]
+        return torch.autograd.grad(op(*leaves), [x for x in leaves if x is not None], given)
+
+    one = torch.ones((), dtype=torch.bfloat16).expand(6, 48)
+    for given in ([one, one], [random(48, 6, seed=4 + n, dtype=torch.bfloat16).T for n in range(2)]):
+        for ours, theirs in zip(gradients(norm.add_norm, given), gradients(reference.add_norm, given), strict=True):
+            assert error(ours, theirs.double()) <= 1e-2 * float(theirs.norm())
+
+
+@NORMS
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_of_one_output(which: int, layer_norm: bool) -> None:
+    """Of the stream alone, and of the norm alone as in a model's last."""
+    def one(op):
+        leaves = [x if x is None else x.detach().requires_grad_() for x in make_inputs((3, 48), AUTOCAST, layer_norm)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = op(*leaves)[which]
+        return torch.autograd.grad(out, [x for x in leaves if x is not None], random(3, 48, seed=9).to(out.dtype),
+                                   allow_unused=True)
+
+    for ours, theirs in zip(one(norm.add_norm), one(reference.add_norm), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.dtype == theirs.dtype and error(ours, theirs.double()) <= 1e-2 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "scale_norm"])
+@TYPES
+def test_the_definition_is_the_modules(name: str, dtype: torch.dtype | str) -> None:
+    """To the bit; under autocast behind the cast that a linear layer begins with."""
+    module = make_norm(name, 48)
+    weights = make_inputs((1, 48), dtype, name == "layer_norm")[2:]
+    for parameter, value in zip(module.parameters(), weights, strict=False):
+        parameter.data = value
+    x, delta, *_ = make_inputs((5, 48), dtype, True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == AUTOCAST):
+        total, normed = reference.add_norm(x, delta, *weights)
+        product = random(7, 48, seed=5, dtype=total.dtype)
+        assert torch.equal(total, x + delta) and total.dtype == x.dtype
+        assert torch.equal(F.linear(normed, product), F.linear(module(total), product))
+        if dtype == AUTOCAST:
+            assert module(total).dtype == torch.float32 and normed.dtype == torch.bfloat16
+        else:
+            assert torch.equal(normed, module(total)) and normed.dtype == x.dtype
+        alone = reference.add_norm(total, None, *weights)
+        assert alone[0] is total and torch.equal(alone[1], normed)
+
+
+@NORMS
+def test_the_same_bits_each_time(layer_norm: bool) -> None:
+    inputs = make_inputs((37, 48), torch.bfloat16, layer_norm)
+    first, second = (run(norm.add_norm, inputs, torch.bfloat16) for _ in range(2))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("with_delta", [True, False])
+@NORMS
+def test_what_torch_asks_of_an_op(layer_norm: bool, with_delta: bool) -> None:
+    x, delta, weight, bias = (None if x is None else x.requires_grad_()
+                              for x in make_inputs((3, 48), AUTOCAST, layer_norm, with_delta))
+    torch.library.opcheck(norm.add_norm_forward, (x, delta, weight, bias, torch.bfloat16, 1e-5),
+                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+def test_compiled_in_one_graph() -> None:
+    inputs = make_inputs((3, 5, 48), AUTOCAST, True)
+    compiled = torch.compile(norm.add_norm, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(run(compiled, inputs, AUTOCAST), run(norm.add_norm, inputs, AUTOCAST), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
+def test_functions_of_functions() -> None:
+    """`torch.func`: rows one by one as together; derivatives, which a custom op has not, are refused."""
+    x, delta, weight, bias = make_inputs((3, 48), torch.float32, True)
+
+    def square(x: Tensor) -> Tensor:
+        return norm.add_norm(x, delta, weight, bias)[1].square().sum()
+
+    rows = torch.func.vmap(lambda x, delta: norm.add_norm(x, delta, weight, bias)[1])(x, delta)
+    assert torch.equal(rows, norm.add_norm(x, delta, weight, bias)[1])
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        square(forward_ad.make_dual(x, x))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(square)(x)
+
+
+def test_checkpointed() -> None:
+    inputs = make_inputs((3, 48), AUTOCAST, True)
+    again = run(lambda *leaves: checkpoint(norm.add_norm, *leaves, use_reentrant=False), inputs, AUTOCAST)
+    for ours, theirs in zip(again, run(norm.add_norm, inputs, AUTOCAST), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_second_derivative() -> None:
+    x, delta, weight, bias = (x.requires_grad_() for x in make_inputs((3, 48), torch.float32, True))
+    _, normed = norm.add_norm(x, delta, weight, bias)
+    first, = torch.autograd.grad(normed.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="add_norm_backward"):
+        first.square().sum().backward()

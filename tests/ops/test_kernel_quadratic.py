@@ -1,0 +1,164 @@
+"""FLASH-Quad's kernels, and the gradients that both attentions share, in Triton's interpreter, held to the definition.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad
+from torch.utils.checkpoint import checkpoint
+
+import interpreter  # noqa: F401 - first, as it decides how kernels run
+import kernel_law
+from kernel_law import DTYPES, NAMES, S, error, random, run
+from lineartime.layers import rotary
+from lineartime.ops import gradients, quadratic, reference
+
+
+def make_inputs(n_rows: int, n_tokens: int, d_inner: int, dtype: torch.dtype, *, parameters: torch.dtype | None = None,
+                own_positions: bool = False) -> dict[str, Tensor]:
+    """Rounded to their type. parameters: the type of all but uvz. own_positions: every row has its own."""
+    position_BT = torch.arange(n_tokens).expand(n_rows if own_positions else 1, -1)
+    if own_positions:
+        position_BT = position_BT + 100 * torch.arange(n_rows)[:, None]
+    sin, cos = rotary(position_BT, S, torch.float32)
+    made = {"gamma": 1 + random(2, S, seed=1), "beta": random(2, S, seed=2) / 2, "sin": sin, "cos": cos,
+            "w": random(2 * n_tokens - 1, seed=3) / 4}
+    uvz = random(n_rows, n_tokens, 2 * d_inner + S, seed=4).to(dtype)
+    return {"uvz": uvz, **{name: x.to(parameters or dtype) for name, x in made.items()}}
+
+
+def documents(n_rows: int, n_tokens: int) -> Tensor:
+    """Several to a row, of one token too, and padding behind those of the first row."""
+    begins = random(n_rows, n_tokens, seed=5) > 1.8
+    begins[:, n_tokens // 3 : n_tokens // 3 + 2] = True
+    ids = begins.cumsum(1)
+    ids[0, n_tokens - n_tokens // 7 :] = -1
+    return ids
+
+
+assert_held = partial(kernel_law.assert_held, quadratic.gated_quadratic_attention, reference.gated_quadratic_attention)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_rows, n_tokens, d_inner, causal, with_documents, scale_len", [
+    (3, 67, 48, True, True, 512), (1, 133, 272, False, True, 64), (1, 129, 16, True, False, 129),
+    (2, 70, 48, False, False, 1000), (2, 9, 16, True, True, 128), (1, 1, 16, False, False, 1)])
+def test_held_to_float64(n_rows: int, n_tokens: int, d_inner: int, causal: bool, with_documents: bool, scale_len: int,
+                         dtype: torch.dtype) -> None:
+    """In part of a tile, in several, and in none that is full; of columns too."""
+    inputs = make_inputs(n_rows, n_tokens, d_inner, dtype)
+    assert_held(inputs, scale_len=scale_len, causal=causal,
+                segment_ids_BT=documents(n_rows, n_tokens) if with_documents else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_another_type(dtype: torch.dtype) -> None:
+    """As under autocast: what a product gives is short, parameters and angles are not. Each row has its positions."""
+    inputs = make_inputs(2, 133, 48, dtype, parameters=torch.float32, own_positions=True)
+    assert_held(inputs, scale_len=512, causal=True, segment_ids_BT=documents(2, 133))
+
+
+def test_inputs_in_any_layout() -> None:
+    """Rows and tokens interleaved, angles expanded, every second column; and so the gradient that comes back."""
+    inputs = make_inputs(2, 67, 48, torch.bfloat16, own_positions=True)
+    strided = {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in inputs.items()}
+    strided["uvz"] = inputs["uvz"].transpose(0, 1).contiguous().transpose(0, 1)
+    assert not any(x.is_contiguous() for x in strided.values())
+    how = {"scale_len": 67, "causal": True, "segment_ids_BT": documents(2, 67).t().contiguous().t()}
+    leaves = [strided[name].requires_grad_() for name in NAMES[1:]]
+    out = quadratic.gated_quadratic_attention(*strided.values(), **how)
+    given = random(2, 67, 48, seed=6).bfloat16().transpose(0, 1).contiguous().transpose(0, 1)
+    made = [out.detach(), *torch.autograd.grad(out, leaves, given)]
+    for a, b in zip(made, run(quadratic.gated_quadratic_attention, inputs, **how), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tiles, causal", [(1, True), (1, False), (2, True)])
+def test_scores_in_parts(tiles: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a row's two tiles of queries at a time, or one of two rows: as with all at once."""
+    inputs, how = make_inputs(2, 67, 16, torch.float32), {"scale_len": 512, "causal": causal,
+                                                          "segment_ids_BT": documents(2, 67)}
+    whole = run(quadratic.gated_quadratic_attention, inputs, **how)
+    monkeypatch.setattr(gradients, "SCORES_AT_ONCE", tiles * 64 * 128)
+    for name, a, b in zip(NAMES, run(quadratic.gated_quadratic_attention, inputs, **how), whole, strict=True):
+        # Sums over rows and over queries are then taken in another order.
+        assert torch.equal(a, b) if name == "out" else error(a, b.double()) <= 1e-6 * float(b.norm()), name
+
+
+def test_the_same_bits_every_time() -> None:
+    inputs, ids = make_inputs(2, 131, 16, torch.bfloat16), documents(2, 131)
+    first, second = (run(quadratic.gated_quadratic_attention, inputs, scale_len=512, causal=True, segment_ids_BT=ids)
+                     for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_crosses(dtype: torch.dtype, causal: bool) -> None:
+    """From one document to another, from the future, from padding: not a bit of the output, gradients exactly 0."""
+    inputs = make_inputs(1, 133, 16, dtype)
+    ids = torch.arange(133)[None] // 50
+    ids[:, 120:] = -1
+    how = {"scale_len": 133, "causal": causal, "segment_ids_BT": ids}
+    uvz = inputs.pop("uvz").requires_grad_()
+    out = quadratic.gated_quadratic_attention(uvz, *inputs.values(), **how)
+    assert (out[:, 120:] == 0).all() and (out[:, :120] != 0).any(-1).all()
+    last = 70  # of the queries that a gradient is given for, the first being 60
+    given = torch.zeros_like(out).index_fill(1, torch.arange(60, last + 1), 1.0)
+    duvz, = torch.autograd.grad(out, uvz, given)
+    seen = (ids[0] == 1) & ((torch.arange(133) <= last) | (not causal))
+    assert (duvz[0, ~seen] == 0).all() and (duvz[0, seen] != 0).any(-1).all()
+    changed = torch.where(seen[:, None], uvz.detach(), random(*uvz.shape, seed=7).to(dtype))
+    again = quadratic.gated_quadratic_attention(changed, *inputs.values(), **how)
+    assert torch.equal(again[:, 60 : last + 1], out.detach()[:, 60 : last + 1])
+
+
+def test_angles_have_no_gradient() -> None:
+    inputs = {name: x.requires_grad_() for name, x in make_inputs(1, 5, 16, torch.float32).items()}
+    quadratic.gated_quadratic_attention(*inputs.values(), scale_len=5, causal=True).sum().backward()
+    assert inputs["sin"].grad is None and inputs["cos"].grad is None
+    assert all(inputs[name].grad is not None for name in NAMES[1:])
+
+
+def test_checkpointed() -> None:
+    inputs, how = make_inputs(1, 67, 16, torch.bfloat16), {"scale_len": 67, "causal": True}
+
+    def checkpointed(*args, **how):
+        return checkpoint(quadratic.gated_quadratic_attention, *args, use_reentrant=False, **how)
+
+    made, kept = run(checkpointed, inputs, **how), run(quadratic.gated_quadratic_attention, inputs, **how)
+    assert all(torch.equal(a, b) for a, b in zip(made, kept, strict=True))
+
+
+def test_what_torch_asks_of_an_op() -> None:
+    inputs = {name: x.requires_grad_() for name, x in make_inputs(2, 5, 16, torch.float32).items()}
+    torch.library.opcheck(quadratic.forward, (*inputs.values(), documents(2, 5).int(), 5, True),
+                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+def test_compiled_in_one_graph() -> None:
+    inputs, how = make_inputs(1, 5, 16, torch.bfloat16), {"scale_len": 5, "causal": True}
+    compiled = torch.compile(quadratic.gated_quadratic_attention, backend="aot_eager", fullgraph=True)
+    for a, b in zip(run(compiled, inputs, **how), run(quadratic.gated_quadratic_attention, inputs, **how), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
+def test_derivatives_that_are_not_there() -> None:
+    """A second one, one carried forward, and those of torch.func are errors, not zeros."""
+    inputs = make_inputs(1, 5, 16, torch.float32)
+
+    def op(uvz: Tensor) -> Tensor:
+        return quadratic.gated_quadratic_attention(uvz, *list(inputs.values())[1:], scale_len=5, causal=True)
+
+    uvz = inputs["uvz"].requires_grad_()
+    duvz, = torch.autograd.grad(op(uvz).sum(), uvz, create_graph=True)
+    with pytest.raises(RuntimeError, match="gated_quadratic_attention_backward"):
+        torch.autograd.grad(duvz.sum(), uvz)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        op(forward_ad.make_dual(uvz.detach(), torch.ones_like(uvz)))
+    with pytest.raises(RuntimeError, match="functorch"):
+        grad(lambda x: op(x).sum())(uvz.detach())

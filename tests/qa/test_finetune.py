@@ -1,0 +1,386 @@
+"""Fine-tuning from the command line: one run per learning rate, stopped and resumed, evaluated, asked; bad input."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from test_questions import parquet, squad, triviaqa
+
+import lineartime
+from lineartime.cli import terminal, verbs
+from lineartime.errors import Stopped, UsageError
+from lineartime.model import SpanModel
+from lineartime.qa import finetune
+from lineartime.qa.finetune import FineTuning, Questions, name_of
+from lineartime.qa.metrics import score
+from lineartime.qa.questions import read_questions
+from lineartime.qa.spans import Windows, training_rows
+from lineartime.run import read_metrics
+from lineartime.training import StopSignal
+from tiny_runs import assert_same, command, prepare_text, what_is_left
+
+NAMES = ["Ada", "Byron", "Curie", "Darwin", "Euler", "Fermi", "Gauss", "Hopper"]
+CPU = torch.device("cpu")
+
+
+def write_questions(path, first, n):
+    """SQuAD: who stands where, in a few sentences; every name stands once."""
+    paragraphs = []
+    for i in range(first, first + n):
+        names = [NAMES[(i + k) % len(NAMES)] for k in range(3)]
+        text = " ".join(f"{name} lives in town {i + k}." for k, name in enumerate(names))
+        paragraphs.append({"context": text, "qas": [
+            {"id": f"{i}-{k}", "question": f"Town {i + k}?",
+             "answers": [{"text": name, "answer_start": text.index(name)}]} for k, name in enumerate(names)]})
+    path.write_text(json.dumps({"version": "1.1", "data": [{"title": "towns", "paragraphs": paragraphs}]}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pretrained run that sees both ways, one that does not, and questions."""
+    folder = tmp_path_factory.mktemp("finetune")
+    data = prepare_text(folder, tokenizer="train", mlm=True)
+    for name, causal in (("pretrained", "false"), ("causal", "true")):
+        assert run_cli(command(data, folder / name, causal=causal, steps=3)) == 0
+    write_questions(folder / "train.json", 0, 12)
+    write_questions(folder / "dev.json", 100, 4)
+    return folder
+
+
+def run_cli(arguments):
+    """The exit status of the command line in this process."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", ["lineartime", *map(str, arguments)])
+        verbs.main()
+    return end.value.code or 0
+
+
+SETTINGS = ["--learning-rates", "1e-2,2.5e-3", "--context", "48", "--epochs", "2", "--max-answer-tokens", "6",
+            "--set", "chunk_size=4", "--set", "tokens_per_step=384", "--set", "eval_tokens=200"]
+
+
+def arguments(folder, out, *more, run="pretrained"):
+    return ["finetune", folder / run, "--questions", folder / "train.json", "--validation", folder / "dev.json",
+            "--out", out, *SETTINGS, *more]
+
+
+def plan(folder, out, **changes):
+    fields = {"learning_rates": (1e-2, 2.5e-3), "context": 48, "epochs": 2, "max_answer_tokens": 6,
+              "settings": {"chunk_size": 4, "tokens_per_step": 384, "eval_tokens": 200}, **changes}
+    return FineTuning(folder / "pretrained", (folder / "train.json",), (folder / "dev.json",), out, **fields)
+
+
+@pytest.fixture(scope="module")
+def done(folder):
+    """A fine-tuning that nothing disturbed."""
+    assert run_cli(arguments(folder, folder / "done")) == 0
+    return folder / "done"
+
+
+RATES = ("lr-1e-02", "lr-2.5e-03")
+
+
+def assert_same_outcome(out, done):
+    for name in RATES:
+        assert_same(out / name, what_is_left(done / name), but=["run.json"])
+    for name in ("predictions.json", "result.json"):
+        assert (out / name).read_bytes() == (done / name).read_bytes()
+
+
+class Shown(terminal.Terminal):
+    """`at` is called with every line of the metrics."""
+
+    def __init__(self, at=lambda record: None):
+        self.at = at
+
+    def training(self, config):
+        bar, at = super().training(config), self.at
+        show = bar.show
+        bar.show = lambda record: (show(record), at(record))
+        return bar
+
+
+# The whole way
+
+
+def test_the_folder_holds_the_best_run(folder, done, capsys):
+    result = json.loads((done / "result.json").read_text())
+    rates = result["learning_rates"]
+    assert set(rates) == {"1e-02", "2.5e-03"}
+    best = max(rates, key=lambda name: (rates[name]["f1"], rates[name]["exact_match"]))
+    assert result["best"] == f"lr-{best}" and os.readlink(done / "best") == f"lr-{best}/latest"
+    assert (done / "predictions.json").read_bytes() == (done / f"lr-{best}" / "predictions.json").read_bytes()
+    predictions = json.loads((done / "predictions.json").read_text())
+    asked = list(read_questions([folder / "dev.json"]))
+    assert list(predictions) == [question.id for question in asked]
+    assert all(predictions[question.id] in question.documents[0].text() for question in asked)
+    assert score(asked, predictions).f1 == pytest.approx(rates[best]["f1"])
+    assert result["word_overlap"]["n_questions"] == 12 and result["train_questions"]["questions"] == 36
+    model, _, facts = lineartime.load_model(done)
+    assert isinstance(model, SpanModel) and f"lr-{best}" in facts["checkpoint"]
+    assert (model.config.chunk_size, model.config.cls_softmax, model.config.context) == (4, True, 48)
+    fields = json.loads((done / "best" / "config.json").read_text())
+    assert fields["architectures"] == ["LineartimeForQuestionAnswering"]
+    train = json.loads((done / "lr-1e-02" / "run.json").read_text())["train"]
+    assert (train["clip"], train["learning_rate"], train["warmup_steps"]) == (None, 0.01, round(0.1 * train["steps"]))
+    lines = [json.loads(line) for line in (done / "lr-1e-02" / "metrics.jsonl").read_text().splitlines()]
+    assert any("f1" in line.get("held_out", {}) for line in lines)
+    capsys.readouterr()
+    assert run_cli(["evaluate", done, "--questions", folder / "dev.json", "--max-answer-tokens", 6, "--json",
+                    "--predictions", folder / "again.json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["f1"] == pytest.approx(rates[best]["f1"]) and again["word_overlap"] == result["word_overlap"]
+    assert json.loads((folder / "again.json").read_text()) == predictions
+    assert run_cli(["evaluate", "--questions", folder / "dev.json", "--score", folder / "again.json"]) == 0
+    assert f"F1 {again['f1']:.2f}" in capsys.readouterr().out
+
+
+def test_it_learns_what_can_be_learned(folder):
+    """Answers are names, and the question has the town's number: the loss falls well below that of a guess."""
+    out = folder / "learned"
+    result = finetune.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12), CPU, StopSignal(), Shown())
+    first, *_, last = [line["loss"] for line in read_metrics(out / "lr-2e-02") if "loss" in line]
+    assert last < first - 0.7
+    assert result["learning_rates"]["2e-02"]["f1"] > 10
+
+
+def test_the_same_command_says_complete_and_another_is_refused(folder, done, capsys):
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"}
+    assert run_cli(arguments(folder, done)) == 0
+    assert "complete" in capsys.readouterr().out
+    for more in (["--learning-rates", "1e-2"], ["--set", "seed=1"], ["--epochs", "3"], ["--negatives", "1"]):
+        assert run_cli(arguments(folder, done, *more)) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: another fine-tuning is here") and err.count("\n") == 1
+    assert run_cli(arguments(folder, folder / "pretrained")) == 2
+    assert "another run is here" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"} == before
+
+
+@pytest.mark.parametrize("when", [1, 4, "evaluation", "second rate"])
+def test_a_stop_saves_and_the_same_command_goes_on(folder, done, tmp_path, when):
+    stop, seen = StopSignal(), []
+
+    def at(record):
+        seen.append(record)
+        if when == record["step"] or (when == "evaluation" and "held_out" in record) or (
+                when == "second rate" and len([r for r in seen if r["step"] == 3 and "loss" in r]) == 2):
+            stop.number = signal.SIGTERM
+
+    out = tmp_path / "out"
+    with pytest.raises(Stopped):
+        finetune.finetune(plan(folder, out), CPU, stop, Shown(at))
+    assert not (out / "result.json").exists()
+    with pytest.raises(UsageError):  # nothing stands for the folder before it is complete
+        lineartime.load_model(out)
+    finetune.finetune(plan(folder, out), CPU, StopSignal(), Shown())
+    assert_same_outcome(out, done)
+
+
+@pytest.mark.parametrize("place", ["step", "predict_all", "predictions", "result"])
+def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_path, monkeypatch, place):
+    class Killed(BaseException):
+        pass
+
+    def at(record):
+        if place == "step" and record["step"] == 7:
+            raise Killed
+
+    def killed(*args, **kwargs):
+        raise Killed
+
+    write = finetune.write_atomically
+
+    def write_or_die(path, text):
+        if path.name == f"{place}.json" and path.parent.name == ("out" if place == "result" else RATES[0]):
+            raise Killed
+        write(path, text)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(finetune, "write_atomically", write_or_die)
+        if place == "predict_all":
+            patch.setattr(finetune, "predict_all", killed)
+        finetune.finetune(plan(folder, out), CPU, StopSignal(), Shown(at))
+    assert not (out / "result.json").exists()
+    finetune.finetune(plan(folder, out), CPU, StopSignal(), Shown())
+    assert_same_outcome(out, done)
+
+
+def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "lineartime",
+                                *map(str, arguments(folder, tmp_path / "out", "--epochs", "500"))],
+                               stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "out" / RATES[0] / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 143 and "error: stopped by SIGTERM" in err and "Traceback" not in err
+    assert list((tmp_path / "out" / RATES[0]).glob("step-*"))
+
+
+# The task
+
+
+def test_batches_are_a_function_of_seed_and_step(folder):
+    _, tokenizer, _ = lineartime.load_model(folder / "pretrained")
+    windows = Windows(48)
+    rows = training_rows(tokenizer, read_questions([folder / "train.json"]), windows, negatives=1, seed=0)
+
+    def task(seed=0):
+        config = finetune.RunConfig(lineartime.model_config("flash", causal=False, context=48),
+                                    finetune.TrainConfig(tokens_per_step=480, micro_batch_tokens=48, seed=seed),
+                                    "", "", "", "")
+        return Questions(config, rows, [], tokenizer, windows)
+
+    batches = [task().batch(step) for step in range(len(rows))]  # ten epochs of ten rows a step
+    for step, (ids, roles) in enumerate(batches):
+        assert ids.shape == roles.shape == (10, 48)
+        assert all((a == b).all() for a, b in zip((ids, roles), task().batch(step), strict=True))
+        lengths = (roles > 0).sum(1).tolist()
+        assert lengths == sorted(lengths, reverse=True)
+    assert not np.array_equal(task(1).batch(0)[0], batches[0][0])
+    drawn = [row[role > 0].tobytes() for ids, roles in batches for row, role in zip(ids, roles, strict=True)]
+    assert sorted(drawn) == sorted(10 * [ids.astype(np.int64).tobytes() for ids in rows.ids])
+    firsts = [row[role > 0].tobytes() for ids, roles in batches[:2] for row, role in zip(ids, roles, strict=True)]
+    assert len(set(firsts)) > 15  # an epoch has each window once
+
+
+@pytest.mark.parametrize(("rate", "name"), [(1e-4, "1e-04"), (7e-5, "7e-05"), (7.5e-5, "7.5e-05"), (0.02, "2e-02")])
+def test_a_learning_rate_has_one_name(rate, name):
+    assert name_of(rate) == name
+
+
+# One question
+
+
+def test_answer_says_what_and_where(folder, done, capsys, tmp_path, monkeypatch):
+    text = "Nothing here. " * 50 + "Zuse lives in town 7. " + "Émile does not. " * 50
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
+    ask = ["answer", done, "--question", "Who lives in town 7?"]
+    assert run_cli([*ask, "--document", tmp_path / "long.txt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert text[found["start"] : found["stop"]] == found["answer"] and found["windows"] > 5
+    for rows in (1, 100):
+        assert run_cli([*ask, "--document", tmp_path / "long.txt", "--json", "--batch-rows", rows]) == 0
+        assert json.loads(capsys.readouterr().out)["answer"] == found["answer"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run_cli([*ask, "--document", "-"]) == 0
+    out = capsys.readouterr().out
+    assert f"answer   {found['answer']}" in out and f"characters {found['start']:,} to {found['stop']:,}" in out
+    assert f"[{found['answer']}]" in out
+
+
+def test_triviaqa_end_to_end(folder, tmp_path, capsys):
+    """Both forms at once, evidence beside the questions."""
+    for part in ("json", "parquet"):
+        (tmp_path / part).mkdir()
+    path = triviaqa(tmp_path / "json")
+    other = parquet(tmp_path / "parquet", question_id="p1")
+    out = tmp_path / "out"
+    assert run_cli(["finetune", folder / "pretrained", "--questions", path, "--questions", other, "--validation", path,
+                    "--out", out, "--context", 48, "--learning-rates", "1e-3", "--epochs", 1]) == 0
+    assert list(json.loads((out / "predictions.json").read_text())) == ["q1"]
+    counts = json.loads((out / "result.json").read_text())["train_questions"]
+    assert (counts["questions"], counts["answer_not_found"]) == (2, 0)
+    (tmp_path / "json" / "evidence" / "web" / "0" / "0_1.txt").unlink()
+    capsys.readouterr()
+    assert run_cli(["evaluate", out, "--questions", path]) == 3
+    assert "0_1.txt" in capsys.readouterr().err
+
+
+# What is refused
+
+
+def refused(capsys, arguments, code, *words):
+    capsys.readouterr()
+    assert run_cli(arguments) == code
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert all(word in err for word in words), err
+
+
+def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+
+    def refuse(code, *words, run="pretrained", more=()):
+        refused(capsys, arguments(folder, out, *more, run=run), code, *words)
+        assert not out.exists()
+
+    refuse(2, "sees both ways", run="causal")
+    refuse(2, "not a run", run="nowhere")
+    refuse(2, "learning_rate", more=["--set", "learning_rate=1"])
+    refuse(2, "d_model", more=["--set", "d_model=8"])
+    refuse(2, "unknown setting", more=["--set", "chunk=8"])
+    refuse(2, "chunk_size", more=["--set", "chunk_size=0"])
+    refuse(2, "warm-up", more=["--set", "steps=3", "--set", "warmup_steps=4"])
+    refuse(2, "tokens_per_step", more=["--set", "tokens_per_step=100"])
+    refuse(2, "wrong value", more=["--learning-rates", "1e-3,x"])
+    refuse(2, "twice", more=["--learning-rates", "1e-3,0.001"])
+    refuse(2, "context", more=["--context", "8"])
+    refuse(2, "negatives", more=["--negatives", "2"])
+    refuse(2, "epochs", more=["--epochs", "0"])
+    refuse(2, "stride", more=["--stride", "0"])
+    refuse(3, "missing.json", more=["--questions", folder / "missing.json"])
+    refuse(3, "missing.json", more=["--validation", folder / "missing.json"])
+    refuse(3, "twice", more=["--questions", folder / "train.json"])
+    unlabelled = tmp_path / "unlabelled"
+    unlabelled.mkdir()
+    pretrained = [folder / "pretrained", "--out", out, *SETTINGS]
+    refused(capsys, ["finetune", *pretrained, "--questions", folder / "train.json", "--validation",
+                     squad(unlabelled, answers=[])], 3, "no question has an answer")
+    refused(capsys, ["finetune", *pretrained, "--validation", folder / "dev.json", "--questions",
+                     squad(unlabelled, answers=[])], 3, "no window holds an answer", "1 have no label")
+    refused(capsys, ["finetune", *pretrained, "--validation", folder / "dev.json", "--questions", triviaqa(
+        unlabelled, EntityPages=[], SearchResults=[])], 3, "no window holds an answer", "1 no document")
+    refused(capsys, ["finetune", *pretrained, "--questions", folder / "train.json"], 2, "--validation")
+    assert not out.exists()
+
+
+def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys):
+    dev, doc = folder / "dev.json", tmp_path / "doc.txt"
+    doc.write_text("Ada.")
+    refused(capsys, ["evaluate", folder / "pretrained", "--questions", dev], 2, "not fine-tuned")
+    refused(capsys, ["evaluate", done, "--data", folder / "prepared"], 2, "--questions")
+    refused(capsys, ["evaluate", done], 2, "--data")
+    refused(capsys, ["evaluate", done, "--questions", dev, "--data", folder / "prepared"], 2, "too much")
+    refused(capsys, ["evaluate", "--questions", dev], 2, "--score")
+    refused(capsys, ["evaluate", done, "--questions", dev, "--score", dev], 2, "--score")
+    refused(capsys, ["evaluate", "--questions", dev, "--score", dev], 3, "a prediction is not a string")
+    refused(capsys, ["evaluate", done, "--questions", tmp_path / "none.json"], 3, "none.json")
+    refused(capsys, ["evaluate", done, "--questions", squad(tmp_path, answers=[])], 2, "--predictions")
+    refused(capsys, ["evaluate", done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], 6, "p.json")
+    refused(capsys, ["generate", done, "x"], 2, "lineartime answer")
+    ask = ["answer", done, "--question", "Who?"]
+    refused(capsys, ask, 2, "--document")
+    refused(capsys, ["answer", done, "--document", doc], 2, "--question")
+    refused(capsys, [*ask, "--document", tmp_path / "none.txt"], 3, "none.txt")
+    refused(capsys, ["answer", folder / "causal", "--question", "?", "--document", doc], 2, "not fine-tuned")
+    refused(capsys, [*ask, "--document", doc, "--context", 8], 2, "context")
+    refused(capsys, [*ask, "--document", doc, "--batch-rows", 0], 2, "batch_rows")
+    refused(capsys, [*ask, "--document", "-", "--document", "-"], 2, "stdin")
+    doc.write_text(" \n")
+    refused(capsys, [*ask, "--document", doc], 3, "white space")
+    doc.write_bytes(b"\xff")
+    refused(capsys, [*ask, "--document", doc], 3, "UTF-8", "byte 0")
+
+
+def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(done, out, symlinks=True)
+    (out / "result.json").write_text("{")
+    refused(capsys, arguments(folder, out), 4, "damaged", "result.json")
+    refused(capsys, ["answer", out, "--question", "?", "--document", folder / "dev.json"], 4, "result.json")
+    (out / "result.json").unlink()
+    (out / RATES[0] / "result.json").write_text("[]")
+    refused(capsys, arguments(folder, out), 4, "damaged", RATES[0])

@@ -1,0 +1,364 @@
+"""Questions from every source in one form, what is refused, and scores by the official rules."""
+
+import itertools
+import json
+import re
+import string
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_hub import Hub
+from lineartime.errors import DataError, UsageError
+from lineartime.qa.metrics import (
+    check_predictions,
+    exact_match,
+    f1,
+    guess_by_overlap,
+    normalize,
+    occurrences,
+    score,
+    words_of,
+)
+from lineartime.qa.questions import Document, Question, read_questions
+
+CASES = json.loads((Path(__file__).parent / "qa_cases.json").read_text(encoding="utf-8"))
+TEXT = "Ada Lovelace wrote the first program in 1843. It was for the Analytical Engine."
+
+
+# The rules, written down once more from their published description
+
+
+def normal_again(text, rules):
+    text = text.lower()
+    kept = []
+    for c in text:
+        if c in string.punctuation:
+            kept.append(" " if rules == "triviaqa" else "")
+        elif rules == "triviaqa" and ord(c) in (0x2018, 0x2019, 0xB4, 0x60):
+            kept.append(" ")
+        else:
+            kept.append(c)
+    text = "".join(kept)
+    for article in ("a", "an", "the"):
+        text = re.sub(rf"(?<!\w){article}(?!\w)", " ", text)
+    return " ".join(text.split())
+
+
+def scores_again(prediction, accepted, rules):
+    best_em = best_f1 = 0.0
+    for answer in accepted:
+        p, a = normal_again(prediction, rules), normal_again(answer, rules)
+        best_em = max(best_em, float(p == a))
+        common = Counter(p.split()) & Counter(a.split())
+        n = sum(common.values())
+        if n:
+            precision, recall = n / len(p.split()), n / len(a.split())
+            best_f1 = max(best_f1, 2 * precision * recall / (precision + recall))
+    return best_em, best_f1
+
+
+def fraction(value):
+    """`2/3` as a number."""
+    top, _, bottom = str(value).partition("/")
+    return float(top) / float(bottom or 1)
+
+
+def test_there_are_enough_cases():
+    assert len(CASES) >= 40 and len({case["why"] for case in CASES}) == len(CASES)
+    assert {case["rules"] for case in CASES} == {"triviaqa", "squad"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["why"] for case in CASES])
+def test_cases_worked_out_by_hand(case):
+    em, overlap = fraction(case["em"]), fraction(case["f1"])
+    assert scores_again(case["prediction"], case["accepted"], case["rules"]) == pytest.approx((em, overlap))
+    assert exact_match(case["prediction"], case["accepted"], case["rules"]) == em
+    assert f1(case["prediction"], case["accepted"], case["rules"]) == pytest.approx(overlap)
+
+
+LETTERS = st.sampled_from("aAnThe hE.,-_'\u2019`\u00b4\n\t2İΣß中é")
+TEXTS = st.text(alphabet=st.one_of(LETTERS, st.characters(codec="utf-8")), max_size=30)
+
+
+@settings(max_examples=300)
+@given(TEXTS, TEXTS, st.sampled_from(["triviaqa", "squad"]))
+def test_scores_are_the_rules_on_any_text(prediction, answer, rules):
+    assert normalize(prediction, rules) == normal_again(prediction, rules)
+    assert (exact_match(prediction, [answer], rules), f1(prediction, [answer], rules)) == pytest.approx(
+        scores_again(prediction, [answer], rules))
+
+
+@settings(max_examples=300)
+@given(TEXTS)
+def test_words_are_the_normalised_text_with_their_places(text):
+    words = words_of(text)
+    assert [word.text for word in words] == normalize(text, "triviaqa").split()
+    for word in words:
+        assert word.text in text[word.start : word.stop].lower() and not text[word.start].isspace()
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(words)) or "İ" in text
+
+
+def test_an_answer_is_found_after_normalisation():
+    text = "The U.S.! (u s) but the us and U.S.S.R."
+    found = [text[start:stop] for start, stop in occurrences(words_of(text), ["U.S."])]
+    assert found == ["U.S", "u s", "U.S"]
+    assert occurrences(words_of("well known"), ["Well-Known", "the", ""]) == [(0, 10)]
+    assert occurrences(words_of("a b a b a"), ["b b"]) == [(2, 7)]
+
+
+# Scores of a set
+
+
+def question(id, *accepted, rules="triviaqa", text="Who?", documents=()):
+    return Question(id, text, tuple(documents), accepted, accepted, rules)
+
+
+def test_a_question_without_prediction_counts_as_zero_and_one_without_answer_does_not_count():
+    asked = [question("1", "x"), question("2", "y"), question("3"), question("4", "well known", rules="squad")]
+    scores = score(asked, {"1": "the X", "3": "z", "4": "well-known", "other": "?"})
+    assert (scores.n_questions, scores.n_missing) == (3, 1)
+    assert (scores.exact_match, scores.f1) == pytest.approx((100 / 3, 100 / 3))
+    with pytest.raises(DataError, match="labelled"):
+        score([question("3")], {"3": "z"})
+
+
+@pytest.mark.parametrize("content", [[], {"1": 2}, {"1": None}, {"1": "\ud800"}, "x"])
+def test_predictions_are_strings_by_id(content):
+    with pytest.raises(DataError):
+        check_predictions(content, "p.json")
+
+
+# The sources
+
+
+def triviaqa(folder, *, split="wikipedia-dev", **changes):
+    """A TriviaQA file and its evidence."""
+    for kind, name, text in (("wikipedia", "Ada.txt", TEXT), ("web", "0/0_1.txt", "Byron's daughter, Ada.")):
+        path = folder / "evidence" / kind / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    record = {"QuestionId": "q1", "Question": "Who wrote the first program?", "QuestionSource": "hand",
+              "EntityPages": [{"Filename": "Ada.txt", "Title": "Ada", "DocSource": "Search"}],
+              "SearchResults": [{"Filename": "0/0_1.txt", "Url": "http://x"}],
+              "Answer": {"Value": "Ada Lovelace", "Aliases": ["Ada Lovelace", "Countess of Lovelace"],
+                         "NormalizedAliases": ["ada lovelace", "countess of lovelace"], "Type": "FreeForm"}}
+    record.update(changes)
+    record = {name: value for name, value in record.items() if value is not None}
+    path = folder / "qa" / f"{split}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"Domain": "Wikipedia", "VerifiedEval": False, "Data": [record]}), encoding="utf-8")
+    return path
+
+
+def squad(folder, name="squad.json", **changes):
+    record = {"id": "s1", "question": "When?", "answers": [{"text": "1843", "answer_start": TEXT.index("1843")}]}
+    record.update(changes)
+    path = folder / name
+    path.write_text(json.dumps({"version": "1.1", "data": [
+        {"title": "Ada", "paragraphs": [{"context": TEXT, "qas": [record]}]}]}), encoding="utf-8")
+    return path
+
+
+def parquet(folder, **changes):
+    record = {"question": "Who wrote the first program?", "question_id": "q1",
+              "entity_pages": {"title": ["Ada"], "filename": ["Ada.txt"], "wiki_context": [TEXT]},
+              "search_results": {"title": ["x"], "url": ["http://x"], "search_context": [""]},
+              "answer": {"value": "Ada Lovelace", "aliases": ["Ada Lovelace"], "normalized_aliases": ["ada lovelace"]}}
+    record.update(changes)
+    record = {name: value for name, value in record.items() if value is not None}
+    path = folder / "train-00000-of-00001.parquet"
+    pq.write_table(pa.Table.from_pylist([record]), path)
+    return path
+
+
+def test_triviaqa_json(tmp_path):
+    (found,) = read_questions([triviaqa(tmp_path, Answer={
+        "Value": "Ada", "Aliases": ["Ada", "Ada L."], "NormalizedAliases": ["ada"], "HumanAnswers": ["The Countess"]})])
+    assert (found.id, found.text, found.rules, found.spans) == ("q1", "Who wrote the first program?", "triviaqa", None)
+    assert [(document.name, document.text()) for document in found.documents] == [
+        ("Ada.txt", TEXT), ("0/0_1.txt", "Byron's daughter, Ada.")]
+    assert found.answers == ("Ada", "Ada L.") and found.accepted == ("ada", "The Countess")
+
+
+def test_evidence_may_lie_elsewhere(tmp_path):
+    path = triviaqa(tmp_path)
+    (tmp_path / "evidence").rename(tmp_path / "proof")
+    with pytest.raises(DataError, match=r"no such file of evidence: .*Ada\.txt.*EntityPages\[0\].*--evidence"):
+        list(read_questions([path]))
+    (found,) = read_questions([path], tmp_path / "proof")
+    assert found.documents[0].text() == TEXT
+
+
+def test_the_verified_part(tmp_path):
+    path = triviaqa(tmp_path)
+    content = json.loads(path.read_text())
+    content["VerifiedEval"] = True
+    content["Data"] = [{**content["Data"][0], "QuestionId": id, "QuestionPartOfVerifiedEval": id == "v"} for id in "uv"]
+    for record in content["Data"]:
+        record["EntityPages"][0]["DocPartOfVerifiedEval"] = True
+        record["SearchResults"][0]["DocPartOfVerifiedEval"] = False
+    path.write_text(json.dumps(content))
+    (found,) = read_questions([path])
+    assert found.id == "v" and [document.name for document in found.documents] == ["Ada.txt"]
+
+
+def test_unlabelled_questions(tmp_path):
+    (found,) = read_questions([triviaqa(tmp_path, Answer=None)])
+    assert found.answers == found.accepted == ()
+    (found,) = read_questions([parquet(tmp_path, answer={"value": "<unk>", "aliases": [], "normalized_aliases": []})])
+    assert found.answers == found.accepted == ()
+    (found,) = read_questions([squad(tmp_path, answers=[])])
+    assert found.answers == found.accepted == () and found.spans == ()
+
+
+def test_squad_json(tmp_path):
+    start = TEXT.index("1843")
+    answers = [{"text": "1843", "answer_start": start}, {"text": "in 1843", "answer_start": start - 3},
+               {"text": "1843", "answer_start": start + 1}]
+    (found,) = read_questions([squad(tmp_path, answers=answers)])
+    assert found.rules == "squad" and found.answers == ("1843", "in 1843")
+    assert found.spans == ((start, start + 4), (start - 3, start + 4))  # the third does not hold its text
+    assert found.documents == (Document("Ada", TEXT),)
+
+
+def test_parquet(tmp_path):
+    (found,) = read_questions([parquet(tmp_path)])
+    assert found == Question("q1", "Who wrote the first program?", (Document("Ada.txt", TEXT),), ("Ada Lovelace",),
+                             ("ada lovelace",))
+    (found,) = read_questions([parquet(tmp_path, entity_pages={
+        "title": ["x"], "filename": ["Ada.txt"], "wiki_context": [""]})])
+    assert found.documents == ()
+
+
+def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
+    (expected,) = read_questions([parquet(tmp_path)])
+    (record,) = pq.read_table(parquet(tmp_path)).to_pylist()
+    hub = Hub({"mandarjoshi/trivia_qa": {"train": [record], "validation": [{**record, "answer": None}],
+                                         "test": [{"question": "?"}]}})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert list(read_questions(["hub:rc.wikipedia/train"])) == [expected]
+    assert hub.asked == [("mandarjoshi/trivia_qa", "rc.wikipedia")] and hub.bars
+    for path, error, message in [
+            ("hub:rc.wikipedia/validation", DataError, "field 'answer' is not an object: hub:.*validation, question 0"),
+            ("hub:rc.wikipedia/test", DataError, "no field 'entity_pages' or .*: hub:.*/test, question 0"),
+            ("hub:rc.wikipedia", UsageError, "say hub:rc.wikipedia/train"), ("hub:/train", UsageError, "no such"),
+            ("hub:rc.web/dev", UsageError, "no such questions on the hub: hub:rc.web/dev")]:
+        with pytest.raises(error, match=message):
+            list(read_questions([path]))
+    hub.data.clear()
+    with pytest.raises(DataError, match="cannot read from the hub: mandarjoshi/trivia_qa; ConnectionError"):
+        list(read_questions(["hub:rc.wikipedia/train"]))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="pip install 'lineartime"):
+        list(read_questions(["hub:rc.wikipedia/train"]))
+
+
+def test_several_files_are_one_set(tmp_path):
+    found = list(read_questions([squad(tmp_path), triviaqa(tmp_path)]))
+    assert [(each.id, each.rules) for each in found] == [("s1", "squad"), ("q1", "triviaqa")]
+    (tmp_path / "again").mkdir()
+    with pytest.raises(DataError, match=r"the same question id twice: s1 in .*again"):
+        list(read_questions([squad(tmp_path), squad(tmp_path / "again")]))
+
+
+ANSWER = {"Value": "x", "Aliases": ["x"], "NormalizedAliases": ["x"]}
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"QuestionId": None}, r"no field 'QuestionId': .*Data\[0\]"),
+    ({"Question": None}, "no field 'Question'"),
+    ({"Question": 3}, "field 'Question' is not a string.*a whole number"),
+    ({"Question": "\ud800"}, "a lone surrogate"),
+    ({"EntityPages": {}}, "field 'EntityPages' is not a list.*an object"),
+    ({"EntityPages": ["x"]}, r"not a JSON object: .*EntityPages\[0\]"),
+    ({"EntityPages": [{"Title": "x"}]}, r"no field 'Filename': .*EntityPages\[0\]"),
+    ({"EntityPages": [{"Filename": "../secret.txt"}]}, "not the name of a file of evidence"),
+    ({"EntityPages": [{"Filename": "/etc/passwd"}]}, "not the name of a file of evidence"),
+    ({"EntityPages": [{"Filename": "Nowhere.txt"}]}, r"no such file of evidence: .*Nowhere\.txt"),
+    ({"SearchResults": [{"Filename": "9.txt"}]}, r"no such file of evidence: .*web.9\.txt"),
+    ({"Answer": []}, "field 'Answer' is not an object.*a list"),
+    ({"Answer": {**ANSWER, "Aliases": "x"}}, "field 'Aliases' is not a list.*a string"),
+    ({"Answer": {**ANSWER, "Aliases": [1]}}, "field 'Aliases' is not a list of strings.*entry 0 is 1"),
+    ({"Answer": {"Value": "x", "Aliases": []}}, "no field 'NormalizedAliases'"),
+])
+def test_triviaqa_with_a_fault(tmp_path, changes, words):
+    with pytest.raises(DataError, match=words) as refused:
+        list(read_questions([triviaqa(tmp_path, **changes)]))
+    assert refused.value.exit_code == 3 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"id": 1}, r"field 'id' is not a string: .*data\[0\]\.paragraphs\[0\]\.qas\[0\]"),
+    ({"answers": {}}, "field 'answers' is not a list"),
+    ({"answers": [{"text": "1843"}]}, r"no field 'answer_start': .*answers\[0\]"),
+    ({"answers": [{"text": "1843", "answer_start": True}]}, "not a whole number.*true or false"),
+    ({"is_impossible": True}, "SQuAD v2"),
+])
+def test_squad_with_a_fault(tmp_path, changes, words):
+    with pytest.raises(DataError, match=words):
+        list(read_questions([squad(tmp_path, **changes)]))
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"question_id": None}, "no column 'question_id'"), ({"answer": None}, "no column 'answer'"),
+    ({"entity_pages": None, "search_results": None}, "no column 'entity_pages' or 'search_results'"),
+    ({"answer": {"value": "x", "aliases": ["x"]}}, "no field 'normalized_aliases': .*row 0, answer"),
+    ({"question": 3}, "field 'question' is not a string"),
+    ({"entity_pages": {"filename": ["a", "b"], "wiki_context": ["x"]}}, "columns of different lengths"),
+    ({"entity_pages": {"filename": ["a"]}}, "no field 'wiki_context'"),
+])
+def test_parquet_with_a_fault(tmp_path, changes, words):
+    with pytest.raises(DataError, match=words):
+        list(read_questions([parquet(tmp_path, **changes)]))
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (b"", "not valid JSON"), (b"{", "not valid JSON: .*x.json:1, column 2"), (b"[]", "no field 'Data'"),
+    (b"\xff", "not valid UTF-8: .*byte 0"), (b'{"Data": []}', "no questions"), (b'{"data": 3}', "'data' is not a list"),
+    (b"[" * 200_000, "nested too deeply"), (b'{"data": [{"title": "x"}]}', r"no field 'paragraphs': .*data\[0\]"),
+])
+def test_a_file_that_is_none(tmp_path, content, words):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        list(read_questions([tmp_path / "x.json"]))
+
+
+@pytest.mark.parametrize("name", ["missing.json", "missing.parquet", "folder", "folder.parquet", "text.parquet"])
+def test_a_file_that_cannot_be_read(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.parquet").mkdir()
+    (tmp_path / "text.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match=name):
+        list(read_questions([tmp_path / name]))
+
+
+def test_evidence_that_is_not_utf8(tmp_path):
+    path = triviaqa(tmp_path)
+    (tmp_path / "evidence/wikipedia/Ada.txt").write_bytes(b"Ada \xe9")
+    (found,) = read_questions([path])
+    with pytest.raises(DataError, match=r"not valid UTF-8: .*Ada\.txt, byte 4"):
+        found.documents[0].text()
+
+
+# The guess
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("Who wrote the first program?", "Ada Lovelace"), ("When was the first program written?", "1843"),
+    ("What was it for?", "Analytical Engine"), ("xyzzy?", "Ada Lovelace"), ("", "Ada Lovelace")])
+def test_the_guess_by_word_overlap(text, expected):
+    other = Document("other", "Nothing here.\n\nThe program was long.")
+    assert guess_by_overlap(question("1", text=text, documents=[Document("Ada", TEXT), other])) == expected
+
+
+def test_the_guess_takes_what_there_is():
+    assert guess_by_overlap(question("1", text="what", documents=[Document("", "only small words")])) == "only"
+    for nothing in ([], [Document("", "")], [Document("", " \n")], [Document("", "what?")]):
+        assert guess_by_overlap(question("1", text="what", documents=nothing)) == ""

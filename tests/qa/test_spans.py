@@ -1,0 +1,441 @@
+"""Windows over documents, what training aims at, and spans found again in the text."""
+
+import itertools
+import json
+import os
+from dataclasses import replace
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import AutoModelForQuestionAnswering
+
+import lineartime.hf
+from lineartime.config import QUESTION_ANSWERING, ModelConfig, model_config, model_config_json
+from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
+from lineartime.errors import CheckpointError, UsageError
+from lineartime.model import LanguageModel, SpanModel
+from lineartime.qa.finetune import span_config, span_model
+from lineartime.qa.questions import Document, Question
+from lineartime.qa.spans import (
+    CANDIDATE,
+    END,
+    START,
+    TOKEN,
+    Windows,
+    best_span,
+    predict,
+    separator_of,
+    span_logits,
+    span_losses,
+    stack_rows,
+    training_rows,
+    windows_of,
+)
+
+WORDS = "Ada wrote the first program in 1843. Émile likes naïve cafés, 東京 and 😀 faces; the end. "
+BPE = train_tokenizer([WORDS * 20], 330, mlm=True)
+BYTES = byte_tokenizer(mlm=True)
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+TEXTS = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "  ", "é", "😀", "\u0130", "ß", "e\u0301", "<|endoftext|>",
+                                  "[SEP]", "\t", "\u2028", "x" * 9]), max_size=40).map(
+    lambda parts: " ".join(parts))
+
+
+def asked(text="Who wrote it?", *documents, answers=(), id="q", **changes):
+    return Question(id, text, tuple(Document(str(i), each) for i, each in enumerate(documents)), tuple(answers),
+                    tuple(answers), **changes)
+
+
+# Offsets and windows
+
+
+@TOKENIZERS
+@settings(max_examples=150)
+@given(text=TEXTS)
+def test_offsets_give_back_the_text(tokenizer, text):
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    assert ids.tolist() == tokenizer.encode(text)
+    if not text:
+        assert offsets.shape == (0, 2)
+        return
+    assert offsets[0, 0] == 0 and offsets[-1, 1] == len(text)
+    assert (np.diff(offsets, axis=0) >= 0).all() and (offsets[:, 0] < offsets[:, 1]).all()
+    assert (offsets[1:, 0] <= offsets[:-1, 1]).all()  # no character is left out
+    assert_tokens_are_their_characters(tokenizer, text, ids, offsets)
+
+
+def assert_tokens_are_their_characters(tokenizer, text, ids, offsets):
+    """Of a token with part of a character only the rest can be compared."""
+    for token, (start, stop) in zip(ids, offsets, strict=True):
+        spelled = tokenizer.decode([token])
+        assert spelled == text[start:stop] or ("\ufffd" in spelled and spelled.strip("\ufffd") in text[start:stop])
+
+
+def test_offsets_of_a_long_text_are_those_of_its_parts():
+    text = WORDS * 2000
+    ids, offsets = BPE.encode_with_offsets(text)
+    assert ids.tolist() == BPE.encode(text) and offsets[-1, 1] == len(text)
+    assert len(text) > 2 * 65_536
+    assert_tokens_are_their_characters(BPE, text, ids, offsets)
+
+
+@settings(max_examples=300)
+@given(context=st.integers(16, 90), question=st.integers(0, 40), n=st.integers(0, 500),
+       stride=st.none() | st.integers(1, 200), longest=st.integers(1, 40))
+def test_every_token_is_in_a_window_and_every_answer_is_whole_in_one(context, question, n, stride, longest):
+    windows = Windows(context, stride, longest)
+    question = min(question, context // 4)
+    parts, room = windows.cut(question, n), context - question - 3
+    assert all(0 <= first < stop <= n and stop - first <= room for first, stop in parts)
+    assert {token for first, stop in parts for token in range(first, stop)} == set(range(n))
+    assert [first for first, _ in parts] == sorted({first for first, _ in parts})
+    answer = min(longest, room // 2)
+    for start in range(max(n - answer + 1, 0)):
+        assert any(first <= start and start + answer <= stop for first, stop in parts)
+    if stride is not None and stride <= room - answer:
+        assert all(b[0] - a[0] == stride for a, b in itertools.pairwise(parts))
+
+
+@TOKENIZERS
+@settings(max_examples=100)
+@given(text=TEXTS, other=TEXTS, question=TEXTS, context=st.integers(16, 60))
+def test_windows_are_cls_question_sep_document_sep(tokenizer, text, other, question, context):
+    windows = Windows(context, max_answer_tokens=5)
+    seen = {0: set(), 1: set()}
+    for window, passage in windows_of(tokenizer, asked(question, text, other), windows):
+        ids, n = window.ids.tolist(), len(window.ids)
+        head = [tokenizer.end_of_document, *tokenizer.encode(question)[: context // 4], tokenizer.separator]
+        part = passage.ids[window.first : window.stop].tolist()
+        assert ids == [*head, *part, tokenizer.separator] and n <= context
+        assert passage.text == (text, other)[window.document]
+        assert ids[window.passage_slice] == part
+        assert ids.count(tokenizer.separator) == 2 and ids.count(tokenizer.end_of_document) == 1
+        candidates = np.flatnonzero(window.roles & CANDIDATE)
+        assert candidates.tolist() == [0, *range(len(head), n - 1)]
+        assert (window.roles & TOKEN).all() and not window.answered
+        assert np.flatnonzero(window.roles & START).tolist() == np.flatnonzero(window.roles & END).tolist() == [0]
+        seen[window.document] |= set(range(window.first, window.stop))
+    assert seen == {i: set(range(len(tokenizer.encode(each)))) for i, each in enumerate((text, other))}
+
+
+def test_a_tokenizer_without_sep_and_impossible_windows_are_refused():
+    with pytest.raises(UsageError, match=r"no \[SEP\].*--mlm"):
+        separator_of(byte_tokenizer())
+    for wrong in ({"context": 15}, {"context": 64, "stride": 0}, {"context": 64, "max_answer_tokens": 0}):
+        with pytest.raises(UsageError):
+            Windows(**wrong)
+
+
+# Targets
+
+
+def target_texts(question, context=400, tokenizer=BPE):
+    found = []
+    for window, passage in windows_of(tokenizer, question, Windows(context)):
+        starts, ends = (np.flatnonzero(window.roles & role) - window.offset + window.first for role in (START, END))
+        found.append([passage.text[slice(*passage.characters(a, b))] for a, b in zip(starts, ends, strict=True)]
+                     if window.answered else None)
+    return found
+
+
+@TOKENIZERS
+def test_every_occurrence_of_an_alias_is_a_target(tokenizer):
+    text = "The café of Émile-Noël. EMILE no; émile  noël! Nothing; (Tokyo) 東京 and Tokyo's"
+    question = asked("?", text, "no answer here", answers=["Émile Noël", "東京", "Tokyo"])
+    expected = ["Émile-Noël", "émile  noël", "Tokyo", "東京", "Tokyo"]
+    assert target_texts(question, tokenizer=tokenizer) == [expected, None]
+
+
+def test_squad_aims_at_its_span_alone():
+    text = "1843 and 1843 and 1843"
+    assert target_texts(asked("?", text, answers=["1843"], rules="squad", spans=((9, 13),))) == [["1843"]]
+    assert target_texts(asked("?", text, answers=["1843"], rules="squad", spans=())) == [None]
+
+
+@settings(max_examples=60)
+@given(before=st.integers(0, 200), after=st.integers(0, 200), context=st.integers(24, 80))
+def test_an_answer_counts_where_it_is_whole(before, after, context):
+    text = "x " * before + "Ada Lovelace" + " x" * after
+    windows = Windows(context, max_answer_tokens=len(BPE.encode(" Ada Lovelace")))
+    n_answered = 0
+    for window, passage in windows_of(BPE, asked("?", text, answers=["ada lovelace"]), windows):
+        a, b = passage.tokens(2 * before, 2 * before + 12)
+        assert passage.text[slice(*passage.characters(a, b))] == "Ada Lovelace"
+        assert window.answered == (window.first <= a and b < window.stop)
+        n_answered += window.answered
+    assert n_answered >= 1
+
+
+def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
+    questions = [asked("?", "x " * 300, "x " * 150 + "Ada " + "x " * 150, answers=["Ada"], id=str(i))
+                 for i in range(30)]
+    questions += [asked("?", "x", id="unlabelled"), asked("?", answers=["x"], id="no document"),
+                  asked("?", " ", answers=["x"], id="blank"), asked("?", "y", answers=["x"], id="not found")]
+    windows = Windows(64)
+    rows = {share: training_rows(BPE, questions, windows, negatives=share, seed=0) for share in (0, 0.3, 1)}
+    counts = {share: each.counts for share, each in rows.items()}
+    for each in counts.values():
+        assert (each.questions, each.unlabelled, each.without_document, each.answer_not_found) == (34, 1, 1, 2)
+        assert each.windows + each.windows_left_out == counts[1].windows
+    assert counts[0].windows == counts[0].windows_with_answer == counts[1].windows_with_answer >= 30
+    without = counts[1].windows - counts[0].windows
+    assert 0.2 * without < counts[0.3].windows - counts[0].windows < 0.4 * without
+    again = training_rows(BPE, questions, windows, negatives=0.3, seed=0)
+    assert again.sha256() == rows[0.3].sha256()
+    assert training_rows(BPE, questions, windows, negatives=0.3, seed=1).sha256() != again.sha256()
+    # which windows depends on no other question
+    backwards = training_rows(BPE, questions[::-1], windows, negatives=0.3, seed=0)
+    assert sorted(ids.tobytes() for ids in backwards.ids) == sorted(ids.tobytes() for ids in again.ids)
+    with pytest.raises(UsageError, match="share"):
+        training_rows(BPE, questions, windows, negatives=1.5, seed=0)
+
+
+# The model
+
+
+SIZES = {"n_layers": 2, "d_model": 16, "vocab_size": BPE.vocab_size, "context": 64, "causal": False,
+         "end_of_document": BPE.end_of_document}
+CONFIGS: dict[str, ModelConfig] = {
+    "flash": model_config("flash", **SIZES, query_key_dim=8, chunk_size=8, cls_softmax=True),
+    "flash first_to_all": model_config("flash", **SIZES, query_key_dim=8, chunk_size=8, first_to_all=True),
+    "flash-quad": model_config("flash-quad", **SIZES, query_key_dim=8),
+    "transformer": model_config("transformer", **SIZES, n_heads=2),
+    "mc-tfm++": model_config("mc-tfm++", **SIZES, n_heads=2, chunk_size=8),
+}
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def random_spans(config, seed=0):
+    model = SpanModel(config).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.4 if name.startswith(("layers", "span_head")) else 0.3, generator=generator)
+    return model
+
+
+def test_losses_are_minus_the_log_of_the_sum_over_targets():
+    roles = torch.tensor([[TOKEN | CANDIDATE, TOKEN, TOKEN | CANDIDATE | START, TOKEN | CANDIDATE | START | END,
+                           TOKEN | CANDIDATE | END, TOKEN, 0],
+                          [TOKEN | CANDIDATE | START | END, TOKEN, TOKEN | CANDIDATE, TOKEN, 0, 0, 0]],
+                         dtype=torch.uint8)
+    scores = torch.randn(2, 6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    p = scores.detach().exp()
+
+    def model(ids, padding_mask_BT):
+        assert ids.shape == (2, 6) and padding_mask_BT.sum(1).tolist() == [6, 4]
+        return scores
+
+    logits = span_logits(model, torch.zeros(2, 7, dtype=torch.long), roles)
+    losses = span_losses(logits, roles)
+    z = p[0, [0, 2, 3, 4]].sum(0)
+    expected = [[-(p[0, [2, 3], 0].sum() / z[0]).log(), -(p[0, [3, 4], 1].sum() / z[1]).log()],
+                [-(p[1, 0, k] / p[1, [0, 2], k].sum()).log() for k in (0, 1)]]
+    assert torch.allclose(losses, torch.tensor(expected, dtype=torch.float64))
+    losses.sum().backward()
+    assert scores.grad.isfinite().all() and (scores.grad[0, [1, 5]] == 0).all()
+
+
+@EACH
+def test_padding_and_other_rows_change_nothing(config):
+    model, generator = random_spans(config), np.random.default_rng(0)
+    rows = [window for text in ("Ada " * 30, WORDS, "in 1843")
+            for window, _ in windows_of(BPE, asked("Who?", text, answers=["Ada", "1843"]), Windows(48))]
+    arrays = stack_rows([row.ids for row in rows], [row.roles for row in rows], 60)
+    ids, roles = (torch.from_numpy(array) for array in arrays)
+    together = span_losses(span_logits(model, ids, roles), roles)
+    junk = torch.where(roles > 0, ids, torch.from_numpy(generator.integers(0, BPE.vocab_size, ids.shape)))
+    assert torch.allclose(together, span_losses(span_logits(model, junk, roles), roles))
+    for i, row in enumerate(rows):
+        alone = [torch.from_numpy(array) for array in stack_rows([row.ids], [row.roles], len(row.ids))]
+        assert torch.allclose(together[i : i + 1], span_losses(span_logits(model, *alone), alone[1]))
+
+
+QUESTIONS = [asked("Who wrote it?", WORDS * 3, " ", "Émile", id="1", answers=["Ada"]), asked("x", id="2"),
+             asked("", "", " \n ", id="3"), asked("why " * 40, "😀" * 30, id="4"), asked("?", WORDS, id="5")]
+
+
+@EACH
+def test_predictions_do_not_depend_on_the_batch(config):
+    model = random_spans(config)
+    windows = Windows(40, max_answer_tokens=7)
+    one, many, all_at_once = (list(predict(model, BPE, QUESTIONS, windows, batch_rows=n)) for n in (1, 3, 1000))
+    for a, *others in zip(one, many, all_at_once, strict=True):
+        for b in others:
+            assert a.question is b.question and a.answer == b.answer and a.n_windows == b.n_windows
+            assert a.loss == pytest.approx(b.loss)
+            if a.span is not None:
+                assert a.span[1:] == b.span[1:] and a.span.score == pytest.approx(b.span.score)
+    assert [prediction.span is None for prediction in one] == [False, True, True, False, False]
+    assert [prediction.n_windows for prediction in one][1:3] == [0, 1]
+
+
+@TOKENIZERS
+@settings(max_examples=100)
+@given(text=TEXTS, question=TEXTS, seed=st.integers(0, 1000), longest=st.integers(1, 9), coarse=st.booleans())
+def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longest, coarse):
+    """Against every span of every window tried one by one; ties go to the earliest, then the shortest."""
+    generator, logits_of = np.random.default_rng(seed), {}
+
+    class Model(torch.nn.Linear):
+        def forward(self, ids_BT, padding_mask_BT):
+            out = []
+            for row in ids_BT:
+                drawn = generator.integers(0, 3, (len(row), 2)) if coarse else generator.normal(size=(len(row), 2))
+                logits_of[len(logits_of)] = drawn.astype(np.float64)
+                out.append(torch.from_numpy(logits_of[len(logits_of) - 1]))
+            return torch.stack(out)
+
+    windows, one = Windows(24, max_answer_tokens=longest), asked(question, text)
+    (found,) = predict(Model(1, 1), tokenizer, [one], windows, batch_rows=1)
+    best = None
+    for number, (window, passage) in enumerate(windows_of(tokenizer, one, windows)):
+        logits = logits_of[number]
+        for i in range(window.first, window.stop):
+            for j in range(i, min(i + longest, window.stop)):
+                (a, b), (c, d) = passage.offsets[i], passage.offsets[j]
+                if not text[a:b].strip() or not text[c:d].strip():
+                    continue
+                value = (logits[i - window.first + window.offset, 0] + logits[j - window.first + window.offset, 1]
+                         - logits[0].sum())
+                if best is None or value > best[0] + 1e-9:
+                    best = value, a, d
+    if best is None:
+        assert found.span is None and found.answer == "" and not text.strip()
+    else:
+        assert found.span.score == pytest.approx(best[0])
+        assert found.answer == text[best[1] : best[2]].strip() == text[found.span.start : found.span.stop] != ""
+
+
+def test_an_answer_never_reaches_into_the_question_or_beyond_the_document():
+    (window, passage), = windows_of(BPE, asked("Ada wrote", "the first program"), Windows(64))
+    logits = np.zeros((len(window.ids), 2))
+    logits[: window.offset] = logits[-1] = 100
+    logits[window.offset, 0] = logits[-2, 1] = 1
+    span = best_span(logits, window, passage, 30)
+    assert span.text == "the first program" and span.score == 2 - 200
+    assert len(BPE.encode(best_span(logits, window, passage, 2).text)) <= 2
+
+
+# From pretraining to fine-tuning
+
+
+def pretrained(seed=3, **changes):
+    torch.manual_seed(seed)
+    model = LanguageModel(replace(CONFIGS["flash"], cls_softmax=False, **changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def test_the_papers_settings_are_the_defaults():
+    long = LanguageModel(model_config("flash", n_layers=1, d_model=8, vocab_size=11, causal=False, chunk_size=256))
+    assert span_config(long, 4096, {}) == replace(long.config, context=4096, chunk_size=128, cls_softmax=True)
+    assert span_config(pretrained(), 64, {"first_to_all": True}).chunk_size == 8
+    quad = LanguageModel(model_config("flash-quad", n_layers=1, d_model=8, vocab_size=11, causal=False))
+    assert span_config(quad, 4096, {}) == replace(quad.config, context=4096, attn_scale_len=512, cls_softmax=True)
+    for preset in ("combiner", "mc-tfm++", "performer"):  # what Section 4.3 changes it changes for FLASH
+        other = LanguageModel(model_config(preset, n_layers=1, d_model=24, vocab_size=11, causal=False))
+        assert span_config(other, 4096, {}) == replace(other.config, context=4096)
+    words = LanguageModel(CONFIGS["transformer"])
+    assert span_config(words, 32, {}) == replace(words.config, context=32)
+
+
+def test_what_fine_tuning_cannot_change_is_refused():
+    with pytest.raises(UsageError, match="sees both ways"):
+        span_config(pretrained(causal=True), 64, {})
+    with pytest.raises(UsageError, match="d_model"):
+        span_config(pretrained(), 64, {"d_model": 32})
+    for config in ("transformer", "flash-quad"):
+        with pytest.raises(UsageError, match="row longer than the position table"):
+            span_config(LanguageModel(CONFIGS[config]), 65, {})
+    with pytest.raises(CheckpointError, match=r"do not fit: .*layers\.0\..*in_proj"):
+        span_model(pretrained(), replace(CONFIGS["flash"], query_key_dim=4), 0)
+    with pytest.raises(CheckpointError, match=r"rel_pos_bias\.a is missing"):
+        span_model(pretrained(), replace(CONFIGS["flash"], chunk_size=512), 0)
+
+
+def test_unchanged_settings_keep_the_trunk_as_it_is():
+    before = pretrained()
+    after = span_model(before, before.config, 5)
+    ids = torch.randint(0, BPE.vocab_size, (2, 40))
+    assert torch.equal(before.hidden(ids), after.hidden(ids))
+    again, other = span_model(before, before.config, 5), span_model(before, before.config, 6)
+    assert torch.equal(after.span_head.weight, again.span_head.weight)
+    assert not torch.equal(after.span_head.weight, other.span_head.weight)
+    assert torch.equal(span_model(after, before.config, 6).span_head.weight, after.span_head.weight)
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (512, 8), (512, 600)])
+def test_another_chunk_size_keeps_what_two_tokens_of_a_chunk_are_to_each_other(old, new):
+    """relu(q k / n + b)^2 in a row of one short chunk, the linear part left out."""
+    before = pretrained(chunk_size=old, chunk_parts="local")
+    after = span_model(before, replace(before.config, chunk_size=new), 0)
+    ids = torch.randint(5, BPE.vocab_size - 5, (2, min(old, new)))
+    assert torch.allclose(before.hidden(ids), after.hidden(ids), atol=1e-5)
+    bias = after.layers[0].rel_pos_bias
+    if new > old:
+        reach = old - 1 if old < 512 else new - 1
+        assert torch.allclose(bias.at(torch.tensor([new - 1, 1 - new])),
+                              before.layers[0].rel_pos_bias.at(torch.tensor([reach, -reach])))
+
+
+def test_first_to_all_adds_heads_and_a_shorter_context_cuts_the_table():
+    before = pretrained()
+    after = span_model(before, replace(before.config, first_to_all=True), 0)
+    gamma = after.layers[0].scale_offset.gamma
+    assert torch.equal(gamma[:4], before.layers[0].scale_offset.gamma) and len(gamma) == 6
+    words = LanguageModel(CONFIGS["transformer"])
+    short = span_model(words, replace(words.config, context=20), 0)
+    assert torch.equal(short.abs_pos.weight, words.abs_pos.weight[:20])
+
+
+# transformers
+
+
+def test_auto_model_for_question_answering(tmp_path):
+    ours = random_spans(CONFIGS["flash"]).float()
+    (tmp_path / "config.json").write_text(model_config_json(ours.config, QUESTION_ANSWERING))
+    save_file({name: p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
+    theirs, info = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(theirs, lineartime.hf.LineartimeForQuestionAnswering)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.randint(0, BPE.vocab_size, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    with torch.no_grad():
+        logits = ours(ids, padding_mask_BT=mask.bool())
+        out = theirs(ids, attention_mask=mask, start_positions=torch.tensor([3, 40]),
+                     end_positions=torch.tensor([5, 7]))
+    assert torch.allclose(out.start_logits[0], logits[0, :, 0], atol=1e-6)
+    assert torch.allclose(out.end_logits[1, :12], logits[1, :12, 1], atol=1e-6)
+    assert (out.end_logits[1, 12:] < -1e30).all()
+    start = -logits[0, :, 0].log_softmax(0)[3]  # the second start lies outside its row and does not count
+    end = -(logits[0, :, 1].log_softmax(0)[5] + logits[1, :12, 1].log_softmax(0)[7]) / 2
+    assert out.loss.item() == pytest.approx((start + end).item() / 2, rel=1e-5)
+    theirs.save_pretrained(tmp_path / "again")
+    fields = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert fields["architectures"] == [QUESTION_ANSWERING]
+    for wrong in ({"labels": ids}, {"start_positions": torch.tensor([1, 2])}):
+        with pytest.raises(UsageError):
+            theirs(ids, **wrong)
+
+
+def test_transformers_starts_a_span_head_on_a_masked_model(tmp_path):
+    ours = pretrained()
+    (tmp_path / "config.json").write_text(model_config_json(ours.config))
+    save_file({name: p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
+    theirs, info = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
+    assert {name.removeprefix("model.") for name in info["missing_keys"]} == {"span_head.weight", "span_head.bias"}
+    weight = theirs.model.span_head.weight
+    assert 0.005 < weight.std() < 0.05 and (theirs.model.span_head.bias == 0).all()
+    assert torch.equal(theirs.model.embed.weight, ours.embed.weight)
+    with pytest.raises(UsageError, match="sees both ways"):
+        SpanModel(replace(ours.config, causal=True))

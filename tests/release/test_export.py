@@ -1,0 +1,207 @@
+"""A run made into a folder to give away: what is in it is the run's, and what its card says was measured."""
+
+import json
+import re
+import shlex
+import shutil
+import statistics
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from test_cli import Call, assert_refused
+from test_cli import call as call  # a fixture
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lineartime
+import lineartime.hf
+from lineartime.cli import verbs
+from lineartime.config import parse_setting, run_config, to_dict
+from lineartime.errors import CheckpointError, UsageError
+from lineartime.release import pretrained
+from lineartime.run import read_metrics, read_run
+from tiny_runs import STEPS, command, prepare_text
+
+ROOT = Path(__file__).parents[2]
+SAVED = 10
+"""The step of the newest checkpoint that is left."""
+PROMPT = "Reader, I"
+
+
+def run_verb(*arguments: object) -> None:
+    """A verb in this process; where it fails its error is raised."""
+    typer.main.get_command(verbs.app).main([*map(str, arguments)], standalone_mode=False)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture(scope="module")
+def run(data: Path) -> Path:
+    """A run that has lost its last checkpoint: its metrics go on after the newest that is left."""
+    out = data.parent / "run"
+    run_verb(*command(data, out, save_every=5))
+    shutil.rmtree(out / f"step-{STEPS:08d}")
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    (run.parent / "about.md").write_text("# Tiny\n\nIt knows one book.\n")
+    out = run.parent / "models" / "tiny"
+    run_verb("export", run, "--out", out, "--about", run.parent / "about.md", "--prompt", PROMPT)
+    return out
+
+
+@pytest.fixture
+def card(exported: Path) -> str:
+    return (exported / "README.md").read_text()
+
+
+def test_the_weights_are_the_runs_in_bfloat16(run: Path, exported: Path) -> None:
+    assert {path.name for path in exported.iterdir()} == {"README.md", "config.json", "model.safetensors",
+                                                          "tokenizer.json"}
+    assert {weight.dtype for weight in load_file(exported / "model.safetensors").values()} == {torch.bfloat16}
+    ours, tokenizer, facts = lineartime.load_model(str(run))
+    model, same_tokenizer, where = lineartime.load_model(str(exported))
+    assert facts["step"] == SAVED and where == {"checkpoint": str(exported)}
+    assert model.config == ours.config and same_tokenizer.sha256 == tokenizer.sha256 and not model.training
+    for (name, expected), (same_name, found) in zip(ours.named_parameters(), model.named_parameters(), strict=True):
+        assert name == same_name and found.dtype == torch.float32
+        assert torch.equal(found, expected.bfloat16().float())
+
+
+def test_transformers_open_it(exported: Path) -> None:
+    model, tokenizer, _ = lineartime.load_model(exported)
+    ids_BT = AutoTokenizer.from_pretrained(exported)(PROMPT, return_tensors="pt").input_ids
+    assert ids_BT[0].tolist() == [tokenizer.end_of_document, *tokenizer.encode(PROMPT)]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(exported)(ids_BT).logits, model(ids_BT))
+
+
+def test_the_cards_scores_are_of_what_is_in_the_folder(card: str, exported: Path, data: Path, call: Call) -> None:
+    score = json.loads(call("evaluate", exported, "--data", data, "--json")[1])
+    assert "|  | validation |" in card and "test |" not in card
+    for name, value in [("bits per byte", f"{score['bits_per_byte']:.3f}"), ("nats per token", f"{score['loss']:.4f}"),
+                        ("perplexity per word", f"{score['word_perplexity']:.1f}"),
+                        ("tokens", f"{score['n_tokens']:,}"), ("bytes", f"{score['n_bytes']:,}"),
+                        ("1 to 32", f"{score['loss_by_position'][0]['loss']:.4f}")]:
+        assert f"| {name} | {value} |" in card
+
+
+def test_the_card_says_what_was_trained(card: str, run: Path, exported: Path) -> None:
+    lines = [line for line in read_metrics(run) if "loss" in line and line["step"] <= SAVED]
+    speed = statistics.median(line["clock"]["tokens_per_s"] for line in lines)
+    n_parameters = sum(p.numel() for p in lineartime.load_model(run)[0].parameters())
+    assert card.startswith("# Tiny\n\nIt knows one book.\n\n## Model\n")
+    assert f"| Steps | {SAVED} of {STEPS}, of 128 tokens |" in card and f"| Tokens | {SAVED * 128:,}: " in card
+    assert f"| Parameters | {n_parameters:,} |" in card and f" {speed:,.0f} tokens a second (median)" in card
+    assert read_run(run)["data_sha256"] in card and re.search(r"; commit ([0-9a-f]{10}|unknown)", card)
+    assert str(run.parent) not in card
+
+
+def test_the_cards_command_trains_the_same(card: str, run: Path) -> None:
+    (line,) = [line for line in card.splitlines() if line.startswith("lineartime ")]
+    words = shlex.split(line)
+    assert words[:9] == ["lineartime", "train", "flash", "--task", "wiki40b", "--data", "DATA", "--out", "RUN"]
+    assert set(words[9::2]) == {"--set"}
+    meant = run_config({"model": "flash", "data": "DATA", "out": "RUN", "vocab_size": 257, "end_of_document": 256,
+                        **dict(map(parse_setting, words[10::2]))})
+    assert to_dict(meant.model) == read_run(run)["model"] and to_dict(meant.train) == read_run(run)["train"]
+
+
+def test_the_cards_sample_is_what_generate_prints(card: str, exported: Path, call: Call) -> None:
+    _, text, _ = call("generate", exported, PROMPT, "--max-new-tokens", 120, "--temperature", 0.8)
+    assert f"after `{PROMPT}` at temperature 0.8 with seed 0" in card and f"```text\n{text}```" in card
+
+
+def test_a_masked_model(tmp_path: Path, call: Call) -> None:
+    data, run, out = prepare_text(tmp_path, mlm=True), tmp_path / "run", tmp_path / "out"
+    run_verb(*command(data, run, causal="false", steps=3))
+    assert call("export", run, "--out", out, "--data", data)[0] == 0
+    card = (out / "README.md").read_text()
+    assert card.startswith("# flash, ") and "| nats per masked token |" in card
+    assert "per byte" not in card and "Sample" not in card
+    assert not lineartime.load_model(out)[0].config.causal
+
+
+def test_a_shipped_model_by_its_name(exported: Path, data: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "MODELS", exported.parent)
+    assert lineartime.model_folder("tiny") == exported
+    how = ["--max-new-tokens", 8]
+    for prompts in ([], [PROMPT], ["one", "two"]):
+        assert call("generate", "--model", "tiny", *prompts, *how) == call("generate", exported, *prompts, *how)
+    assert call("evaluate", "--model", "tiny", "--data", data) == call("evaluate", exported, "--data", data)
+    for words, arguments in [(["tinny", "did you mean tiny"], ["generate", "--model", "tinny", "x"]),
+                             (["no model is named", "--model"], ["generate"]),
+                             (["two models"], ["evaluate", exported, "--model", "tiny", "--data", data])]:
+        code, _, err = call(*arguments)
+        assert_refused(code, err, 2, *words)
+
+
+def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None:
+    """One line, the exit code of the kind of trouble, and nothing left behind."""
+    out = tmp_path / "new" / "out"
+    (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
+    (tmp_path / "text").mkdir()
+    other = prepare_text(tmp_path / "text", first=40_000)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged, symlinks=True)
+    for path in damaged.glob("step-*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    for code, words, arguments in [
+        (2, ["--out"], [run]),
+        (2, ["there already"], [run, "--out", exported]),
+        (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
+        (2, ["not a run"], [exported, "--out", out]),
+        (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
+        (2, ["no such folder"], [run, "--out", out, "--data", tmp_path / "nowhere"]),
+        (2, ["cuda"], [run, "--out", out, "--device", "cuda"]),
+        (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
+        (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
+        (4, ["model.safetensors"], [damaged, "--out", out]),
+        (6, ["cannot write"], [run, "--out", tmp_path / "latin1.md" / "out"]),
+    ]:
+        got, _, err = call("export", *arguments)
+        assert_refused(got, err, code, *words)
+    assert not out.parent.exists()
+
+
+def test_a_folder_that_is_not_whole_is_refused(run: Path, exported: Path, tmp_path: Path) -> None:
+    def refused(error: type[Exception], match: str, name: str, content: bytes | None) -> None:
+        folder = tmp_path / name
+        shutil.copytree(exported, folder)
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+        with pytest.raises(error, match=match):
+            lineartime.load_model(folder)
+        shutil.rmtree(folder)
+
+    whole = {name: (exported / name).read_bytes() for name in ("model.safetensors", "config.json")}
+    weights = load_file(exported / "model.safetensors")
+    weights.pop("norm.weight")
+    save_file(weights, tmp_path / "fewer")
+    refused(CheckpointError, "damaged.*model.safetensors", "model.safetensors", whole["model.safetensors"][:-1])
+    refused(CheckpointError, "norm.weight is missing", "model.safetensors", (tmp_path / "fewer").read_bytes())
+    refused(UsageError, "not a run", "model.safetensors", None)
+    refused(CheckpointError, "tokenizer.json", "tokenizer.json", None)
+    refused(UsageError, "not a lineartime model", "config.json", b"{}")
+    refused(CheckpointError, "expected float32", "config.json",
+            whole["config.json"].replace(b'"d_model": 16', b'"d_model": 32'))
+    shutil.copytree(run / f"step-{SAVED:08d}", tmp_path / f"step-{SAVED:08d}")
+    (tmp_path / f"step-{SAVED:08d}" / "MANIFEST.json").unlink()
+    with pytest.raises(UsageError, match="not a run"):  # a checkpoint is never believed without its manifest
+        lineartime.load_model(tmp_path / f"step-{SAVED:08d}")
+
+
+def test_everything_that_is_not_code_is_packaged() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["lineartime"]
+    package = ROOT / "lineartime"
+    packaged = {path for pattern in patterns for path in package.glob(pattern)}
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others - packaged == set()

@@ -1,0 +1,64 @@
+"""The model that ships with the package: small, whole, better than a compressor on a book it has not seen; and the
+examples that name it run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from test_cli import Call
+from test_cli import call as call  # a fixture
+
+import lineartime
+from lineartime.config import parse_setting, run_config
+from lineartime.data.prepare import open_split, prepare
+from lineartime.evaluation import evaluate
+from lineartime.settings import read_toml
+
+ROOT = Path(__file__).parents[2]
+SMALL = ROOT / "lineartime" / "models" / "small"
+CARD = (SMALL / "README.md").read_text(encoding="utf-8")
+
+
+def test_it_is_small_and_in_bfloat16() -> None:
+    assert lineartime.model_folder("small") == SMALL
+    assert (SMALL / "model.safetensors").stat().st_size <= 15_000_000
+    with safe_open(SMALL / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+
+
+def test_it_continues_a_prompt(call: Call) -> None:
+    code, text, _ = call("generate", "--model", "small", "It was a dark", "--max-new-tokens", 16)
+    assert code == 0 and text.startswith("It was a dark") and len(text) > 30
+
+
+def test_it_predicts_a_book_that_it_has_not_seen(tmp_path: Path) -> None:
+    """xz that has read the rest of the book needs 2.502 bits per byte."""
+    model, _, _ = lineartime.load_model(SMALL)
+    prepare([], tmp_path / "data", sample=True, tokenizer=SMALL / "tokenizer.json", held_out=0.1, jobs=1)
+    score = evaluate(model, open_split(tmp_path / "data", "validation"), context=2048, max_tokens=8192)
+    assert 1.0 < score.bits_per_byte < 2.0
+
+
+def test_its_card_says_how_it_was_made() -> None:
+    """Bits per byte are in the card; the settings it prints are those of the script."""
+    assert re.search(r"^\| bits per byte \| 1\.\d{3} \| 1\.\d{3} \|$", CARD, re.MULTILINE)
+    assert CARD.startswith((ROOT / "runs" / "small.md").read_text(encoding="utf-8"))
+    (line,) = [line for line in CARD.splitlines() if line.startswith("lineartime train ")]
+    printed = dict(map(parse_setting, shlex.split(line)[10::2]))
+    where = {"data": "DATA", "out": "RUN"}
+    assert run_config({"model": "flash", **where, **printed}) == run_config(read_toml(ROOT / "runs/small.toml") | where)
+    steps = run_config({"model": "flash", **where, **printed}).train.steps
+    assert f"| Steps | {steps:,} of {steps:,}, " in CARD and "+changes" not in CARD
+
+
+@pytest.mark.parametrize("text", [CARD, (ROOT / "README.md").read_text(encoding="utf-8")], ids=["card", "README"])
+def test_examples_that_name_it_run(text: str) -> None:
+    examples = [code for code in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+                if 'model_folder("small")' in code]
+    assert examples
+    for code in examples:
+        torch.manual_seed(0)
+        exec(compile(code, "example", "exec"), {})

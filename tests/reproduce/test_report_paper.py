@@ -1,0 +1,439 @@
+"""The paper's tables beside ours: its numbers by its names, seeds and speed-ups by hand, and what was not run."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from lineartime.errors import DataError, UsageError
+from lineartime.report.pages import fill_pages, fill_table_pages, filled_tables, shown_outcomes
+from lineartime.reproduce import figures as curves
+from lineartime.reproduce.markdown import MEASURES, signed, speedup_text, table_section, tables_shown
+from lineartime.reproduce.paper import read_paper
+from lineartime.reproduce.results import (
+    Seeds,
+    best_loss,
+    outcomes_of,
+    paired,
+    read_results,
+    speedup,
+    step_speedup,
+    steps_to,
+)
+from lineartime.reproduce.rows import ROWS
+from lineartime.reproduce.scales import cells_of
+from lineartime.reproduce.tables import TABLES
+from made_rows import made_rows, step_row, times, train_row
+
+ROOT = Path(__file__).parents[2]
+
+
+def cell_of(table, row, column, scale="cpu"):
+    return next(cell for cell in cells_of(table, scale) if (cell.row, cell.column) == (row, column))
+
+
+def written(tmp_path, rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def trained(cell, *curves_of_seeds, tokens_per_step=2048):
+    """Rows of seeds 0, 1, ... with these curves, lists of (step, nats)."""
+    return [train_row(cell, seed) | {"curve": [list(point) for point in curve],
+                                     "tokens": curve[-1][0] * tokens_per_step}
+            for seed, curve in enumerate(curves_of_seeds)]
+
+
+def timed(cell, ms, run="1", time="2026-01-01T00:00:00Z"):
+    return step_row(cell) | {"cpu_ms": times(ms), "run": run, "time": time}
+
+
+def line_of(section, measure, row):
+    """The cells of a row of the table below a title."""
+    below = section[section.index(measure):]
+    return next([part.strip() for part in line.strip("|").split("|")] for line in below.splitlines()
+                if line.startswith(f"| {row} |"))
+
+
+def test_every_number_of_the_paper_is_of_a_row_and_a_column_that_exist():
+    paper = read_paper()
+    assert paper.keys() == TABLES.keys() == MEASURES.keys()
+    for name, table in paper.items():
+        assert table.numbers or table.note
+        for measure, rows in table.numbers.items():
+            assert rows.keys() <= TABLES[name].models.keys(), (name, measure)
+            for row, columns in rows.items():
+                assert columns.keys() <= TABLES[name].columns.keys(), (name, measure, row)
+
+
+@pytest.mark.parametrize(("table", "measure", "row", "column", "printed"), [
+    ("gau_ablation", "perplexity", "no gating", "LM", "17.45"),
+    ("gau_ablation", "parameters_m", "no gating", "LM", "131"),
+    ("mhsa_ablation", "perplexity", "softmax -> relu2", "MLM", "4.77"),
+    ("mlm_c4", "perplexity", "Performer", "8192", "102.980"), ("mlm_c4", "perplexity", "Transformer", "8192", "4.8766"),
+    ("mlm_c4", "step_ms", "FLASH-Quad", "4096", "84.9"), ("lm_wiki40b", "perplexity", "FLASH", "512", "16.581"),
+    ("lm_wiki40b", "step_ms", "Performer", "2048", "1518.9"), ("lm_pg19", "perplexity", "FLASH", "4096", "40.72"),
+    ("lm_pg19", "speedup", "FLASH", "8192", "12.12"), ("lm_pg19", "speedup", "Transformer++", "4096", "--"),
+    ("lm_pg19", "step_ms", "Transformer+", "8192", "1292"),
+    ("triviaqa", "f1", "FLASH s=512 + first-to-all", "4096", "73.9"),
+    ("triviaqa", "step_speedup", "Combiner", "4096", "2.78"),
+    ("triviaqa", "finetune_speedup", "Combiner", "4096", "2.75"),
+    ("gap", "gap", "MC-TFM++", "LM 4096", "0.90"), ("gap", "gap", "FLASH", "LM 512", "-0.05"),
+    ("gpu_latency", "step_ms", "FLASH", "4096 x 1", "452.9"),
+    ("gpu_latency", "step_ms", "Performer", "4096 x 1", "OOM"),
+    ("speedup", "speedup", "Transformer", "8192", "25.6"), ("speedup", "speedup", "Transformer++", "512", "1.2")])
+def test_the_papers_numbers_are_as_printed(table, measure, row, column, printed):
+    assert str(read_paper()[table].printed(measure, row, column)) == printed
+
+
+def test_the_papers_tables_agree_with_each_other():
+    """Table 5 is the difference of Tables 12 and 13; Figure 1 is of the order of Table 13's times."""
+    paper = read_paper()
+    for table, task in (("mlm_c4", "MLM"), ("lm_wiki40b", "LM")):
+        for column in TABLES[table].columns:
+            flash, quad = (paper[table].value("perplexity", row, column) for row in ("FLASH", "FLASH-Quad"))
+            assert flash - quad == pytest.approx(paper["gap"].value("gap", "FLASH", f"{task} {column}"), abs=0.0051)
+    assert paper["lm_wiki40b"].step_speedup("FLASH", "Transformer++", "8192") == pytest.approx(261.0 / 62.5)
+    assert paper["triviaqa"].step_speedup("Combiner", "Transformer+", "4096") == 2.78
+    assert paper["gpu_latency"].value("step_ms", "FLASH", "4096 x 1") == 452.9
+    assert paper["gpu_latency"].value("step_ms", "Performer", "4096 x 1") is None
+
+
+def test_quality_is_the_best_of_each_seed_and_its_spread():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    rows = trained(cell, [(400, 4.0), (800, 3.0)], [(400, 2.9), (800, 3.1)])
+    outcome = outcomes_of("lm_wiki40b", "cpu", rows).cells["FLASH", "512"]
+    assert outcome.loss == Seeds((3.0, 2.9)) and outcome.loss.mean == pytest.approx(2.95)
+    assert (outcome.loss.least, outcome.loss.most, outcome.loss.n) == (2.9, 3.0, 2)
+    assert outcome.perplexity.mean == pytest.approx((math.exp(3.0) + math.exp(2.9)) / 2)
+    assert [(point.step, point.loss.mean) for point in outcome.curve] == [(400, pytest.approx(3.45)), (800, 3.05)]
+    assert outcome.missing_seeds == (2,) and outcome.n_parameters == 1_800_000
+
+
+def test_perplexity_per_word_is_of_the_best_loss():
+    cell = cell_of("lm_pg19", "FLASH", "1024")
+    last_best, not_last = trained(cell, [(200, 4.0), (400, 3.0)], [(200, 3.0), (400, 3.5)])
+    last_best["held_out"] |= {"word_perplexity": 123.0}
+    not_last["held_out"] |= {"word_perplexity": 456.0, "n_tokens": 3000, "n_words": 1500}
+    outcome = outcomes_of("lm_pg19", "cpu", [last_best, not_last]).cells["FLASH", "1024"]
+    assert outcome.word_perplexity.values == (123.0, pytest.approx(math.exp(6.0)))
+
+
+def test_the_newest_row_of_a_seed_counts_and_a_failed_one_only_alone():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    (old,), (new,) = trained(cell, [(800, 3.0)]), trained(cell, [(800, 2.0)])
+    failed = {"kind": "train", "scale": "cpu", "text": cell.text.name, "settings": cell.settings(0), "failed": "memory"}
+    other = failed | {"settings": cell.settings(1)}
+    outcome = outcomes_of("lm_wiki40b", "cpu", [old, new, failed, other]).cells["FLASH", "512"]
+    assert outcome.loss == Seeds((2.0,)) and outcome.failures == {"train": "seed 1: memory"}
+    text = table_section(outcomes_of("lm_wiki40b", "cpu", [other]))
+    assert line_of(text, "Perplexity", "FLASH")[2] == "failed"
+    assert "Failed: FLASH, 512: seed 1: memory." in text and "Ours:" not in text
+
+
+def test_rows_of_other_settings_scales_and_texts_are_not_a_cells():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    (row,) = trained(cell, [(800, 3.0)])
+    for other in ({"scale": "gpu"}, {"text": "another"}, {"settings": {**row["settings"], "steps": 1}}):
+        assert not outcomes_of("lm_wiki40b", "cpu", [row | other]).known
+    assert len(outcomes_of("lm_wiki40b", "cpu", [row]).known) == 1
+
+
+def test_tables_share_rows_but_sizes_that_are_one_at_a_scale_do_not():
+    rows = trained(cell_of("lm_wiki40b", "FLASH", "512"), [(800, 3.0)])
+    lent = outcomes_of("gap", "cpu", rows).cells["FLASH", "LM 512"]
+    assert lent.loss == Seeds((3.0,)) and not lent.planned
+    known = outcomes_of("gau_vs_transformer", "cpu", made_rows("gau_vs_transformer")).known
+    assert {outcome.cell.row for outcome in known} == {
+        "MHSA+MLP 12+12 x 768", "MHSA+GLU 12+12 x 768", "GAU 22 x 768"}
+    assert all(outcome.planned for outcome in known)
+
+
+def two_models(ours, theirs, *more, ms=(100, 300)):
+    flash, plus_plus = (cell_of("lm_wiki40b", row, "2048") for row in ("FLASH", "Transformer++"))
+    rows = [*trained(flash, *ours), *trained(plus_plus, *theirs), timed(flash, ms[0]), timed(plus_plus, ms[1]), *more]
+    cells = outcomes_of("lm_wiki40b", "cpu", rows).cells
+    return cells["FLASH", "2048"], cells["Transformer++", "2048"]
+
+
+def test_the_speed_up_is_the_references_time_to_its_best_over_ours_to_the_same_loss():
+    reference = [(400, 5.0), (800, 4.0)]
+    ours, theirs = two_models([[(400, 4.5), (800, 3.5)], [(400, 5.5), (800, 4.5)]], [reference])
+    assert step_speedup(ours, theirs).value == pytest.approx(3.0)
+    found = speedup(ours, theirs)
+    # The mean curve is the reference's; the first seed is there after 600 of its 800 steps, the second never.
+    assert found.value == pytest.approx(3.0) and found.seeds == (pytest.approx(3.0 * 800 / 600), None)
+    assert speedup_text(ours, theirs) == "3.00 (1 of 2 seeds --)"
+    assert speedup(theirs, theirs).value == 1.0 and speedup_text(theirs, theirs) == "1.00"
+
+
+def test_who_never_gets_there_has_no_speed_up():
+    ours, theirs = two_models([[(400, 5.0), (800, 4.1)]], [[(400, 5.0), (800, 4.0)]])
+    assert speedup(ours, theirs).value is None and speedup_text(ours, theirs) == "--"
+
+
+def test_a_reference_that_got_worse_is_measured_to_its_best():
+    ours, theirs = two_models([[(400, 4.0), (800, 3.0)]], [[(400, 4.0), (800, 4.5)]], ms=(100, 100))
+    assert speedup(ours, theirs).value == speedup(theirs, theirs).value == 1.0
+
+
+def test_times_of_different_runs_are_not_divided():
+    flash, plus_plus = (cell_of("lm_wiki40b", row, "512") for row in ("FLASH", "Transformer++"))
+    rows = [*trained(flash, [(800, 3.0)]), *trained(plus_plus, [(800, 4.0)]), timed(flash, 100, "a"),
+            timed(plus_plus, 300, "b")]
+    outcomes = outcomes_of("lm_wiki40b", "cpu", rows)
+    ours, theirs = outcomes.cells["FLASH", "512"], outcomes.cells["Transformer++", "512"]
+    assert step_speedup(ours, theirs) is None and speedup(ours, theirs) is None
+    section = table_section(outcomes)
+    assert line_of(section, "Speed-up over Transformer++", "FLASH")[2] == "not timed"
+    assert line_of(section, "Speed-up over Transformer++", "FLASH-Quad")[2] == "not run"
+
+
+def test_a_columns_times_are_of_the_run_that_most_of_it_have():
+    flash, quad, plus_plus = (cell_of("lm_wiki40b", row, "512") for row in ("FLASH", "FLASH-Quad", "Transformer++"))
+    old, new = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
+    rows = [timed(flash, 100, "whole", old), timed(quad, 200, "whole", old), timed(plus_plus, 300, "whole", old),
+            timed(flash, 11, "part", new), timed(plus_plus, 22, "part", new)]
+    cells = outcomes_of("lm_wiki40b", "cpu", rows).cells
+    assert [cells[row, "512"].step_ms.median for row in ("FLASH", "FLASH-Quad", "Transformer++")] == [100, 200, 300]
+    assert step_speedup(cells["FLASH", "512"], cells["Transformer++", "512"]).value == pytest.approx(3.0)
+
+
+def test_cost_counts_the_tokens_of_a_step_and_not_of_a_micro_batch():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    row = timed(cell, 100)
+    row["tokens_per_step"] = 1024
+    outcome = outcomes_of("lm_wiki40b", "cpu", [*trained(cell, [(800, 3.0)]), row]).cells["FLASH", "512"]
+    assert outcome.step_ms.median == 100 and outcome.cost_s(800) == pytest.approx(800 * 2 * 0.1)
+
+
+def test_a_gap_is_taken_seed_by_seed():
+    rows = [row for name, first in (("FLASH-Quad", 3.0), ("FLASH", 3.1)) for row in trained(
+        cell_of("lm_wiki40b", name, "2048"), [(800, first)], [(800, first + (0.3 if name == "FLASH" else 0.1))])]
+    outcomes = outcomes_of("gap", "cpu", rows)
+    ours, theirs = outcomes.cells["FLASH", "LM 2048"], outcomes.cells["FLASH-Quad", "LM 2048"]
+    assert paired(ours, theirs, best_loss).values == pytest.approx((0.1, 0.3))
+    line = line_of(table_section(outcomes), "Increase of the loss", "FLASH-Quad -> FLASH")
+    assert line[8] == "+0.20 (+0.10 to +0.30)" and line[1] == "not run"
+    assert line_of(table_section(outcomes), "perplexity, LM", "FLASH-Quad -> FLASH")[5] == "0.22"
+
+
+curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
+    lambda losses: [(100 * i, loss) for i, loss in enumerate(losses, 1)])
+
+
+@given(curve_points, st.floats(0.4, 9.1))
+def test_steps_to_a_loss_are_where_the_curve_first_is_there(curve, loss):
+    steps = steps_to(loss, curve)
+    if steps is None:
+        assert all(value > loss for _, value in curve)
+        return
+    assert all(value > loss for step, value in curve if step < steps)
+    before, after = ([point for point in curve if point[0] <= steps] or curve[:1])[-1], next(
+        point for point in curve if point[0] >= steps)
+    assert after[1] <= loss or steps == before[0]
+    if steps not in [step for step, _ in curve]:
+        share = (steps - before[0]) / (after[0] - before[0])
+        assert before[1] + share * (after[1] - before[1]) == pytest.approx(loss)
+
+
+def test_the_paper_stands_beside_ours_and_what_was_not_run_is_said():
+    section = table_section(outcomes_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b")))
+    line = line_of(section, "Perplexity per token", "FLASH")
+    assert line[:5] == ["FLASH", "16.581", "40.86 (40.45-41.26)", "15.935", "not run"]
+    assert line_of(section, "Perplexity per token", "Performer")[1::2] == [
+        "18.989", "18.520", "18.547", "18.987", "19.923"]
+    assert line_of(section, "Perplexity per token", "Performer")[2::2] == ["not run"] * 5
+    assert line_of(section, "Milliseconds of a step", "FLASH")[5:7] == ["56.7", "180 (175-185)"]
+    assert line_of(section, "Speed-up to Transformer++'s final quality", "Transformer")[1] == "--"
+    by_step = line_of(section, "Speed-up over Transformer++ by time of a step", "FLASH")
+    assert by_step[5:7] == ["1.70", "2.89 (2.72-3.07)"] and by_step[-2:] == ["4.18", "not run"]
+
+
+def test_the_caption_has_what_it_takes_to_repeat_it():
+    outcomes = outcomes_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b"))
+    section = table_section(outcomes)
+    for words in (outcomes.scale.caption, "seeds 0, 1, 2", "1 thread of a CPU, 2 cores, 24 GiB", "bfloat16",
+                  "commit 0123456789;", "torch 2.13.0", "64 TPU-v4 cores", "\"--\" never gets there",
+                  "text wiki40b_mini-en-1024 (1,000,000 tokens to train on, 100,000 held out, vocabulary 1,024, sha256",
+                  "median (quartiles) of 5, processor time",
+                  "`lineartime reproduce lm_wiki40b --scale cpu --texts TEXTS`"):
+        assert words in section, words
+
+
+def test_a_studys_caption_is_its_own_at_the_smallest_scale():
+    for scale, own in (("cpu", True), ("gpu", False)):
+        outcomes = outcomes_of("more_tokens", scale, [])
+        section = table_section(outcomes)
+        assert ("4,000 steps of 4,096 tokens" in section) is own and (outcomes.scale.caption in section) is not own
+
+
+def test_a_gpus_rows_are_told_by_their_own_clock():
+    cell = cell_of("lm_pg19", "FLASH", "8192", "gpu")
+    row = {key: value for key, value in step_row(cell).items() if key != "cpu_ms"} | {
+        "device": "cuda", "gpu": "a GPU", "clock": "gpu", "gpu_ms": {**times(50.0), "n": 7}}
+    section = table_section(outcomes_of("lm_pg19", "gpu", [row]))
+    assert line_of(section, "Milliseconds of a step", "FLASH")[-1] == "50.0 (48.5-51.5)"
+    assert "median (quartiles) of 7, CUDA events" in section and "one a GPU, beside a CPU" in section
+
+
+def test_cells_without_all_seeds_and_without_rows_are_listed():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    section = table_section(outcomes_of("lm_wiki40b", "cpu", trained(cell, [(800, 3.0)])))
+    assert "Fewer seeds than the scale has: FLASH, 512 has seed 0 of 3." in section
+    assert "No row yet: Transformer, 512; Transformer++, 512; FLASH-Quad, 512; Transformer, 2048;" in section
+    assert "seed 0: best on validation, so nothing tells how far seeds differ" in section
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_has_its_rows_with_and_without_any_run(name):
+    without = table_section(outcomes_of(name, "paper", []))
+    assert "not run" in without and "Ours:" not in without
+    outcomes = outcomes_of(name, "cpu", made_rows(name))
+    section = table_section(outcomes)
+    assert ("not run" in section) == (len(outcomes.known) < len(outcomes.cells))
+    if name != "speedup":
+        assert all(f"| {row} |" in section for row in TABLES[name].models)
+    tables = [part.splitlines() for part in section.split("\n\n") if part.startswith("|")]
+    assert tables and all(len({line.count("|") for line in table}) == 1 for table in tables)
+
+
+def test_triviaqa_has_the_papers_columns():
+    section = table_section(outcomes_of("triviaqa", "cpu", made_rows("triviaqa")))
+    assert line_of(section, "", "FLASH s=512 + first-to-all") == [
+        "FLASH s=512 + first-to-all", "3.24", "4.953", "73.9", "15.0", "2.78", "4.24 (4.00-4.51)", "2.69", "1.00"]
+    assert "F1 of 100 questions; that of the span that shares most words with the question: 26.0." in section
+
+
+def test_figure_1_is_of_flash_over_each_transformer():
+    section = table_section(outcomes_of("speedup", "cpu", made_rows("speedup")))
+    line = line_of(section, "", "2048")
+    assert (line[1], line[4]) == ("8.9", "1.6")
+    assert line[3] == "2.31 (2.17-2.45)" and line[6] == "2.15 (2.03-2.29)"
+    assert line_of(section, "", "8192") == ["8192", "25.6", "not run", "not run", "4.9", "not run", "not run"]
+
+
+def test_tables_are_shown_at_the_scales_that_have_rows():
+    rows = made_rows("gap") + made_rows("gap", scale="gpu")
+    assert [each.scale.name for each in tables_shown(rows, ["gap"], [])] == ["cpu", "gpu"]
+    assert [each.scale.name for each in tables_shown(rows, ["gap"], ["gpu"])] == ["gpu"]
+    assert [each.scale.name for each in tables_shown([], ["gap"], [])] == ["cpu"]
+    assert list(dict.fromkeys(each.table.name for each in tables_shown(rows, [], []))) == list(TABLES)
+
+
+@pytest.mark.parametrize(("x", "text"), [(0.0531, "+0.053"), (-0.0531, "-0.053"), (1.234, "+1.23"), (0.0, "+0.000")])
+def test_differences_have_a_sign(x, text):
+    assert signed(x) == text
+
+
+@pytest.mark.parametrize("broken", [
+    {"kind": "other"}, {"curve": []}, {"curve": None}, {"held_out": None}, {"settings": {}}, {"tokens": ...}])
+def test_a_row_that_lacks_something_is_an_error_of_one_line(tmp_path, broken):
+    row = train_row(cell_of("lm_wiki40b", "FLASH", "512"), 0) | broken
+    row = {key: value for key, value in row.items() if value is not ...}
+    with pytest.raises(DataError, match="not a row of a run") as raised:
+        read_results(written(tmp_path, [train_row(cell_of("lm_wiki40b", "FLASH", "512"), 1), row]))
+    assert "row 2" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_or_cut_off(tmp_path):
+    with pytest.raises(DataError, match="no rows to report"):
+        read_results(tmp_path / "rows.jsonl")
+    path = written(tmp_path, made_rows("gap"))
+    path.write_text(path.read_text() + '{"kind": "tr')
+    assert read_results(path) == made_rows("gap")
+
+
+PLACE = "before\n<!-- table gap cpu: begin -->\nold\n<!-- table gap cpu: end -->\nafter\n"
+
+
+def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
+    page, images, rows = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images", made_rows("gap")
+    page.parent.mkdir()
+    page.write_text(PLACE + "<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
+    pictures = [path for path in fill_table_pages([page], images, rows) if path.suffix == ".png"]
+    text = page.read_text()
+    assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n#### Table 5")
+    assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
+    assert pictures and all(f"](images/{path.name})" in text for path in pictures)
+    with Image.open(pictures[0]) as picture:
+        assert picture.text["Rows"] == curves.digest(outcomes_of("gap", "cpu", rows), "gap")
+    fill_table_pages([page], images, rows)
+    assert page.read_text() == text
+
+
+def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PLACE + "<!-- speed: begin -->\n<!-- speed: end -->\n")
+    fill_pages([page], tmp_path, [], 0, [])
+    assert page.read_text().startswith(PLACE) and "No two models were measured" in page.read_text()
+
+
+@pytest.mark.parametrize("text", [
+    "nothing\n", "<!-- table gap cpu: begin -->\n", "<!-- table gap: begin -->\n<!-- table gap: end -->\n",
+    "<!-- table gap tiny: begin -->\n<!-- table: end -->\n", "<!-- table gaps cpu: begin -->\n<!-- table: end -->\n",
+    PLACE + "<!-- table lm_pg19 cpu: begin -->\n"])
+def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
+    page, images = tmp_path / "page.md", tmp_path / "images"
+    page.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        fill_table_pages([page], images, made_rows("gap"))
+    assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
+
+
+def test_the_projects_pages_are_what_its_rows_give():
+    """After new rows: lineartime report --into docs/results.md, and so for every page with a place for a table."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if "<!-- table " in (text := page.read_text()):
+            rows = read_results(ROWS)
+            assert filled_tables(text, page, ROOT / "docs" / "images", rows) == text
+            for outcomes in shown_outcomes(text, page, rows):
+                for name, what in curves.files_of(outcomes):
+                    with Image.open(ROOT / "docs" / "images" / name) as picture:
+                        assert picture.text["Rows"] == curves.digest(outcomes, what), name
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", "lineartime", "report", *map(str, arguments)], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+def test_the_command(tmp_path):
+    rows = written(tmp_path, made_rows("gau_ablation"))
+    done = command("gau_ablation", "--rows", rows)
+    assert done.returncode == 0
+    assert done.stdout == table_section(outcomes_of("gau_ablation", "cpu", made_rows("gau_ablation")))
+    done = command("gau_ablation", "--rows", rows, "--html", tmp_path / "page.html", "--png", tmp_path / "png")
+    pictures = sorted((tmp_path / "png").iterdir())
+    assert done.stdout.splitlines() == [f"written  {path}" for path in [*pictures, tmp_path / "page.html"]]
+    page = (tmp_path / "page.html").read_text()
+    assert pictures and page.count("data:image/png;base64,") == len(pictures) and "single-head -&gt; multi-head" in page
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (("gaps",), 2, "unknown table: gaps; did you mean gap?"),
+    (("gap", "--scale", "tpu"), 2, "unknown scale: tpu"),
+    (("gap", "--targets"), 2, "arguments that do not go together: a table of the paper takes no --targets"),
+    (("speed", "--scale", "cpu"), 2, "arguments that do not go together: speed takes no --scale"),
+    (("gap", "--into", "README.md"), 2, "arguments that do not go together: --into, whose places name their tables,"),
+    (("gap", "--rows", "nothing.jsonl"), 3, "no rows to report: nothing.jsonl; `lineartime reproduce` writes them"),
+    (("gap", "--rows", "README.md"), 3, "not a row of a run: README.md, line 1")])
+def test_bad_arguments_are_errors_of_one_line(arguments, code, message):
+    done = command(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_a_report_of_text_needs_no_torch(tmp_path):
+    rows = written(tmp_path, made_rows("gap"))
+    code = ("import sys; from lineartime.cli.verbs import main; sys.argv[1:] = ['report', '--rows', sys.argv[1]]\n"
+            "try: main()\nexcept SystemExit: assert not {'torch', 'matplotlib'} & sys.modules.keys()")
+    subprocess.run([sys.executable, "-c", code, str(rows)], cwd=ROOT, check=True, capture_output=True)

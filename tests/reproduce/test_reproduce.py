@@ -1,0 +1,313 @@
+"""The paper's tables as runs: what they are set to, which they share, and that they are made, resumed and refused."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_finetune import write_questions
+from typer.testing import CliRunner
+
+import text_files
+from lineartime.cli import verbs
+from lineartime.config import TrainConfig, model_config, run_config
+from lineartime.data.prepare import SAMPLE, read_manifest
+from lineartime.errors import DataError, NumericsError, ResourceError, Stopped, UsageError
+from lineartime.reproduce import runner, scales
+from lineartime.reproduce.rows import measured_together, read_rows, rows_of
+from lineartime.reproduce.scales import SCALES, Cell, Questions, Scale, Text, cells_of
+from lineartime.reproduce.tables import SCALE_NAMES, TABLES
+from lineartime.training import StopSignal
+
+EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
+RUNS = Path(__file__).parents[2] / "runs"
+
+
+def config_of(cell):
+    return run_config({**cell.settings(), "data": "-", "out": "-"})
+
+
+def test_every_cell_is_a_run_that_can_be_configured():
+    for cell in EVERY:
+        assert config_of(cell).model.context == cell.settings()["context"]
+        plain = cell.scale.texts[cell.where.task]
+        larger = cell.scale.name == "cpu" and cell.table.name == "more_tokens"
+        assert cell.text == (dataclasses.replace(plain, vocab_size=4096) if larger else plain)
+
+
+def test_the_papers_scale_is_the_papers_settings():
+    for cell in (cell for table in ("lm_wiki40b", "mlm_c4", "lm_pg19") for cell in cells_of(table, "paper")):
+        config, plain = config_of(cell), model_config(cell.model.preset, cell.where.task)
+        same = dataclasses.replace(config.model, context=plain.context, prefix_sum=plain.prefix_sum)
+        assert same == plain and config.model.context == cell.where.context
+        default = TrainConfig()
+        for name in ("tokens_per_step", "steps", "warmup_steps", "learning_rate", "weight_decay", "adam_beta2"):
+            assert getattr(config.train, name) == getattr(default, name)
+        assert config.train.clip == (None if cell.row == "Transformer" else 0.1)
+        assert config.train.micro_batch_tokens == max(4096, cell.where.context)
+        assert cell.text.folder is None
+    counts = {row: config_of(cell).model for cell in cells_of("gau_vs_transformer", "paper")
+              for row in [cell.row] if cell.column == "LM"}
+    assert {row: (m.n_layers, m.d_model, m.n_heads) for row, m in counts.items()} == {
+        "MHSA+MLP 8+8 x 512": (8, 512, 8), "MHSA+GLU 8+8 x 512": (8, 512, 8), "GAU 15 x 512": (15, 512, 1),
+        "MHSA+MLP 12+12 x 768": (12, 768, 12), "MHSA+GLU 12+12 x 768": (12, 768, 12), "GAU 22 x 768": (22, 768, 1),
+        "MHSA+MLP 24+24 x 1024": (24, 1024, 16), "MHSA+GLU 24+24 x 1024": (24, 1024, 16),
+        "GAU 46 x 1024": (46, 1024, 1)}
+
+
+def test_two_cores_have_at_most_eight_cells_a_table_and_three_seeds():
+    for name, table in TABLES.items():
+        cells = cells_of(name, "cpu")
+        assert 0 < len(cells) <= 8, name
+        once = name in ("triviaqa", "more_tokens", "learning_rates")
+        assert all(len(cell.seeds) == (1 if once or cell.row == "C = 1" or ", 0.02" in cell.row else 3)
+                   for cell in cells)
+        assert table.reference is None or {table.reference} & {cell.row for cell in cells}
+    assert {cell.row for cell in cells_of("chunk_size", "cpu")} >= {"C = 1", "C = T"}
+    rows = [cell.row for cell in cells_of("triviaqa", "cpu")]
+    assert rows == list(TABLES["triviaqa"].models)
+
+
+def test_cells_of_one_model_on_one_text_share_their_run():
+    def key(table, row, column, scale="cpu"):
+        return next(cell for cell in cells_of(table, scale) if (cell.row, cell.column) == (row, column)).key
+
+    assert key("chunk_size", "C = T", "512") == key("lm_wiki40b", "FLASH-Quad", "512")
+    assert key("chunk_size", "C = 64", "2048") == key("gap", "FLASH", "LM 2048")
+    assert key("flash_ablation", "FLASH", "2048") == key("gap", "FLASH", "LM 2048")
+    assert key("gau_ablation", "original GAU", "MLM") == key("mlm_c4", "FLASH-Quad", "512")
+    assert key("speedup", "Transformer", "2048") == key("lm_wiki40b", "Transformer", "2048")
+    assert key("gap", "FLASH", "LM 2048") != key("gap", "FLASH", "MLM 2048")
+    distinct = [cell.key for table in TABLES for cell in cells_of(table, "cpu") if cell.table.kind == "train"]
+    assert len(distinct) > len([k for i, k in enumerate(distinct) if k not in distinct[:i]])
+    seeds = [cell.settings(seed) for cell in cells_of("gap", "cpu")[:1] for seed in (0, 1)]
+    assert seeds[0] != seeds[1]
+
+
+def test_one_gpu_reads_no_text_twice():
+    tokens = {"pg19_medium": 36e6, "wiki40b_mini/en": 2.2e6}  # at a vocabulary of 32,000, rounded down
+    for table in TABLES:
+        for cell in cells_of(table, "gpu"):
+            train = config_of(cell).train
+            assert train.steps * train.tokens_per_step <= tokens[cell.text.folder]
+
+
+def test_a_table_has_a_script_that_names_it():
+    for name in TABLES:
+        script = RUNS / f"{name}.sh"
+        assert f'exec lineartime reproduce {name} "$@"\n' in script.read_text() and script.stat().st_mode & 0o100
+
+
+TINY = Scale("cpu", "tiny", {task: Text("pg19", 300, "books", mlm=task in ("c4", "triviaqa"))
+                             for task in ("wiki40b", "c4", "pg19", "triviaqa")},
+             Questions("q/train.json", "q/dev.json", 64, {"learning_rates": "1e-3", "epochs": 1},
+                       {"tokens_per_step": 128, "micro_batch_tokens": 128}), seeds=2,
+             shape={"d_model": 16, "chunk_size": 8, "gau": {"n_layers": 1, "query_key_dim": 8},
+                    "pairs": {"n_layers": 1, "n_heads": 2}},
+             train={"tokens_per_step": 1024, "micro_batch_tokens": 512, "steps": 6, "warmup_steps": 2, "eval_every": 2,
+                    "eval_tokens": 600, "save_every": 2, "learning_rate": 5e-3},
+             of_task={"triviaqa": {"context": 64}})
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A scale of seconds in the place of the smallest, its text, and two cells of a table."""
+    book = SAMPLE.read_text(encoding="utf-8")
+    text_files.make(tmp_path / "texts", {"books/train/1.txt": book[:30_000],
+                                         "books/validation/2.txt": book[50_000:54_000]})
+    monkeypatch.setitem(scales.SCALES, "cpu", TINY)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cells = ((("Transformer++", "FLASH"), ("512",)),)
+    monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(TABLES["speedup"], cpu=cells))
+    told = []
+    place = runner.Place(tmp_path / "texts", tmp_path / "out", tmp_path / "rows.jsonl", "cpu", 2, None, told.append)
+    return place, told
+
+
+def test_a_table_is_made_and_only_once(tiny):
+    place, told = tiny
+    first = dataclasses.replace(place, seeds=1)
+    assert runner.reproduce("speedup", "cpu", first, StopSignal()) == 4  # two runs, two step times
+    before = place.rows.read_text()
+    rows, cells = read_rows(place.rows), cells_of("speedup", "cpu")
+    for cell in cells:
+        (row,) = rows_of(cell, rows, "train", 0)
+        assert [step for step, _ in row["curve"]] == [2, 4, 6] and all(2 < loss < 7 for _, loss in row["curve"])
+        assert row["settings"] == cell.settings(0) and row["tokens"] == 6 * 1024
+        assert row["data"]["train_tokens"] > 5000 and row["epochs"] == row["tokens"] / row["data"]["train_tokens"]
+        assert row["held_out"]["bits_per_byte"] > 1 and row["peak_mib"] > 100 and row["commit"] is not None
+        assert row["step_ms"]["cpu"]["n"] == 6 and 0 < row["train_s"]["cpu"] and row["threads"] == 1
+        assert row["command"] == "lineartime reproduce speedup --scale cpu"
+        described = json.loads(next(place.out.glob(f"runs/{row['settings']['model']}-*/run/run.json")).read_text())
+        assert described["train"]["seed"] == 0 and described["model"]["d_model"] == 16
+    assert measured_together(cells, rows) is not None
+    assert str(place.out) not in before and str(place.texts) not in before  # rows are made to be given away
+    assert runner.reproduce("speedup", "cpu", first, StopSignal()) == 0
+    assert place.rows.read_text() == before
+    # A stop asked for while a run trains: it saves, no row is made of it, and the same command goes on.
+    stop = StopSignal()
+
+    def stop_soon(line):
+        told.append(line)
+        if line.startswith("["):
+            stop.number = 15
+
+    with pytest.raises(Stopped, match="goes on"):
+        runner.reproduce("speedup", "cpu", dataclasses.replace(place, tell=stop_soon), stop)
+    assert place.rows.read_text() == before
+    assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 2
+    assert [len(rows_of(cell, read_rows(place.rows), "train")) for cell in cells] == [2, 2]
+    assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_rows(place.rows))[1:])
+
+
+def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch):
+    place, _ = tiny
+    log = place.out / "log"
+    place.out.mkdir()
+    arguments = ["train", "flash", "--data", str(place.out), "--out", str(place.out / "x")]
+    failed = runner.call(arguments, "a run", log, place, lambda: False)
+    assert isinstance(failed, DataError) and "a run" in str(failed) and str(log) in str(failed)
+    with pytest.raises(DataError):
+        runner.as_result(failed)
+    assert runner.as_result(NumericsError("the loss is not finite", "step 3")) == {
+        "failed": "the loss is not finite: step 3"}
+    assert "out of memory" in runner.as_result(ResourceError("out of memory", "context = 8192"))["failed"]
+    with pytest.raises(ResourceError):
+        runner.as_result(ResourceError("the disk is full", "x"))
+    killed = runner.call(["info", "flash"], "a run", log, dataclasses.replace(place, tell=print), lambda: False)
+    assert (killed is None and "FLASH" in log.read_text()) or "flash" in log.read_text()
+
+
+def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny, monkeypatch):
+    place, _ = tiny
+    diverging = dataclasses.replace(TINY, seeds=1, train={**TINY.train, "learning_rate": 1e30})
+    monkeypatch.setitem(scales.SCALES, "cpu", diverging)
+    jobs = runner.missing_jobs(cells_of("speedup", "cpu")[1:], [])
+    runner.prepare(jobs[0].cell.text, place, StopSignal())
+    (row,) = runner.run_all(jobs, [], place, StopSignal())
+    assert "not finite" in row["failed"] and "curve" not in row and row["settings"]["learning_rate"] == 1e30
+    with pytest.raises(UsageError, match="texts"):
+        runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=None), StopSignal())
+    with pytest.raises(DataError, match="no/books"):
+        runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
+
+
+def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypatch):
+    """One job gives two rows; where a kill took the second, the first is not made again."""
+    place, _ = tiny
+    (place.texts / "q").mkdir()
+    for name, first, n in (("train", 0, 8), ("dev", 100, 3)):
+        write_questions(place.texts / "q" / f"{name}.json", first, n)
+    asked = dataclasses.replace(TINY, seeds=1, questions=dataclasses.replace(
+        TINY.questions, options={"learning_rates": "1e-2,1e-3", "epochs": 1, "max_answer_tokens": 6}))
+    monkeypatch.setitem(scales.SCALES, "cpu", asked)
+    cell = next(cell for cell in cells_of("triviaqa", "cpu") if cell.row == "FLASH s=512 + first-to-all")
+    job = runner.Job(cell, 0)
+    runner.prepare(cell.text, place, StopSignal())
+    assert read_manifest(place.data(cell.text)).mask is not None
+    pretrained, answered = runner.run_job(job, [], place, lambda: False)
+    assert (pretrained["kind"], answered["kind"]) == ("train", "finetune") and "curve" in pretrained
+    folder = place.out / "runs" / job.folder / "questions"
+    result = json.loads((folder / "result.json").read_text())
+    assert set(result["learning_rates"]) == {"1e-02", "1e-03"} and answered["n_questions"] == 9
+    scores = result["learning_rates"][answered["best"].removeprefix("lr-")]
+    assert answered["f1"] == scores["f1"] == max(each["f1"] for each in result["learning_rates"].values())
+    described = json.loads((folder / answered["best"] / "run.json").read_text())
+    assert described["train"]["tokens_per_step"] == 128 and answered["train_s"]["cpu"] > 0
+    assert [row["kind"] for row in runner.run_job(job, [pretrained], place, lambda: False)] == ["finetune"]
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_ends(tiny):
+    place, _ = tiny
+    cell = cells_of("speedup", "cpu")[0]
+    runner.prepare(cell.text, place, StopSignal())
+    settings = {**cell.settings(0), "steps": 2000, "data": str(place.data(cell.text)), "out": str(place.out / "run")}
+    (place.out / "settings.toml").write_text(runner.toml(settings))
+
+    metrics = place.out / "run" / "metrics.jsonl"
+    failed = runner.call(["train", str(place.out / "settings.toml")], "a run", place.out / "log", place,
+                         lambda: metrics.exists() and "loss" in metrics.read_text())
+    assert failed is not None and "saved" in str(failed)
+    assert (metrics.parent / "latest").exists() and not (metrics.parent / "result.json").exists()
+
+
+def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
+    place, _ = tiny
+    ended = []
+
+    def run_job(job, rows, place, over):
+        if job.cell.row == "FLASH":
+            raise DataError("no such text", "x")
+        for _ in range(400):
+            if over():
+                ended.append(job.cell.row)
+                return []
+            time.sleep(0.05)
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    jobs = [runner.Job(cell, 0) for cell in cells_of("speedup", "cpu")]
+    with pytest.raises(DataError, match="no such text"):
+        list(runner.run_all(jobs, [], place, StopSignal()))
+    assert ended == ["Transformer++"]
+
+
+def test_rows_are_of_runs_and_nothing_else(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"kind": "train", "text": "t", "settings": {"seed": 0}}
+    assert read_rows(path) == []
+    path.write_text(json.dumps(row) + '\n{"kind": "tr')
+    assert read_rows(path) == [row]
+    path.write_text('{"benchmark": "step"}\n' + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="line 1"):
+        read_rows(path)
+
+
+def test_rows_belong_to_a_cell_by_text_and_settings():
+    cell = cells_of("gap", "cpu")[0]
+    row = {"kind": "train", "text": cell.text.name, "settings": cell.settings(1)}
+    others = [{**row, "kind": "step"}, {**row, "text": "other"}, {**row, "settings": cell.settings(1) | {"steps": 7}}]
+    assert rows_of(cell, [row, *others], "train") == [row] == rows_of(cell, [row, *others], "train", 1)
+    assert rows_of(cell, [row, *others], "train", 0) == []
+    steps = [{"kind": "step", "text": each.text.name, "settings": each.settings(None), "run": run}
+             for run, each in (("a", cell), ("a", cells_of("gap", "cpu")[1]), ("b", cell))]
+    assert measured_together(cells_of("gap", "cpu")[:2], steps) == "a" and measured_together([cell], steps) == "b"
+    assert measured_together(cells_of("gap", "cpu")[:3], steps) is None
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (["lm_pg18"], 2, "unknown table: lm_pg18; did you mean lm_pg19?"),
+    (["gap", "--scale", "tpu"], 2, "unknown scale: tpu"),
+    (["gap", "--jobs", "0"], 2, "jobs = 0"),
+    (["gap", "--seeds", "0"], 2, "seeds = 0"),
+    (["gap", "--texts", "nowhere"], 3, "no such folder of texts: nowhere"),
+    (["gap", "--out", "OUT"], 2, "give --texts"),
+    (["gap", "--plan", "--rows", "BAD"], 3, "not a row of a run"),
+    (["gap", "--device", "tpu", "--out", "OUT"], 2, "unknown device"),
+])
+def test_bad_input_is_one_line(arguments, code, message, tmp_path, capsys, monkeypatch):
+    (tmp_path / "BAD").write_text("{}\n{}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lineartime", "reproduce", *arguments])
+    with pytest.raises(SystemExit) as e:
+        verbs.main()
+    error = capsys.readouterr().err.splitlines()
+    assert e.value.code == code and message in error[-1] and error[-1].startswith("error: ")
+
+
+def test_a_plan_says_what_is_missing(tmp_path):
+    out = CliRunner().invoke(verbs.app, ["reproduce", "gap", "--plan", "--rows", str(tmp_path / "none.jsonl")]).output
+    assert len(re.findall("missing seed 0, 1, 2", out)) == 8 and "missing in LM 2048, MLM 2048" in out
+    assert SCALES["cpu"].caption in out
+
+
+def test_the_script_is_the_verb(tmp_path):
+    """runs/gap.sh hands its arguments on."""
+    (tmp_path / "lineartime").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "lineartime").chmod(0o755)
+    done = subprocess.run([RUNS / "gap.sh", "--scale", "gpu"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, text=True,
+                          capture_output=True, check=True)
+    assert done.stdout == "reproduce gap --scale gpu\n"
+    assert isinstance(cells_of("gap", "gpu")[0], Cell)

@@ -1,0 +1,698 @@
+"""Checkpoints survive what happens to processes and disks, and nothing damaged is ever loaded."""
+
+import ast
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lineartime
+from checkpoint_process import OPERATIONS, RUN, Processes, save, state, wait_for
+from lineartime import checkpoint
+from lineartime.checkpoint import MANIFEST, check_tensors, load, lock, newest
+from lineartime.errors import CheckpointError, ResourceError
+
+LEFTOVERS = (".tmp-", ".trash-")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    server = Processes()
+    yield server
+    server.close()
+
+
+def bits(tensor):
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return tensor.dtype, tensor.shape, flat.view(torch.uint8).tolist()
+
+
+def equal(a, b):
+    """The same tensors, bit for bit."""
+    return {name: bits(tensor) for name, tensor in a.items()} == {name: bits(tensor) for name, tensor in b.items()}
+
+
+def holds(found, step):
+    """Whether a loaded checkpoint is the whole of what the tests save at `step`."""
+    saved = state(step)
+    return (found.step == step and found.run == RUN and found.documents == saved["documents"]
+            and found.tensors.keys() == saved["tensors"].keys()
+            and all(equal(found.tensors[stem], saved["tensors"][stem]) for stem in found.tensors))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def never_flush(monkeypatch):
+    """Flushing takes most of a small save's time, and only a power loss could tell."""
+    monkeypatch.setattr(checkpoint, "_fsync", lambda descriptor: None)
+    monkeypatch.setattr(checkpoint, "_fsync_dir", lambda path: None)
+
+
+def step_names(run_dir):
+    return sorted(path.name for path in run_dir.iterdir() if path.name.startswith("step-"))
+
+
+def leftovers(run_dir):
+    return [name for name in os.listdir(run_dir) if name.startswith(LEFTOVERS)]
+
+
+def refused(function, path):
+    """The one line with which a checkpoint is refused. Whatever else is raised, or loaded, fails the test."""
+    with pytest.raises(CheckpointError) as caught:
+        function(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+DTYPES = sorted(checkpoint.DTYPES, key=str)
+
+
+@st.composite
+def named_tensors(draw):
+    shapes = st.lists(st.integers(0, 4), max_size=3)
+    named = {}
+    for name in draw(st.lists(st.text(min_size=1, max_size=8), max_size=5, unique=True)):
+        shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
+        values = torch.randint(-3, 300, shape, generator=torch.Generator().manual_seed(len(name)))
+        tensor = values.to(dtype)
+        named[name] = tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+    return named
+
+
+@given(tensors=st.dictionaries(st.sampled_from(["model", "optimizer", "random"]), named_tensors()),
+       document=st.text(), step=st.integers(0, 10**12))
+@settings(max_examples=60)
+def test_a_save_is_loaded_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path_factory, tensors, document, step):
+    folder = tmp_path_factory.mktemp("run")
+    first = checkpoint.save(folder / "a", step, run="r", tensors=tensors, documents={"state.json": document}, keep=1)
+    assert newest(folder / "a") == (first, step, {})
+    loaded = load(first)
+    assert (loaded.path, loaded.step, loaded.run, loaded.documents) == (first, step, "r", {"state.json": document})
+    assert loaded.tensors.keys() == tensors.keys()
+    assert all(equal(loaded.tensors[stem], tensors[stem]) for stem in tensors)
+    second = checkpoint.save(folder / "b", step, run="r", tensors=loaded.tensors, documents=loaded.documents, keep=1)
+    assert contents(first) == contents(second)
+    shutil.rmtree(folder)
+
+
+def test_special_values_keep_their_bits(tmp_path):
+    values = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e-45])
+    odd = {"nan": (torch.arange(2**16).to(torch.int32) << 16).view(torch.float32), "values": values,
+           "half": torch.arange(-2**15, 2**15).to(torch.int16).view(torch.bfloat16), "scalar": torch.tensor(3.5),
+           "empty": torch.zeros(0, 3), "none": torch.zeros(2, 0, dtype=torch.int64), "sliced": torch.arange(10)[::3],
+           "one sliced": torch.arange(10)[::3][1:2], "later": torch.arange(10).bfloat16()[3:],
+           "parameter": torch.nn.Parameter(torch.ones(2)), "expanded": torch.ones(1, 3).expand(4, 3)}
+    path = checkpoint.save(tmp_path, 1, run="r", tensors={"model": odd}, documents={}, keep=1)
+    assert equal(load(path).tensors["model"], odd)
+
+
+def test_tensor_files_are_plain_safetensors(tmp_path):
+    path = save(tmp_path, 1)
+    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert equal({name: file.get_tensor(name) for name in file.keys()}, state(1)["tensors"]["model"])
+
+
+def test_a_write_may_be_short(tmp_path, monkeypatch):
+    whole = contents(save(tmp_path / "a", 1))
+    monkeypatch.setattr(checkpoint, "_write", lambda descriptor, data: os.write(descriptor, data[:7]))
+    assert contents(save(tmp_path / "b", 1)) == whole
+
+
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
+    for name in ("../x.json", "/x.json", "a/b", "", ".hidden", MANIFEST, "x.safetensors", "x" * 101, "a\n"):
+        with pytest.raises(ValueError, match="not a name"):
+            checkpoint.save(tmp_path / "run", 1, run="r", tensors={}, documents={name: ""}, keep=1)
+    for tensors in ({"x": torch.ones(1, dtype=torch.complex64)}, {"__metadata__": torch.ones(1)}):
+        with pytest.raises(ValueError, match="cannot be stored"):
+            checkpoint.save(tmp_path / "run", 1, run="r", tensors={"model": tensors}, documents={}, keep=1)
+    for step, run in ((-1, "r"), (10**18, "r"), (1, ""), (1, "r" * 101)):
+        with pytest.raises(ValueError, match="not a step or not a run"):
+            checkpoint.save(tmp_path / "run", step, run=run, tensors={}, documents={}, keep=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_checkpoint_is_not_an_error(tmp_path):
+    assert newest(tmp_path / "missing") is None
+    assert newest(tmp_path) is None
+    (tmp_path / "file").touch()
+    refused(newest, tmp_path / "file")
+
+
+def test_the_newest_valid_ones_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=3)
+    assert step_names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    (tmp_path / "step-00000003" / "config.json").write_text("{}")
+    save(tmp_path, 5, keep=3)  # 3 is damaged: 2 still counts
+    assert step_names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 4, 5)]
+    save(tmp_path, 6, keep=1)
+    assert step_names(tmp_path) == ["step-00000006"]
+    assert os.readlink(tmp_path / "latest") == "step-00000006"
+    save(tmp_path, 4, keep=1)  # an earlier step than the newest removes nothing that is newer, and not itself
+    assert step_names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_a_damaged_one_is_passed_over_and_named_and_replaced(tmp_path):
+    for step in (8, 10, 12):
+        save(tmp_path, step, keep=3)
+    for step in (10, 12):
+        os.truncate(tmp_path / f"step-000000{step}" / "model.safetensors", 100)
+    found = newest(tmp_path)
+    assert found[:2] == (tmp_path / "step-00000008", 8) and list(found.damaged) == [12, 10]
+    assert "step-00000012/model.safetensors: expected" in found.damaged[12] and "found 100" in found.damaged[12]
+    save(tmp_path, 10, keep=3)
+    assert newest(tmp_path)[:2] == (tmp_path / "step-00000010", 10) and holds(load(newest(tmp_path).path), 10)
+    assert not leftovers(tmp_path)
+
+
+def test_when_all_are_damaged_each_is_named_and_nothing_starts_over(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+        (tmp_path / f"step-0000000{step}" / MANIFEST).unlink()
+    message = refused(newest, tmp_path)
+    assert message.count(MANIFEST) == 2 and "step-00000001" in message and "step-00000002" in message
+
+
+def test_stray_names_and_leftovers_are_never_counted_and_leftovers_are_cleaned(tmp_path):
+    run_dir, outside = tmp_path / "run", tmp_path / "outside"
+    save(run_dir, 1)
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    for name in (".tmp-step-00000010", ".trash-step-00000011", "step-10.bak", "step-12", "step-000000013",
+                 "step-00000014x", "xstep-00000015", "step-00000016.tmp", "step-0000001\u0667", "STEP-00000018"):
+        shutil.copytree(run_dir / "step-00000001", run_dir / name)
+        refused(load, run_dir / name)
+    (run_dir / ".tmp-link").symlink_to(outside)
+    (run_dir / ".trash-file").touch()
+    (run_dir / ".tmp-deep" / "deeper").mkdir(parents=True)
+    (run_dir / ".tmp-deep" / "deeper" / "link").symlink_to(outside)
+    os.utime(run_dir / "step-00000001", (2**31, 2**31))
+    assert newest(run_dir) == (run_dir / "step-00000001", 1, {})
+    before = {name for name in os.listdir(run_dir) if not name.startswith(LEFTOVERS)}
+    save(run_dir, 2)
+    assert set(os.listdir(run_dir)) == before | {"step-00000002"}
+    assert (outside / "precious").read_text() == "x"
+
+
+def test_a_valid_checkpoint_that_is_there_already_is_trusted(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    before = contents(save(tmp_path, 2))
+    written = []
+    monkeypatch.setattr(checkpoint, "_create", written.append)
+    save(tmp_path, 2, keep=1)
+    assert not written and contents(tmp_path / "step-00000002") == before and step_names(tmp_path) == ["step-00000002"]
+
+
+def test_another_runs_checkpoint_is_never_replaced(tmp_path):
+    before = contents(save(tmp_path, 2))
+    message = refused(lambda path: checkpoint.save(path, 2, run="other", keep=1, **state(2)), tmp_path)
+    assert RUN in message and "other" in message and contents(tmp_path / "step-00000002") == before
+
+
+def test_tensors_must_match_exactly(tmp_path):
+    model = state(1)["tensors"]["model"]
+    check_tensors(load(save(tmp_path, 1)).tensors["model"], model)
+    check_tensors(model, {name: tensor.to("meta") for name, tensor in model.items()})
+    for other, expected in (({"w": model["w"]}, "b is missing"), ({**model, "x": model["w"]}, "x is not expected"),
+                            ({**model, "b": model["b"].float()}, "b is float32[7], expected bfloat16[7]"),
+                            ({**model, "w": model["w"].T}, "w is float32[8, 16], expected float32[16, 8]")):
+        assert expected in refused(lambda loaded: check_tensors(loaded, model), other)
+    many = refused(lambda loaded: check_tensors(loaded, {f"n{i}": model["w"] for i in range(9)}), {})
+    assert many.count("is missing") == 5 and "n4" in many and "n5" not in many and "4 more" in many
+
+
+# Crashes and power losses: what is there before, and the save that dies.
+
+
+def nothing(run_dir):
+    pass
+
+
+def one(run_dir):
+    save(run_dir, 1)
+
+
+def two(run_dir):
+    save(run_dir, 1)
+    save(run_dir, 2)
+
+
+def damaged_target(run_dir):
+    two(run_dir)
+    os.truncate(run_dir / "step-00000002" / "model.safetensors", 50)
+
+
+def leftovers_of_crashes(run_dir):
+    one(run_dir)
+    for name in (".tmp-step-00000002", ".trash-step-00000002"):
+        shutil.copytree(run_dir / "step-00000001", run_dir / name)
+        (run_dir / name / MANIFEST).unlink()
+
+
+SAVES = {"first": (nothing, 1, 2), "later": (one, 2, 2), "retention": (two, 3, 1), "overwrite": (damaged_target, 2, 1),
+         "leftovers": (leftovers_of_crashes, 2, 1), "again": (two, 2, 1)}
+
+
+@pytest.mark.parametrize("loss", ["all", "names", "nothing"])
+@pytest.mark.parametrize("case", SAVES)
+def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(processes, tmp_path, monkeypatch, case, loss):
+    """The process is killed before each operation of a save; `loss` is what a power loss then leaves unflushed."""
+    prepare, step, keep = SAVES[case]
+    prepare(tmp_path / "before")
+    old = newest(tmp_path / "before").step if prepare is not nothing else None
+    never_flush(monkeypatch)  # nor does a killed process, whose disk is a model
+    outcomes, status, last = [], -signal.SIGKILL, 0
+    while status == -signal.SIGKILL:
+        last += 1
+        run_dir = tmp_path / str(last) / "run"
+        if old is not None:
+            shutil.copytree(tmp_path / "before", run_dir, symlinks=True)
+        status, message = processes.run("save", run_dir=run_dir, step=step, keep=keep, last=last, loss=loss)
+        found = newest(run_dir)
+        outcomes.append(found and found.step)
+        assert (old if found is None else found.step) in (old, step)
+        if found is None:
+            assert old is None
+        else:
+            assert holds(load(found.path), found.step)
+            assert not found.damaged or case == "overwrite"
+        save(run_dir, step + 1, keep=1)  # the next save works and cleans up
+        assert newest(run_dir) == (run_dir / f"step-{step + 1:08d}", step + 1, {})
+        assert not leftovers(run_dir) and set(step_names(run_dir)) == {f"step-{step + 1:08d}"}
+        shutil.rmtree(tmp_path / str(last))
+    assert (status, message) == (0, "") and outcomes[-1] == step  # a save that returned is never lost
+    assert last > 10
+    new = outcomes.index(step)
+    assert outcomes == [old] * new + [step] * (last - new)
+
+
+# Corruption.
+
+
+def corruptions(seed, count, files, other):
+    """`count` random changes of the files of a checkpoint; `other` has those of another step of the same run."""
+    draw = random.Random(seed)
+    while count:
+        changed = dict(files)
+        name = draw.choice(sorted(files))
+        data = bytearray(files[name])
+        at = draw.randrange(len(data))
+        kind = draw.choice(["flip", "flip", "flip", "cut", "zero", "ones", "append", "insert", "swap", "other", "move",
+                            "drop", "add", "rename", "empty"])
+        if kind == "flip":
+            data[at] ^= 1 << draw.randrange(8)
+        elif kind == "cut":
+            data = data[:at]
+        elif kind in ("zero", "ones"):
+            length = min(draw.choice([1, 64, 512, 4096]), len(data) - at)
+            data[at:at + length] = (b"\0" if kind == "zero" else b"\xff") * length
+        elif kind == "append":
+            data += draw.choice([b"\0", b"\n", b" ", draw.randbytes(4096), bytes(data)])
+        elif kind == "insert":
+            data[at:at] = draw.choice([b" ", b"\0", draw.randbytes(3)])
+        elif kind == "other":
+            data = bytearray(other[name])
+        elif kind == "move":
+            end, to = sorted([draw.randrange(len(data)), draw.randrange(len(data))])
+            data = data[:end] + data[to:] + data[end:to]
+        elif kind == "empty":
+            data = bytearray()
+        changed[name] = bytes(data)
+        if kind == "swap":
+            with_name = draw.choice(sorted(files))
+            changed[name], changed[with_name] = files[with_name], files[name]
+        elif kind == "drop":
+            del changed[name]
+        elif kind == "add":
+            changed[draw.choice(["x", ".x", "model.safetensors.bak", "optimizer.bin"])] = draw.randbytes(10)
+        elif kind == "rename":
+            changed["moved-" + name] = changed.pop(name)
+        if changed != files:
+            count -= 1
+            yield kind, name, changed
+
+
+def put(folder, changed):
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if changed.get(path.name) != path.read_bytes():
+            path.unlink()
+    for name, data in changed.items():
+        if not (folder / name).exists():
+            (folder / name).write_bytes(data)
+
+
+def test_random_corruptions_are_never_loaded(tmp_path):
+    save(tmp_path / "both", 1)
+    good, other = contents(save(tmp_path / "both", 2)), contents(tmp_path / "both" / "step-00000001")
+    only, both = (tmp_path / run_dir / "step-00000002" for run_dir in ("only", "both"))
+    reached = set()
+    for kind, name, changed in corruptions(seed=7, count=1000, files=good, other=other):
+        put(only, changed)
+        put(both, changed)
+        assert refused(load, only).startswith("damaged checkpoint: ")
+        assert "step-00000002" in refused(newest, only.parent)
+        found = newest(both.parent)
+        assert found.step == 1 and list(found.damaged) == [2]
+        reached.add((kind, name))
+    assert len(reached) > 60
+    put(only, good)
+    assert holds(load(only), 2) and newest(only.parent) == (only, 2, {})  # it was the corruption that was refused
+
+
+def test_a_whole_checkpoint_under_another_name_is_refused(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for path, target in ((1, 3), (2, 1), (3, 2)):
+        os.rename(tmp_path / f"step-0000000{path}", tmp_path / f"step-0000000{target}")
+    assert "expected step 2, found step 1" in refused(newest, tmp_path)
+
+
+def count_opened(monkeypatch):
+    """The names that `os.open` is given from now on."""
+    opened, real = [], os.open
+
+    def counted(name, *args, **kwargs):
+        opened.append(str(name))
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", counted)
+    return opened
+
+
+def test_the_bytes_that_were_checked_are_the_bytes_that_are_parsed(tmp_path, monkeypatch):
+    path = save(tmp_path, 1)
+    opened = count_opened(monkeypatch)
+    assert holds(load(path), 1)
+    assert sorted(opened) == sorted([str(path), MANIFEST, *state(1)["documents"], "model.safetensors",
+                                     "optimizer.safetensors"])
+
+
+def forged(path, change):
+    """A manifest that is its own valid SHA-256, as nobody but an attacker would write it."""
+    content = json.loads((path / MANIFEST).read_text())
+    del content["sha256"]
+    (path / MANIFEST).write_bytes(checkpoint._manifest(content if (changed := change(content)) is None else changed))
+
+
+def entry_of(data):
+    return {"bytes": len(data), "sha256": checkpoint.hashlib.sha256(data).hexdigest()}
+
+
+@pytest.mark.parametrize("name", ["../x", "../../outside", "/etc/hostname", "./state.json", "a/b", "..", ".", "",
+                                  "x\0y", "x\n", MANIFEST, "-x", "\ud800", "x" * 10**5])
+def test_names_that_leave_the_checkpoint_are_refused(tmp_path, monkeypatch, name):
+    path = save(tmp_path / "run", 1)
+    (tmp_path / "run" / "x").write_bytes(b"outside")
+    (tmp_path / "outside").write_bytes(b"outside")
+    forged(path, lambda content: content["files"].update({name: entry_of(b"outside")}))
+    opened = count_opened(monkeypatch)
+    assert len(refused(load, path)) < 500
+    refused(newest, tmp_path / "run")
+    assert set(opened) <= {str(path), MANIFEST}
+
+
+def test_links_and_what_is_no_file_are_refused(tmp_path):
+    path = save(tmp_path / "run", 1)
+    config = path / "config.json"
+    os.rename(config, tmp_path / "elsewhere")
+
+    def both(expected):
+        assert expected in refused(load, path) and expected in refused(newest, path.parent)
+
+    both("config.json is missing")
+    config.symlink_to(tmp_path / "elsewhere")
+    both("config.json: cannot be read")
+    config.unlink()
+    os.mkfifo(config)
+    both("config.json: not a regular file")
+    config.unlink()
+    config.mkdir()
+    both("config.json: ")
+    config.rmdir()
+    os.rename(tmp_path / "elsewhere", config)
+    assert holds(load(path), 1)
+    os.rename(path, tmp_path / "real")
+    path.symlink_to(tmp_path / "real")
+    both("step-00000001: cannot be read")
+    path.unlink()
+    path.touch()
+    both("step-00000001: cannot be read")
+    path.unlink()
+    refused(load, path)
+
+
+def without(key):
+    return lambda content: {k: v for k, v in content.items() if k != key}
+
+
+@pytest.mark.parametrize("change", [
+    lambda c: {}, without("format"), without("run"), without("step"), without("files"),
+    *(lambda c, key=key, value=value: {**c, key: value} for key, value in [
+        ("more", 1), ("format", 0), ("format", "1"), ("format", 1.0), ("format", True), ("step", 2), ("step", True),
+        ("step", 1.0), ("step", None), ("step", "9" * 10**5), ("run", 1), ("run", "r" * (1 << 20)),
+        ("files", []), ("files", {})]),
+    lambda c: {**c, "files": {name: 1 for name in c["files"]}},
+    *(lambda c, key=key, value=value: c["files"]["config.json"].update({key: value})
+      for key, value in [("bytes", -1), ("bytes", 14.0), ("bytes", "14"), ("bytes", 10**30), ("bytes", None),
+                         ("sha256", 1), ("sha256", ""), ("sha256", "\n"), ("sha256", "0" * 64),
+                         ("sha256", "A" * 10**5), ("more", 1)]),
+])
+def test_forged_manifests_are_refused(tmp_path, change):
+    path = save(tmp_path, 1)
+    forged(path, change)
+    assert len(refused(load, path)) < 500
+    refused(newest, tmp_path)
+
+
+@pytest.mark.parametrize("raw", [
+    b"", b"{}", b"[]", b"null", b"1", b'"x"', b"{", b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe", b"\0", b"9" * 5000,
+    b'{"sha256": ' + b"9" * 5000 + b"}", b'{"sha256": NaN}', b" " * (2 << 20), '{"sha256": 1}'.encode("utf-16"),
+    b'{"sha256": "\\ud800", "run": "\\ud800"}'], ids=range(17))
+def test_whatever_stands_in_a_manifest_is_refused(tmp_path, raw):
+    path = save(tmp_path, 1)
+    good = (path / MANIFEST).read_bytes()
+    (path / MANIFEST).write_bytes(raw)
+    assert MANIFEST in refused(load, path) and MANIFEST in refused(newest, tmp_path)
+    for spelling in (good + b"\n", b"\xef\xbb\xbf" + good, good.replace(b'"run"', b'"format": 1, "run"'),
+                     good.replace(b"\n", b"\r\n"), json.dumps(json.loads(good)).encode()):
+        (path / MANIFEST).write_bytes(spelling)
+        assert MANIFEST in refused(load, path)
+
+
+def test_a_newer_format_is_refused_with_the_version_it_needs(tmp_path):
+    path = save(tmp_path, 1)
+    forged(path, lambda content: {"format": 7, "anything": [1, 2]})
+    assert "newer" in refused(load, path) and "format 7" in refused(load, path)
+    assert "format 7" in refused(newest, tmp_path)
+
+
+def header(text):
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(12)
+
+
+ATTACKS = [
+    b"", b"\0" * 8, b"\xff" * 8, (10**8).to_bytes(8, "little") + b"{}", (2**63).to_bytes(8, "little"),
+    b"PK\x03\x04" * 9, b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.",
+    header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'),
+    header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}'),
+    header('{"a":{"dtype":"F32","shape":[4294967296,4294967296,3],"data_offsets":[0,12]}}'),
+    header('{"a":{"dtype":"F99","shape":[3],"data_offsets":[0,12]}}'),
+    header('{"a":{"dtype":"F4","shape":[24],"data_offsets":[0,12]}}'),
+    header('{"a":{"dtype":"F32","shape":[3],"data_offsets":[12,0]}}'),
+    header('{"a":{"dtype":"F32","shape":[-3],"data_offsets":[0,12]}}'),
+    header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'),
+    header('{"a":' * 10**4), header('{"__metadata__":{"a":1}}'), header("[]"), header("null")]
+
+
+@pytest.mark.parametrize("data", ATTACKS, ids=range(len(ATTACKS)))
+def test_tensor_files_of_an_attacker_are_refused(tmp_path, data):
+    path = save(tmp_path, 1)
+    (path / "model.safetensors").write_bytes(data)
+    forged(path, lambda content: content["files"].update({"model.safetensors": entry_of(data)}))
+    assert "model.safetensors: cannot be parsed" in refused(load, path)
+
+
+def test_a_document_that_is_no_text_is_refused(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "config.json").write_bytes(b"\xff")
+    forged(path, lambda content: content["files"].update({"config.json": entry_of(b"\xff")}))
+    assert "config.json: cannot be parsed" in refused(load, path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES, None])
+@pytest.mark.parametrize("call", ["open", "listdir", "fstat"])
+def test_a_disk_that_fails_while_loading_is_one_line(tmp_path, monkeypatch, call, number):
+    path = save(tmp_path, 1)
+
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number)) if number else MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        messages = refused(load, path), refused(newest, tmp_path)
+    assert all((os.strerror(number) if number else "MemoryError") in message for message in messages)
+
+
+# Saves that fail.
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, monkeypatch, number, lasting):
+    """Each operation of a save fails, once or from then on; what only removes goes on working on a full disk."""
+    two(tmp_path / "before")
+    never_flush(monkeypatch)
+    real = {name: getattr(checkpoint, name) for name in OPERATIONS}
+    at = count = 0
+    while count >= at:
+        at, count = at + 1, 0
+        run_dir = tmp_path / str(at)
+        shutil.copytree(tmp_path / "before", run_dir, symlinks=True)
+
+        def operation(name, *args, at=at):
+            nonlocal count
+            count += 1
+            removes = lasting and name in ("_unlink", "_rmdir")
+            if not removes and (count >= at if lasting else count == at):
+                raise OSError(number, os.strerror(number))
+            return real[name](*args)
+
+        with monkeypatch.context() as patch:
+            for name in OPERATIONS:
+                patch.setattr(checkpoint, name, lambda *args, name=name: operation(name, *args))
+            try:
+                save(run_dir, 3, keep=1)
+            except ResourceError as error:
+                message = str(error)
+                assert error.exit_code == 6 and "\n" not in message
+                assert str(run_dir / "step-00000003") in message and os.strerror(number) in message
+                assert number != errno.ENOSPC or ("bytes needed" in message and "free)" in message)
+        found = newest(run_dir)
+        assert found.step in (2, 3) and holds(load(found.path), found.step) and not found.damaged
+        assert found.step == 3 or lasting or not [name for name in leftovers(run_dir) if name.startswith(".tmp-step")]
+        save(run_dir, 3, keep=1)
+        assert newest(run_dir).step == 3 and not leftovers(run_dir) and step_names(run_dir) == ["step-00000003"]
+        shutil.rmtree(run_dir)
+    assert at > 30
+
+
+def test_a_disk_that_is_really_full(processes, tmp_path):
+    save(tmp_path, 1)
+    size = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir())
+    for limit in range(0, 700, 50):
+        status, message = processes.run("save_limited", run_dir=tmp_path, step=2, limit=limit)
+        assert status == 6 and "step-00000002: File too large" in message
+        needed = int(message.split("(")[1].split()[0].replace(",", ""))
+        assert size - 1500 < needed < size  # all but the manifest
+        assert newest(tmp_path) == (tmp_path / "step-00000001", 1, {}) and not leftovers(tmp_path)
+
+
+def test_an_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for function in (lambda path: save(path, 1), lambda path: lock(path).__enter__()):
+        with pytest.raises(ResourceError, match="file/run"):
+            function(tmp_path / "file" / "run")
+
+
+def test_latest_is_a_service_and_not_needed(tmp_path):
+    (tmp_path / "latest").mkdir()
+    save(tmp_path, 1)
+    assert newest(tmp_path).step == 1
+    (tmp_path / "latest").rmdir()
+    (tmp_path / "latest").symlink_to("step-00000099")
+    assert newest(tmp_path).step == 1
+
+
+# The lock.
+
+
+def test_a_second_holder_is_told_who_holds_the_run(tmp_path):
+    with lock(tmp_path / "a" / "run"):
+        for _ in range(2):
+            with pytest.raises(ResourceError, match=rf"in use by pid {os.getpid()} on host \S+ since 2") as caught, \
+                    lock(tmp_path / "a" / "run"):
+                pass
+            assert caught.value.exit_code == 6 and "\n" not in str(caught.value)
+    with lock(tmp_path / "a" / "run"):
+        pass
+
+
+def test_one_of_many_wins_each_race(processes, tmp_path):
+    for race in range(50):
+        run_dir = tmp_path / str(race // 2) / "run"  # made by the racers, then there already
+        assert processes.run("race", run_dir=run_dir, racers=6) == [1, ""]
+
+
+@pytest.mark.parametrize("orphan", [False, True])
+def test_a_killed_holder_frees_the_lock(processes, tmp_path, orphan):
+    ready, until, run_dir = tmp_path / "ready", tmp_path / "until", tmp_path / "run"
+    pid = processes.start("hold", run_dir=run_dir, ready=ready, until=until, orphan=orphan)
+    wait_for(ready)
+    with pytest.raises(ResourceError, match=f"in use by pid {pid} "), lock(run_dir):
+        pass
+    os.kill(pid, signal.SIGKILL)
+    assert processes.wait(pid) == [-signal.SIGKILL, ""]
+    with lock(run_dir):
+        pass
+    until.touch()
+
+
+def test_a_program_that_the_holder_started_does_not_hold_the_lock(tmp_path):
+    with lock(tmp_path):
+        child = subprocess.Popen(["sleep", "30"], close_fds=False)
+    try:
+        with lock(tmp_path):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_strange_lock_file_is_one_line(tmp_path):
+    (tmp_path / "run.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ResourceError, match=r"run\.lock"), lock(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "run.lock").unlink()
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(ResourceError, match=r"run\.lock"), lock(tmp_path):
+        pass
+
+
+def test_no_pickle_is_reachable():
+    """Nothing in the package reads or writes a format that can carry code."""
+    banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+    calls = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec", "__import__"}
+    for path in Path(lineartime.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+                assert not banned & {module.split(".")[0] for module in modules}, f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in calls, f"{path}:{node.lineno}"

@@ -1,0 +1,179 @@
+"""The same tokens at several contexts: what each is given, what is compared, what is refused."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lineartime.config import ModelConfig, model_config
+from lineartime.context_use import TOKENS_AT_ONCE, ContextUse, batches, describe, measure_context_use, rows_of_document
+from lineartime.data.prepare import TokenStream, open_split, prepare
+from lineartime.errors import DataError, NumericsError, UsageError
+from lineartime.model import LanguageModel, token_losses
+
+LENGTHS = [150, 40, 9, 70, 41]
+"""Bytes of the documents."""
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    root = tmp_path_factory.mktemp("context_use")
+    letters = "".join(map(chr, np.random.default_rng(0).integers(ord("a"), ord("z") + 1, sum(LENGTHS))))
+    for split in ("train", "validation"):
+        (root / "text" / split).mkdir(parents=True)
+        for i, length in enumerate(LENGTHS):
+            at = sum(LENGTHS[:i])
+            (root / "text" / split / f"{i}.txt").write_text((split[0] + letters[at : at + length])[:length])
+    prepare([root / "text"], root / "data", tokenizer="bytes")
+    return open_split(root / "data", "validation")
+
+
+def tiny(stream: TokenStream, **fields: object) -> LanguageModel:
+    torch.manual_seed(0)
+    config = model_config("flash", n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=32,
+                          vocab_size=stream.vocab_size, end_of_document=stream.end_of_document)
+    model = LanguageModel(replace(config, **fields)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return model
+
+
+def document(stream: TokenStream, i: int) -> torch.Tensor:
+    """Its tokens between its two end-of-document tokens, these included."""
+    starts = stream.document_positions.astype(int)
+    return torch.from_numpy(stream.read(starts[i], starts[i + 1] + 1))
+
+
+@pytest.mark.parametrize("contexts", [[16, 32, 64], [16, 80], [5, 7, 33], [2, 3]])
+def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives(stream: TokenStream,
+                                                                                 contexts: list[int]) -> None:
+    """Against a loop over documents, contexts and rows that follows the definition and batches nothing."""
+    model, longest = tiny(stream), contexts[-1]
+    after = longest - longest // 2
+    use = measure_context_use(model, stream, contexts)
+    assert use.contexts == contexts and use.after == after
+    assert use.document_D == [i for i, length in enumerate(LENGTHS) if length + 1 > after]
+    assert use.n_tokens_D == [min(LENGTHS[i] + 1, longest) - after for i in use.document_D]
+    shown = np.zeros((2, 2, longest))
+    for i, nll_L in zip(use.document_D, use.nll_DL, strict=True):
+        ids = document(stream, i)[: longest + 1]
+        for context, nll in zip(contexts, nll_L, strict=True):
+            half, edge = context // 2, context in (contexts[0], longest)
+            expected = np.zeros(len(ids) - 1)
+            for target in range(0 if edge else after, len(expected)):
+                grid = context if edge else after
+                start = max(grid + ((target - grid) // half + 1) * half - context, 0)
+                assert start == 0 or context - half < target - start + 1 <= context
+                log_p = model(ids[None, start : target + 1])[0, -1].log_softmax(-1)
+                expected[target] = -log_p[ids[target + 1]].item()
+            assert nll == pytest.approx(expected[after:].sum(), rel=1e-10)
+            if edge:
+                shown[int(context == longest), 0, : len(expected)] += expected
+                shown[int(context == longest), 1, : len(expected)] += 1
+    for first, last, short, long in use.loss_by_position:
+        for loss, (total, count) in zip((short, long), shown[:, :, first - 1 : last], strict=True):
+            assert loss == pytest.approx(total.sum() / count.sum(), rel=1e-10)
+    assert use.loss_by_position[0][0] == 1 and use.loss_by_position[-1][1] == longest
+
+
+@settings(max_examples=200)
+@given(n_tokens=st.integers(1, 300), context=st.integers(2, 64), first=st.integers(0, 299))
+def test_rows_score_each_target_once_after_half_a_context(n_tokens: int, context: int, first: int) -> None:
+    first = first if context <= first < n_tokens else 0
+    scored = []
+    for start, begin, stop in rows_of_document(n_tokens, context, first):
+        assert 0 <= start <= begin < stop <= n_tokens and stop - start <= context
+        assert start == begin == first == 0 or begin - start == context - context // 2
+        scored += range(begin, stop)
+    assert scored == list(range(first, n_tokens))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 3 * TOKENS_AT_ONCE // 2), max_size=12))
+def test_batches_are_rows_in_order_of_one_length(lengths: list[int]) -> None:
+    rows = [(i, i, i + length // 10_000 * 10_000 + 1) for i, length in enumerate(lengths)]
+    found = list(batches(rows))
+    assert [row for batch in found for row in batch] == rows
+    for batch in found:
+        (length,) = {stop - start for start, _, stop in batch}
+        assert len(batch) == 1 or len(batch) * length <= TOKENS_AT_ONCE
+
+
+def test_a_model_without_a_linear_part_gains_nothing_and_one_with_it_does(stream: TokenStream) -> None:
+    """Contexts whose halves are whole chunks: a local model sees exactly the same at each."""
+    without = tiny(stream, chunk_parts="local")
+    with torch.no_grad():
+        without.abs_pos.scalar.zero_()  # where a row begins would show in the position of a token
+    assert measure_context_use(without, stream, [16, 32, 64]).gains == pytest.approx([0, 0, 0], abs=1e-12)
+    assert all(abs(gain) > 1e-4 for gain in measure_context_use(tiny(stream), stream, [16, 32, 64]).gains[1:])
+
+
+def test_documents_are_kept_apart(stream: TokenStream) -> None:
+    """A document's numbers are the same whatever lies beside it, and the model's state is as it was."""
+    model = tiny(stream).train()
+    use = measure_context_use(model, stream, [16, 64])
+    assert model.training and use.document_D == [0, 1, 3, 4]
+    alone = {i: token_losses(model, document(stream, i)[None, :65])[0].tolist() for i in (1, 3)}
+    assert use.nll_DL[1][1] == pytest.approx(sum(alone[1][32:]), rel=1e-10)
+    assert use.nll_DL[2][1] == pytest.approx(sum(alone[3][32:]), rel=1e-10)
+
+
+def test_losses_gains_and_their_errors() -> None:
+    use = ContextUse([8, 16], 8, [0, 2], [10, 30], [[20.0, 10.0], [90.0, 72.0]], [(1, 16, 3.0, 2.5)])
+    assert use.losses == [110 / 40, 82 / 40] and use.gains == pytest.approx([0, 28 / 40])
+    rest = [10 - 0.7 * 10, 18 - 0.7 * 30]
+    assert use.gain_errors == pytest.approx([0, math.sqrt(2 * sum(x * x for x in rest)) / 40])
+    assert use.to_dict()["documents"][1] == {"document": 2, "n_tokens": 30, "losses": [3.0, 2.4]}
+    assert "+0.7000 +- 0.1500" in "\n".join(describe(use))
+    one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]], [])
+    assert one.gain_errors == [None, None] and "+1.0000" in "\n".join(describe(one))
+
+
+def test_errors_of_gains_are_those_of_repeated_samples() -> None:
+    """Documents drawn again and again: the spread of the gain is what its standard error says."""
+    random = np.random.default_rng(0)
+    gains, errors = [], []
+    for _ in range(2000):
+        n_D = random.integers(50, 150, 20)
+        gain_D = random.normal(0.1, 0.05, 20) * n_D
+        use = ContextUse([8, 16], 8, list(range(20)), n_D.tolist(), [[3.0 * n, 3.0 * n - g] for n, g
+                                                                     in zip(n_D, gain_D, strict=True)], [])
+        gains.append(use.gains[1])
+        errors.append(use.gain_errors[1])
+    assert np.std(gains) == pytest.approx(np.sqrt(np.mean(np.square(errors))), rel=0.05)
+
+
+@pytest.mark.parametrize("contexts", [[], [16], [16, 16], [32, 16], [1, 16]])
+def test_contexts_that_make_no_sense(stream: TokenStream, contexts: list[int]) -> None:
+    with pytest.raises(UsageError, match="wrong contexts"):
+        measure_context_use(tiny(stream), stream, contexts)
+
+
+def test_what_is_refused(stream: TokenStream) -> None:
+    with pytest.raises(DataError, match=r"half of the longest context.*contexts up to 300 work") as raised:
+        measure_context_use(tiny(stream), stream, [16, 302])
+    assert "\n" not in str(raised.value)
+    assert measure_context_use(tiny(stream), stream, [16, 300]).n_tokens_D == [1]
+    with pytest.raises(UsageError, match="causal"):
+        measure_context_use(LanguageModel(ModelConfig(causal=False, vocab_size=300, d_model=12)), stream, [16, 32])
+    learned = tiny(stream, abs_pos="learned")
+    with pytest.raises(UsageError, match="position table"):
+        measure_context_use(learned, stream, [16, 64])
+    damaged = tiny(stream)
+    with torch.no_grad():
+        damaged.head_bias[0] = math.nan
+    with pytest.raises(NumericsError, match="document 0, context 16"):
+        measure_context_use(damaged, stream, [16, 64])
+
+
+def test_what_is_written_is_json(stream: TokenStream) -> None:
+    told: list[int] = []
+    use = measure_context_use(tiny(stream), stream, [16, 64], progress=told.append)
+    assert json.loads(json.dumps(use.to_dict()))["n_tokens"] == sum(use.n_tokens_D)
+    assert told == sorted(told) and told[-1] < 5 * sum(LENGTHS)

@@ -1,0 +1,118 @@
+"""Evaluation: every token scored once, whatever the batch; the measures that follow from the sum."""
+
+import lzma
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lineartime.config import model_config
+from lineartime.data.prepare import TokenStream, eval_rows, open_split, prepare
+from lineartime.errors import NumericsError
+from lineartime.evaluation import by_position, evaluate, xz_bits_per_byte
+from lineartime.model import LanguageModel
+
+TEXTS = ["It was a dark night. " * 9, "The rain fell in torrents, " * 12 + "except at intervals.", "Short."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("evaluate")
+    for split in ("train", "validation"):
+        (root / "text" / split).mkdir(parents=True)
+        for i, text in enumerate(TEXTS):
+            (root / "text" / split / f"{i}.txt").write_text(f"{split}. {text}")
+    prepare([root / "text"], root / "data", tokenizer="bytes")
+    return root / "data"
+
+
+@pytest.fixture(scope="module")
+def stream(folder: Path) -> TokenStream:
+    return open_split(folder, "validation")
+
+
+def tiny_flash(stream: TokenStream, context: int) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(model_config("flash", n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=context,
+                                      vocab_size=stream.vocab_size, end_of_document=stream.end_of_document)).double()
+
+
+def test_counts_are_those_of_the_text(stream: TokenStream) -> None:
+    result = evaluate(tiny_flash(stream, 32), stream, context=32)
+    text = [f"validation. {text}" for text in TEXTS]
+    assert result.n_bytes == sum(len(t.encode()) for t in text)
+    assert result.n_words == sum(len(t.split()) for t in text)
+    assert result.n_tokens == result.n_bytes + len(text)
+
+
+@settings(max_examples=15)
+@given(context=st.integers(1, 90), batch_rows=st.integers(1, 9))
+def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_rows: int) -> None:
+    """The rows that a model is given, end to end, are the stream; it gives every token the same probability."""
+    given_ids: list[int] = []
+
+    class Spy(LanguageModel):
+        def hidden(self, ids_BT: torch.Tensor, *_: object) -> torch.Tensor:
+            given_ids.extend(ids_BT.flatten().tolist())
+            return torch.zeros(*ids_BT.shape, self.config.d_model, dtype=torch.float64)
+
+    result = evaluate(Spy(tiny_flash(stream, 8).config).double(), stream, context=context, batch_rows=batch_rows)
+    assert given_ids == stream.read(0, stream.n_tokens).tolist()
+    assert result.n_tokens == stream.n_tokens
+    assert result.nll == pytest.approx(stream.n_tokens * math.log(stream.vocab_size), rel=1e-12)
+
+
+def test_batch_rows_change_nothing(stream: TokenStream) -> None:
+    model = tiny_flash(stream, 40)
+    one = evaluate(model, stream, context=40, batch_rows=1)
+    for batch_rows in (2, 3, 64):
+        many = evaluate(model, stream, context=40, batch_rows=batch_rows)
+        assert many.nll == pytest.approx(one.nll, rel=1e-13)
+        assert np.array(many.loss_by_position) == pytest.approx(np.array(one.loss_by_position))
+
+
+def test_measures_follow_from_the_sum(stream: TokenStream) -> None:
+    result = evaluate(tiny_flash(stream, 32), stream, context=32)
+    assert result.loss == result.nll / result.n_tokens
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert result.word_perplexity == pytest.approx(math.exp(result.nll / result.n_words))
+    assert result.bits_per_byte == pytest.approx(result.nll / math.log(2) / result.n_bytes)
+
+
+def test_the_loss_is_that_of_the_model(stream: TokenStream) -> None:
+    """Against a loop over rows that knows nothing of batches."""
+    model, nll = tiny_flash(stream, 32), 0.0
+    for row in eval_rows(stream, 32):
+        ids = torch.from_numpy(row)
+        log_p = model(ids[None, :-1])[0].log_softmax(-1)
+        nll -= log_p[torch.arange(len(ids) - 1), ids[1:]].sum().item()
+    assert evaluate(model, stream, context=32).nll == pytest.approx(nll, rel=1e-12)
+
+
+def test_loss_by_position_covers_the_context_once() -> None:
+    nll_T, count_T = np.arange(100.0), np.ones(100, dtype=np.int64)
+    blocks = by_position(nll_T, count_T)
+    assert [(a, b) for a, b, _ in blocks] == [(1, 32), (33, 64), (65, 100)]
+    assert sum(x * (b - a + 1) for a, b, x in blocks) == pytest.approx(nll_T.sum())
+
+
+def test_a_loss_that_is_not_finite_is_refused(stream: TokenStream) -> None:
+    model = tiny_flash(stream, 32)
+    with torch.no_grad():
+        model.head_bias[0] = math.nan
+    with pytest.raises(NumericsError):
+        evaluate(model, stream, context=32)
+
+
+def test_xz_has_seen_the_training_text(folder: Path) -> None:
+    """The text comes back from the tokens exactly, and is compressed after the text it was trained on."""
+    def size(text: str) -> int:
+        return len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+    train, held_out = ("".join(f"{split}. {text}" for text in TEXTS) for split in ("train", "validation"))
+    expected = (size(train + held_out) - size(train)) * 8 / len(held_out.encode())
+    assert xz_bits_per_byte(folder) == expected

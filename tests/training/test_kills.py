@@ -1,0 +1,163 @@
+"""`lineartime train` killed, or told to stop, at any moment: the same command ends in the same bytes."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tiny_runs import EVAL_EVERY, STEPS, assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
+from train_process import Launches, wait_for
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+WATCHED = {"lock", "resume", "compute_gradient", "evaluate", "save", "finish", "final evaluate", "xz_bits_per_byte",
+           "generate", "plot_run"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepare_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def reference(processes, data, tmp_path_factory):
+    """What the command leaves if nothing happens, and how many events there are on the way."""
+    folder = tmp_path_factory.mktemp("reference")
+    launches = Launches(processes, folder, command(data, folder / "run"))
+    assert launches.run() == 0, launches.printed()
+    assert {event.rsplit(" ", 1)[0] for event in launches.events()} >= WATCHED
+    return what_is_left(folder / "run"), len(launches.events())
+
+
+@pytest.fixture
+def launches(processes, data, tmp_path):
+    return Launches(processes, tmp_path, command(data, tmp_path / "run"))
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "run"
+
+
+def test_the_uninterrupted_run_is_complete(reference):
+    files, _ = reference
+    assert {"loss.png", "metrics.jsonl", "result.json", "run.json", "sample.txt", "latest"} < set(files)
+    assert files["latest"] == f"step-{STEPS:08d}"
+    lines = files["metrics.jsonl"]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "held_out" in line] == list(range(EVAL_EVERY, STEPS + 1, EVAL_EVERY))
+
+
+def half_done(out):
+    """What a save that was cut off has left, written aside or on its way out."""
+    return {(path.name, path.stat().st_ino) for path in [*out.glob(".tmp-step-*"), *out.glob(".trash-step-*")]}
+
+
+def kill_until(n_kills, n_inside, processes, data, reference, folder):
+    """Kill runs at random moments until there were so many kills, so many of them inside a save, and let each end."""
+    expected, n_events = reference
+    random.seed(0)
+    kills, inside, runs, launched = 0, 0, 0, 0
+    while kills < n_kills or inside < n_inside:
+        runs += 1
+        out = folder / str(runs) / "run"
+        launches = Launches(processes, out.parent, command(data, out))
+        while True:
+            saved, before, launched = steps_saved(out), half_done(out), launched + 1
+            pid = launches.start()
+            # Not after so many seconds: this machine may be ten times slower than a moment ago.
+            if launched % 3 == 0:
+                launches.wait_for(f"_write_checkpoint {random.randint(1, 3)}")
+                time.sleep(random.uniform(0, 0.01))
+            else:
+                launches.wait_for(random.randrange(n_events * 2 // 3))
+                time.sleep(random.uniform(0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            status = processes.wait(pid)
+            assert status in (0, -signal.SIGKILL), launches.printed()
+            assert steps_saved(out) >= saved, "a checkpoint is lost"
+            if status == 0:
+                break
+            kills += 1
+            inside += bool(half_done(out) - before)
+            assert steps_done(out) >= steps_saved(out), "metrics are lost"
+        assert_same(out, expected, but={"loss.png", ".tmp-loss.png"})  # lost if killed after the result, before it
+    print(f"{kills} kills, {inside} inside a save, {runs} runs, {launched} processes")
+
+
+def test_fifty_kills(processes, data, reference, tmp_path):
+    kill_until(50, 10, processes, data, reference, tmp_path)
+
+
+@pytest.mark.campaign
+def test_five_hundred_kills(processes, data, reference, tmp_path):
+    kill_until(500, 100, processes, data, reference, tmp_path)
+
+
+def stopped_at(launches, event, *signals):
+    """The exit status of a launch that was sent signals while it was at an event."""
+    pid = launches.start(wait_at=event)
+    launches.wait_for(event)
+    for number in signals:
+        os.kill(pid, number)
+    (launches.folder / "go").touch()
+    return launches.processes.wait(pid)
+
+
+@SIGNALS
+@pytest.mark.parametrize("moment", ["lock 1", "resume 1", "compute_gradient 1", "compute_gradient 8", "evaluate 2",
+                                    f"evaluate {STEPS // EVAL_EVERY}", "save 1", "end of save 2", "final evaluate 1",
+                                    "xz_bits_per_byte 1", "generate 1"])
+def test_a_stop_saves_and_the_same_command_resumes(moment, number, launches, out, reference):
+    assert stopped_at(launches, moment, number) == 128 + number, launches.printed()
+    assert launches.printed().count("error: ") == 1 and f"stopped by {number.name}" in launches.printed()
+    assert steps_saved(out) == steps_done(out)
+    assert not list(out.glob(".*")) and not (out / "result.json").exists()
+    assert launches.run() == 0, launches.printed()
+    assert_same(out, reference[0])
+
+
+@SIGNALS
+def test_a_stop_after_the_result_changes_nothing(number, launches, out, reference):
+    assert stopped_at(launches, "plot_run 1", number) == 0
+    assert_same(out, reference[0])
+
+
+def test_one_signal_sent_twice_is_one(launches, out, reference):
+    """`timeout` sends it to the process and to its group."""
+    assert stopped_at(launches, "compute_gradient 4", signal.SIGTERM, signal.SIGTERM) == 143, launches.printed()
+    assert steps_saved(out) == steps_done(out) > 0
+    assert launches.run() == 0, launches.printed()
+    assert_same(out, reference[0])
+
+
+@SIGNALS
+def test_a_second_signal_ends_at_once(number, launches, out, reference):
+    pid = launches.start(wait_at="compute_gradient 4")
+    launches.wait_for("compute_gradient 4")
+    os.kill(pid, number)
+    time.sleep(2)
+    os.kill(pid, number)  # nobody says go, so it waits for ever otherwise
+    assert launches.processes.wait(pid) == -number
+    assert steps_saved(out) == 2
+    assert launches.run() == 0, launches.printed()
+    assert_same(out, reference[0])
+
+
+@SIGNALS
+def test_a_stop_while_it_starts(number, data, launches, out, reference):
+    """A whole process, while Python reads the modules: there is nothing to save, and nothing in the way."""
+    with subprocess.Popen([sys.executable, "-m", "lineartime", *launches.arguments], stderr=subprocess.PIPE,
+                          text=True) as process:
+        wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+        process.send_signal(number)
+        _, printed = process.communicate(timeout=60)
+        # Before it listens, SIGTERM ends a process at once; a shell says 143 for both.
+        assert process.returncode in (128 + number, -number), printed
+    assert "Traceback" not in printed
+    assert launches.run() == 0, launches.printed()
+    assert_same(out, reference[0])

@@ -1,0 +1,111 @@
+"""What one training step computes: the learning rate, the clipped gradient, AdamW's update and what it decays."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.config import TrainConfig, model_config
+from lineartime.errors import NumericsError
+from lineartime.model import LanguageModel, token_losses
+from lineartime.objectives import NextToken
+from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
+
+CONTEXT, N_ROWS = 8, 6
+TASK = NextToken(None, None, None)
+
+
+def small(preset: str = "flash", task: str = "wiki40b") -> LanguageModel:
+    torch.manual_seed(0)
+    fields = {"chunk_size": 4, "query_key_dim": 4} if preset == "flash" else {"n_heads": 2}
+    model = LanguageModel(model_config(preset, task, n_layers=2, d_model=8, vocab_size=11, context=CONTEXT, **fields))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.double()
+
+
+def rows() -> Tensor:
+    return torch.randint(11, (N_ROWS, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+
+
+def train_config(rows_per_micro_batch: int = 2, **fields: object) -> TrainConfig:
+    return TrainConfig(tokens_per_step=N_ROWS * CONTEXT, micro_batch_tokens=rows_per_micro_batch * CONTEXT, **fields)
+
+
+def gradient_of(model: LanguageModel, rows_BT: Tensor) -> list[Tensor]:
+    loss = token_losses(model, rows_BT).mean()
+    return list(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
+
+
+def norm_of(gradient: list[Tensor]) -> float:
+    return float(sum(g.square().sum() for g in gradient)) ** 0.5
+
+
+def test_learning_rate_rises_to_the_peak_and_falls_towards_zero() -> None:
+    config = TrainConfig(steps=10, warmup_steps=4, learning_rate=0.5)
+    expected = [0.25, 0.5, 0.75, 1.0, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    assert [learning_rate_at(step, config) / 0.5 for step in range(10)] == pytest.approx(expected)
+    assert learning_rate_at(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=0.5)) == 0.5
+    assert learning_rate_at(2, TrainConfig(steps=3, warmup_steps=3, learning_rate=0.5)) == 0.5
+
+
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 2, 3, 6])
+def test_local_clipping_is_of_each_micro_batch(rows_per_micro_batch: int) -> None:
+    """Some micro-batches are clipped and some are not: the limit lies between their norms where there are several."""
+    model, rows_BT = small(), rows()
+    parts = [gradient_of(model, part_BT) for part_BT in rows_BT.split(rows_per_micro_batch)]
+    norms = [norm_of(part) for part in parts]
+    limit = sum(norms) / len(norms) * (1.0 if len(norms) > 1 else 0.5)
+    factors = [min(1.0, limit / norm) for norm in norms]
+    assert min(factors) < 1.0 and (len(norms) == 1 or max(factors) == 1.0)
+    config = train_config(rows_per_micro_batch, clip=limit)
+    loss, norm = compute_gradient(model, TASK, [rows_BT], rows_per_micro_batch, config)
+    for i, parameter in enumerate(model.parameters()):
+        expected = sum(factor * part[i] for factor, part in zip(factors, parts, strict=True)) / len(parts)
+        assert torch.allclose(parameter.grad, expected, rtol=0, atol=1e-12)
+    assert loss == pytest.approx(token_losses(model, rows_BT).mean().item(), rel=1e-12)
+    assert norm == pytest.approx(sum(norms) / len(norms), rel=1e-12)
+
+
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 2, 6])
+@pytest.mark.parametrize("limit", [0.01, 1e6, None])
+def test_global_clipping_does_not_depend_on_micro_batches(rows_per_micro_batch: int, limit: float | None) -> None:
+    model, rows_BT = small(), rows()
+    whole = gradient_of(model, rows_BT)
+    factor = min(1.0, limit / norm_of(whole)) if limit is not None else 1.0
+    config = train_config(rows_per_micro_batch, clip=limit, clip_scope="global")
+    _, norm = compute_gradient(model, TASK, [rows_BT], rows_per_micro_batch, config)
+    assert norm == pytest.approx(norm_of(whole), rel=1e-12)
+    for parameter, expected in zip(model.parameters(), whole, strict=True):
+        assert torch.allclose(parameter.grad, factor * expected, rtol=0, atol=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_is_refused() -> None:
+    model = small()
+    with torch.no_grad():
+        model.head_bias[3] = torch.nan
+    with pytest.raises(NumericsError, match="the loss is not finite"):
+        compute_gradient(model, TASK, [rows()], 2, train_config())
+
+
+@pytest.mark.parametrize(("preset", "task"), [("flash", "c4"), ("flash", "wiki40b"), ("transformer", "wiki40b")])
+def test_adamw_decays_matrices_and_embeddings_only(preset: str, task: str) -> None:
+    """Two updates by AdamW's formula, with the decay that each parameter should have."""
+    model = small(preset, task)
+    config = train_config(learning_rate=0.1, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3)
+    optimizer = make_optimizer(model, config)
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in values.items()}
+    generator, decayed = torch.Generator().manual_seed(2), set()
+    for step in (1, 2):
+        for name, parameter in model.named_parameters():
+            g = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+            parameter.grad = g
+            m, v = moments[name] = (0.8 * moments[name][0] + 0.2 * g, 0.9 * moments[name][1] + 0.1 * g.square())
+            moved = 0.1 * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-3)
+            is_matrix = name in ("embed.weight", "abs_pos.weight") or name.endswith("proj.weight")
+            decayed |= {name} if is_matrix else set()
+            values[name] = values[name] * (1 - 0.1 * 0.3 * is_matrix) - moved
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(parameter.detach(), values[name], rtol=0, atol=1e-12), name
+    assert len(decayed) == (5 if preset == "flash" else 10)

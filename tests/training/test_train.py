@@ -1,0 +1,843 @@
+"""Training: one step by its equations, what may not change the result, and what a fault may not spoil."""
+
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lineartime import checkpoint, objectives, training
+from lineartime.cli import verbs
+from lineartime.config import PRESETS, TrainConfig, model_config, run_config
+from lineartime.data.prepare import batch_rows, open_split, read_manifest
+from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
+from lineartime.model import LanguageModel
+from lineartime.objectives import NextToken
+from lineartime.run import Run, read_metrics, write_atomically
+from lineartime.training import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
+from tiny_models import CONFIGS, random_ids, random_model
+from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
+from train_process import Launches, Processes
+
+CPU = torch.device("cpu")
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepare_text(tmp_path_factory.mktemp("data"))
+
+
+def configuration(data, out, model="flash", **changes):
+    vocabulary = {"vocab_size": 257, "end_of_document": 256}
+    return run_config({"model": model, "data": str(data), "out": str(out), **SETTINGS, **vocabulary, **changes})
+
+
+def run_fit(data, out, *, on_step=lambda record: None, warn=None, stop=None, score_last=True, **changes):
+    """`fit` in this process; what would warn raises, unless `warn` takes it."""
+    out.mkdir(exist_ok=True)
+    manifest = read_manifest(data)
+    run = Run(out, configuration(data, out, **changes), {"data_sha256": manifest.sha256})
+    task = NextToken(run.config, open_split(data, "train"), open_split(data, "validation"))
+    return fit(run, new_model(run.config), task, documents={"tokenizer.json": "{}"}, device=CPU,
+               stop=stop or StopSignal(), on_step=on_step, warn=warn or pytest.fail, score_last=score_last)
+
+
+def lineartime(monkeypatch, arguments):
+    """The exit status of the command line in this process."""
+    monkeypatch.setattr(sys, "argv", ["lineartime", *arguments])
+    with pytest.raises(SystemExit) as end:
+        verbs.main()
+    return end.value.code or 0
+
+
+def train_lines(out):
+    return [line for line in read_metrics(out) if "loss" in line]
+
+
+# The equations
+
+
+def test_the_learning_rate_of_the_tables():
+    paper = TrainConfig()  # 125 K steps, 10 K of warm-up, peak 7e-4
+    expected = {0: 7e-4 / 10_000, 4_999: 3.5e-4, 9_999: 7e-4, 10_000: 7e-4, 67_500: 3.5e-4, 124_999: 7e-4 / 115_000}
+    assert {step: learning_rate_at(step, paper) for step in expected} == pytest.approx(expected, rel=1e-12)
+
+
+@settings(max_examples=30)
+@given(steps=st.integers(1, 60), share=st.floats(0, 1))
+def test_the_learning_rate_rises_to_the_peak_then_falls_and_is_never_zero(steps, share):
+    warmup = int(steps * share)
+    config = TrainConfig(steps=steps, warmup_steps=warmup, learning_rate=3.0)
+    rates = [learning_rate_at(step, config) for step in range(steps)]
+    assert min(rates) > 0 and max(rates) == pytest.approx(3.0)
+    rises = [b - a for a, b in itertools.pairwise(rates[:warmup])]
+    falls = [a - b for a, b in itertools.pairwise(rates[warmup:])]
+    assert rises == pytest.approx([3.0 / max(warmup, 1)] * len(rises))
+    assert falls == pytest.approx([3.0 / max(steps - warmup, 1)] * len(falls))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_matrices_and_embeddings_decay_and_nothing_else(preset):
+    heads = {} if PRESETS[preset].ffn == "gau" else {"n_heads": 2}
+    chunks = {"chunk_size": 4} if preset == "flash" else {}
+    model = LanguageModel(model_config(preset, n_layers=1, d_model=8, context=16, vocab_size=11, **heads, **chunks))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = make_optimizer(model, TrainConfig()).param_groups
+    decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
+    layers = {"layers.0.in_proj.weight", "layers.0.out_proj.weight"}
+    if heads:
+        layers |= {name.replace("0", "1") for name in layers}
+    if preset == "combiner":
+        layers |= {"layers.0.summary_proj.weight", "layers.0.summary_key.weight"}
+    table = {"abs_pos.weight"} if preset == "transformer" else set()
+    assert decayed == {"embed.weight"} | layers | table
+    assert decayed | others == set(names.values()) and not decayed & others
+
+
+def test_adamw_is_the_tables():
+    groups = make_optimizer(torch.nn.Linear(2, 2), TrainConfig()).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+    assert all((group["betas"], group["eps"], group["amsgrad"]) == ((0.9, 0.999), 1e-6, False) for group in groups)
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_run_is_the_equations(float64, data, tmp_path):
+    """Five steps written out: rows, losses, clipping of each micro-batch, learning rate, AdamW."""
+    beta1, beta2, clip, decay, peak = 0.9, 0.99, 0.3, 0.1, 0.01
+    trained = run_fit(data, tmp_path / "run", steps=5, warmup_steps=2, eval_every=100, clip=clip, weight_decay=decay,
+                      adam_beta1=beta1, adam_beta2=beta2, learning_rate=peak, seed=3)
+    torch.manual_seed(3)
+    model = LanguageModel(configuration(data, tmp_path).model)
+    first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    second = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    stream, lines = open_split(data, "train"), []
+    for t in range(1, 6):
+        rows = torch.from_numpy(batch_rows(stream, seed=3, step=t - 1, context=32, rows_per_step=4))
+        total, losses, norms = {name: 0.0 for name in first}, [], []
+        for micro in (rows[:2], rows[2:]):
+            p = model(micro[:, :-1]).softmax(-1).gather(2, micro[:, 1:, None])
+            loss = -p.log().sum() / 64
+            gradient = dict(zip(first, torch.autograd.grad(loss, model.parameters()), strict=True))
+            norm = math.sqrt(sum((g * g).sum().item() for g in gradient.values()))
+            total = {name: total[name] + g * min(1.0, clip / norm) / 2 for name, g in gradient.items()}
+            losses.append(loss.item())
+            norms.append(norm)
+        rate = peak * (t / 2 if t <= 2 else (6 - t) / 3)
+        lines.append({"step": t, "loss": sum(losses) / 2, "learning_rate": rate, "grad_norm": sum(norms) / 2,
+                      "tokens": 128 * t})
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                first[name] = beta1 * first[name] + (1 - beta1) * total[name]
+                second[name] = beta2 * second[name] + (1 - beta2) * total[name] ** 2
+                update = first[name] / (1 - beta1**t) / ((second[name] / (1 - beta2**t)).sqrt() + 1e-6)
+                is_matrix = name == "embed.weight" or name.endswith("_proj.weight")
+                p -= rate * (update + (decay * p if is_matrix else 0))
+    for line, found in zip(lines, read_metrics(tmp_path / "run"), strict=True):
+        assert {k: v for k, v in found.items() if k != "clock"} == pytest.approx(line, rel=1e-9)
+    for (name, p), found in zip(model.named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(found, p, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# Clipping and micro-batches
+
+ROWS = random_ids(8, 25)
+MICRO_BATCHES = st.sampled_from([1, 2, 4, 8])
+ANY_MODEL = st.sampled_from(["flash", "flash-quad", "transformer++"])
+
+
+def gradient_of(name, rows, model=None, **changes):
+    """The gradient that `compute_gradient` leaves, as one vector; its loss and norm."""
+    model = model or random_model(CONFIGS[name]).train()
+    per_micro_batch = changes.pop("per", len(rows))
+    config = TrainConfig(**{"tokens_per_step": rows[:, 1:].numel(),
+                            "micro_batch_tokens": per_micro_batch * (rows.shape[1] - 1), **changes})
+    loss, norm = compute_gradient(model, NextToken(None, None, None), [rows], per_micro_batch, config)
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), loss, norm
+
+
+@settings(max_examples=20)
+@given(ANY_MODEL, MICRO_BATCHES, st.sampled_from([None, 0.1, 1e9]), st.sampled_from(["local", "global"]))
+def test_local_clipping_clips_each_micro_batch_and_global_the_mean(name, per, clip, scope):
+    found, loss, norm = gradient_of(name, ROWS, per=per, clip=clip, clip_scope=scope)
+    each = [gradient_of(name, micro, clip=None) for micro in ROWS.split(per)]
+
+    def clipped(g):
+        return g if clip is None else g * min(1.0, clip / g.norm().item())
+
+    mean = sum(g for g, _, _ in each) / len(each)
+    by_hand = sum(clipped(g) for g, _, _ in each) / len(each) if scope == "local" else clipped(mean)
+    norms = [g.norm().item() for g, _, _ in each] if scope == "local" else [mean.norm().item()]
+    torch.testing.assert_close(found, by_hand, rtol=1e-12, atol=1e-13)
+    assert (loss, norm) == pytest.approx((sum(loss for _, loss, _ in each) / len(each), sum(norms) / len(norms)))
+    if clip == 0.1:
+        assert found.norm() <= 0.1 * (1 + 1e-12)
+
+
+@settings(max_examples=12)
+@given(ANY_MODEL, MICRO_BATCHES, st.sampled_from(["local", "global"]))
+def test_without_clipping_micro_batches_add_up_to_the_batch(name, per, scope):
+    whole = gradient_of(name, ROWS, clip=None)[0]
+    found = gradient_of(name, ROWS, per=per, clip=None, clip_scope=scope)[0]
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12 * whole.abs().max().item())
+
+
+def test_local_differs_from_global_and_depends_on_the_micro_batch():
+    local, same, other, one, globally = (gradient_of("flash", ROWS, **changes)[0] for changes in (
+        {"per": 2}, {"per": 2, "steps": 7, "warmup_steps": 0, "seed": 1, "save_every": 1, "eval_every": 1},
+        {"per": 4}, {"per": 8}, {"per": 2, "clip_scope": "global"}))
+    assert torch.equal(local, same)
+    assert (local - other).norm() > 1e-3 * local.norm() and (local - globally).norm() > 1e-3 * local.norm()
+    torch.testing.assert_close(one, globally, rtol=1e-12, atol=1e-14)  # one micro-batch: the two are one
+
+
+@settings(max_examples=10)
+@given(ANY_MODEL, st.permutations(range(4)), st.tuples(*[st.booleans()] * 4))
+def test_local_clipping_sees_neither_the_order_of_micro_batches_nor_of_their_rows(name, order, flips):
+    micro = ROWS.split(2)
+    shuffled = torch.cat([micro[i].flip(0) if flip else micro[i] for i, flip in zip(order, flips, strict=True)])
+    expected, found = gradient_of(name, ROWS, per=2)[0], gradient_of(name, shuffled, per=2)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_a_gradient_of_zero_is_clipped_to_zero(scope):
+    model = random_model(CONFIGS["flash"]).train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    flat, _, _ = gradient_of("flash", ROWS, model, per=2, clip_scope=scope)
+    assert flat.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_recomputed_activations_give_the_same_gradient(name):
+    model = random_model(CONFIGS[name]).train()
+    calls = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    plain = gradient_of(name, ROWS, model)[0]
+    assert len(calls) == len(model.layers)
+    model.activation_checkpointing = True
+    assert torch.equal(gradient_of(name, ROWS, model)[0], plain)
+    assert len(calls) == 3 * len(model.layers)
+
+
+@pytest.mark.parametrize("model", ["flash", "transformer++"])
+def test_bfloat16_trains_float32_weights(model, data, tmp_path):
+    sizes = {"model": model, "n_heads": 2, "chunk_size": None, "query_key_dim": 128} if model != "flash" else {}
+    trained = run_fit(data, tmp_path / "bfloat16", precision="bfloat16", **sizes)
+    run_fit(data, tmp_path / "float32", **sizes)
+    assert {p.dtype for p in trained.parameters()} == {torch.float32}
+    low, full = ([line["loss"] for line in train_lines(tmp_path / name)] for name in ("bfloat16", "float32"))
+    assert low != full and low == pytest.approx(full, rel=0.02)
+    assert low[-1] < 0.8 * low[0]
+
+
+def test_the_settings_reach_the_model(data, tmp_path):
+    one_step = {"steps": 1, "warmup_steps": 0}
+    assert not run_fit(data, tmp_path / "a", **one_step).activation_checkpointing
+    assert run_fit(data, tmp_path / "b", activation_checkpointing=True, **one_step).activation_checkpointing
+    left = what_is_left(tmp_path / "a")
+    assert_same(tmp_path / "b", left, but={"run.json"})
+
+
+@pytest.mark.campaign
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it where it is shown, not raised
+def test_compiled_losses_are_the_losses(data, tmp_path):
+    """About a minute of processor time, nearly all of it the compiler's."""
+    for compiled in (False, True):
+        run_fit(data, tmp_path / str(compiled), compile=compiled, steps=6, eval_every=100)
+    plain, found = (train_lines(tmp_path / name) for name in ("False", "True"))
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in plain], rel=1e-4)
+    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in plain], rel=1e-3)
+
+
+# Repeated and continued
+
+
+def test_the_same_command_twice_gives_the_same_bytes(data, tmp_path, monkeypatch, capsys):
+    for name in "ab":
+        assert lineartime(monkeypatch, command(data, tmp_path / name, steps=6)) == 0
+    left = what_is_left(tmp_path / "a")
+    assert set(left) >= {"loss.png", "metrics.jsonl", "result.json", "sample.txt", "latest"}
+    assert_same(tmp_path / "b", left)
+
+
+def test_another_seed_gives_another_run(data, tmp_path):
+    losses = []
+    for seed in (0, 1):
+        run_fit(data, tmp_path / str(seed), steps=3, seed=seed)
+        losses.append([line["loss"] for line in train_lines(tmp_path / str(seed))])
+    assert all(abs(a - b) > 1e-4 for a, b in zip(*losses, strict=True))
+
+
+def test_the_loss_starts_at_that_of_guessing(data, tmp_path):
+    run_fit(data, tmp_path / "run", steps=1, warmup_steps=0)
+    assert train_lines(tmp_path / "run")[0]["loss"] == pytest.approx(math.log(257), rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """What a run of eight steps leaves."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_fit(data, out, steps=8)
+    return what_is_left(out)
+
+
+class Died(Exception):
+    """Stands in for a death of the process."""
+
+
+@pytest.mark.parametrize("stops", [[k] for k in range(1, 8)] + [[1, 2, 3, 4, 5, 6, 7], [2, 5]],
+                         ids=lambda stops: "-".join(map(str, stops)))
+@pytest.mark.parametrize("how", ["asked", "dies"])
+def test_resumed_at_any_step_it_is_the_uninterrupted_run(how, stops, data, tmp_path, whole):
+    out = tmp_path / "run"
+    for k in stops:
+        stop = StopSignal()
+
+        def on_step(record, k=k, stop=stop):
+            if record["step"] == k and how == "dies":
+                raise Died
+            if record["step"] == k:
+                stop.number = signal.SIGTERM
+
+        with pytest.raises(Died if how == "dies" else Stopped) as stopped:
+            run_fit(data, out, steps=8, on_step=on_step, stop=stop)
+        if how == "asked":
+            assert stopped.value.exit_code == 143 and f"saved at step {k} of 8" in str(stopped.value)
+            assert steps_saved(out) == steps_done(out) == k
+    run_fit(data, out, steps=8)
+    assert_same(out, whole)
+
+
+@pytest.mark.parametrize("place", ["loss", "held_out"])
+@pytest.mark.parametrize("how", ["asked", "dies"])
+def test_a_run_stopped_at_its_last_step_is_scored_once(how, place, data, tmp_path):
+    run_fit(data, tmp_path / "whole", steps=6)
+    ends = [(line["step"], "held_out" in line) for line in read_metrics(tmp_path / "whole")[-3:]]
+    assert ends == [(5, False), (6, False), (6, True)]
+    out, stop = tmp_path / "run", StopSignal()
+
+    def on_step(record):
+        if record["step"] == 6 and place in record:
+            if how == "dies":
+                raise Died
+            stop.number = signal.SIGTERM
+
+    with suppress(Died, Stopped):
+        run_fit(data, out, steps=6, on_step=on_step, stop=stop)
+    assert ("held_out" in read_metrics(out)[-1]) == (place == "held_out")
+    run_fit(data, out, steps=6)
+    assert_same(out, what_is_left(tmp_path / "whole"))
+
+
+def test_the_last_step_is_not_scored_where_the_caller_does_it(data, tmp_path):
+    run_fit(data, tmp_path / "run", steps=6, score_last=False)
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "held_out" in line] == [3]
+
+
+def test_every_step_says_what_it_took(data, tmp_path):
+    started, cpu_started = time.perf_counter(), time.process_time()
+    run_fit(data, tmp_path / "run", steps=6)
+    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+    clocks = [line["clock"] for line in train_lines(tmp_path / "run")]
+    assert 0 < sum(clock["cpu_s"] for clock in clocks) < cpu_s
+    assert 0 < sum(128 / clock["tokens_per_s"] for clock in clocks) < wall_s
+
+
+def test_a_run_killed_as_it_wrote_a_line_or_a_file_goes_on(data, tmp_path, whole):
+    out = tmp_path / "run"
+
+    def die(record):
+        if record["step"] == 5:
+            raise Died
+
+    with pytest.raises(Died):
+        run_fit(data, out, steps=8, on_step=die)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "loss": 3.1')
+    for name in (".tmp-metrics.jsonl", ".tmp-run.json"):
+        (out / name).write_text('{"step"')
+    run_fit(data, out, steps=8)
+    assert_same(out, whole)
+
+
+@pytest.mark.parametrize("cut", ['{"step": 6, "lo', "\x00\x00", "7", "[1]", '{"loss": 1}', '{"step": "6"}', "[" * 5000])
+def test_metrics_end_at_the_first_line_that_is_none(cut, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 5}}\n{cut}\n{{"step": 7}}\n')
+    assert read_metrics(tmp_path) == [{"step": 5}]
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_file_is_the_old_one_until_it_is_the_new_one(fails, tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_atomically(path, "old")
+    true, seen = getattr(os, fails), []
+
+    def fail(*args):
+        seen.append(path.read_text())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, fails, fail)
+    with pytest.raises(ResourceError, match="No space left"):
+        write_atomically(path, "new")
+    assert seen == ["old"] and [each.read_text() for each in tmp_path.iterdir()] == ["old"]
+    monkeypatch.setattr(os, fails, true)
+    write_atomically(path, "new")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    assert lineartime(monkeypatch, command(data, out, steps=4)) == 0
+
+    before = touched(out)
+    capsys.readouterr()
+    assert lineartime(monkeypatch, command(data, out, steps=4)) == 0
+    assert capsys.readouterr().out.startswith(f"complete: {out} was trained to step 4")
+    assert touched(out) == before
+
+
+# Another run in the folder
+
+
+def permuted_tokenizer(data, folder):
+    """The tokenizer of bytes with two of them exchanged: as many tokens, other ids."""
+    tokenizer = json.loads((data / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = list(vocabulary)[100:102]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path = folder / "permuted.json"
+    path.write_text(json.dumps(tokenizer))
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_data(data, tmp_path_factory):
+    """Other text; the same text in other tokens, as many as before and more."""
+    folders = {name: tmp_path_factory.mktemp("other") for name in ("text", "permuted", "trained")}
+    return {"text": prepare_text(folders["text"], first=40_000), "trained": prepare_text(folders["trained"], "train"),
+            "permuted": prepare_text(folders["permuted"], permuted_tokenizer(data, folders["permuted"]))}
+
+
+CHANGES = {"learning_rate": 0.02, "steps": 9, "seed": 1, "clip": "none", "clip_scope": "global",
+           "micro_batch_tokens": 32, "tokens_per_step": 64, "precision": "bfloat16", "save_every": 1, "d_model": 32,
+           "n_layers": 2, "context": 64, "chunk_size": 4, "chunk_pooling": "sum", "norm": "scale_norm"}
+
+
+@pytest.fixture(scope="module")
+def unfinished(data, tmp_path_factory):
+    """The command line's run, stopped at step 4 of 8."""
+    out = tmp_path_factory.mktemp("unfinished") / "run"
+    processes = Processes()
+    launches = Launches(processes, out.parent, command(data, out, steps=8))
+    pid = launches.start(wait_at="end of save 2")
+    launches.wait_for("end of save 2")
+    os.kill(pid, signal.SIGTERM)
+    (launches.folder / "go").touch()
+    assert processes.wait(pid) == 143, launches.printed()
+    processes.close()
+    return out
+
+
+def refused(monkeypatch, capsys, out, arguments):
+    """The one line with which a command is refused, exit 2, with nothing changed in the folder."""
+    before = touched(out)
+    capsys.readouterr()
+    assert lineartime(monkeypatch, arguments) == 2
+    assert touched(out) == before
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: another run is here: ") and printed.count("\n") == 1
+    return printed
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_settings_are_refused_with_the_difference(name, data, unfinished, monkeypatch, capsys):
+    old = SETTINGS | {"clip": 0.1, "clip_scope": "local", "seed": 0, "precision": "float32", "chunk_pooling": "mean",
+                      "norm": "layer_norm", "steps": 8}
+    line = refused(monkeypatch, capsys, unfinished, command(data, unfinished, **{"steps": 8, name: CHANGES[name]}))
+    assert f"{name}: {old[name]} -> {'None' if CHANGES[name] == 'none' else CHANGES[name]}" in line
+    assert line.count("->") == 1
+
+
+def test_another_model_is_refused(data, unfinished, monkeypatch, capsys):
+    quad = [a for a in command(data, unfinished, "flash-quad", steps=8, chunk_size="none")]
+    assert "preset: flash -> flash-quad" in refused(monkeypatch, capsys, unfinished, quad)
+
+
+@pytest.mark.parametrize("other", ["text", "permuted", "trained"])
+def test_other_data_are_refused(other, other_data, unfinished, monkeypatch, capsys):
+    line = refused(monkeypatch, capsys, unfinished, command(other_data[other], unfinished, steps=8))
+    assert "data_sha256: " in line
+    assert ("tokenizer_sha256: " in line) == (other != "text")
+    assert ("vocab_size: 257 -> 300" in line) == (other == "trained")
+
+
+def test_the_same_data_elsewhere_are_the_same(data, unfinished, tmp_path, monkeypatch, capsys):
+    shutil.copytree(data, tmp_path / "moved")
+    shutil.copytree(unfinished, tmp_path / "run", symlinks=True)
+    assert lineartime(monkeypatch, command(tmp_path / "moved", tmp_path / "run", steps=8)) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_without_a_checkpoint_gives_way_to_another(steps, data, tmp_path, whole):
+    def on_step(record):
+        raise Died
+
+    stop = StopSignal()
+    stop.number = None if steps else signal.SIGINT
+    with pytest.raises(Died if steps else Stopped, match=None if steps else "before step 1"):
+        run_fit(data, tmp_path / "run", stop=stop, on_step=on_step)
+    run_fit(data, tmp_path / "run", steps=8)
+    assert_same(tmp_path / "run", whole)
+    with pytest.raises(UsageError, match=r"another run is here.* steps: 8 -> 9"):
+        run_fit(data, tmp_path / "run", steps=9)
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "result.json", "step-00000002"])
+def test_what_a_run_left_without_its_description_is_not_taken_over(left, data, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / left).mkdir() if left.startswith("step") else (out / left).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"run\.json is missing"):
+        run_fit(data, out)
+    assert [path.name for path in out.iterdir()] == [left]
+
+
+# Numbers that go bad
+
+
+def inject(monkeypatch, place, value, at):
+    """Put a value into the loss, or a gradient, of the micro-batch number `at` (from 0) of a run."""
+    true_losses, calls = objectives.token_losses, itertools.count()
+
+    def losses(model, rows):
+        result = true_losses(model, rows)
+        if next(calls) == at:
+            if place == "loss":
+                return result + value
+
+            def spoil(gradient):
+                handle.remove()
+                spoiled = gradient.clone()
+                spoiled.view(-1)[0 if place == "one entry" else slice(None)] = value
+                return spoiled
+
+            handle = model.layers[0].out_proj.bias.register_hook(spoil)
+        return result
+
+    monkeypatch.setattr(objectives, "token_losses", losses)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["loss", "gradient", "one entry"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize("clipping", [{}, {"clip_scope": "global"}, {"clip": None}], ids=["local", "global", "none"])
+def test_what_is_not_finite_stops_before_the_optimizer_moves(value, place, micro_batch, clipping, data, tmp_path,
+                                                             monkeypatch):
+    out, held = tmp_path / "run", {}
+    make = training.make_optimizer
+
+    def capture(model, config):
+        held["optimizer"] = make(model, config)
+        return held["optimizer"]
+
+    def state():
+        return [t.clone() for group in held["optimizer"].param_groups for p in group["params"]
+                for t in (p.detach(), *held["optimizer"].state[p].values())]
+
+    monkeypatch.setattr(training, "make_optimizer", capture)
+    with monkeypatch.context() as fault:
+        inject(fault, place, value, at=2 * 2 + micro_batch)
+        with pytest.raises(NumericsError) as error:
+            run_fit(data, out, steps=4, eval_every=100, save_every=1, **clipping,
+                    on_step=lambda record: held.update(before=state()))
+    assert error.value.exit_code == 5
+    what = "loss" if place == "loss" else "gradient norm"
+    assert str(error.value) == (f"the {what} is not finite: step 3; the checkpoint of step 2 is good; "
+                                "try a lower learning_rate (now 0.01)")
+    assert all(torch.equal(a, b) for a, b in zip(held["before"], state(), strict=True))
+    assert_finite(out)
+    assert steps_saved(out) == steps_done(out) == 2
+
+
+def assert_finite(out):
+    for folder in out.glob("step-*"):
+        for named in checkpoint.load(folder).tensors.values():
+            assert all(tensor.isfinite().all() for tensor in named.values())
+
+    def no_constant(name):
+        raise AssertionError(name)
+
+    if (out / "metrics.jsonl").exists():
+        for line in (out / "metrics.jsonl").read_text().splitlines():
+            json.loads(line, parse_constant=no_constant)
+
+
+def test_a_run_goes_on_from_before_the_bad_numbers(data, tmp_path, monkeypatch, whole):
+    out = tmp_path / "run"
+    with monkeypatch.context() as fault:
+        inject(fault, "one entry", math.nan, at=2 * 4)
+        with pytest.raises(NumericsError, match="step 5; the checkpoint of step 4 is good"):
+            run_fit(data, out, steps=8)
+    run_fit(data, out, steps=8)
+    assert_same(out, whole)
+
+
+@pytest.mark.parametrize("save_every", [1, 5])
+def test_weights_that_the_optimizer_spoils_are_not_saved(save_every, data, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    arguments = command(data, out, steps=1, save_every=save_every, learning_rate=1e39, warmup_steps=0)
+    assert lineartime(monkeypatch, arguments) == 5
+    assert "error: the weights are not finite: step 1; there is no checkpoint yet; try a l" in capsys.readouterr().err
+    assert not list(out.glob("step-*")) and not (out / "result.json").exists()
+
+
+# The environment
+
+
+OUT_OF_MEMORY = [
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+    (RuntimeError, "DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
+    (RuntimeError, "std::bad_alloc"), (torch.OutOfMemoryError, "CUDA out of memory."), (MemoryError, "")]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize(("error", "message"), OUT_OF_MEMORY)
+def test_too_large_a_micro_batch_is_told_the_largest_that_fits(error, message, fails_at, data, tmp_path, monkeypatch):
+    """12 rows in a batch, and no more than 4 fit: of the sizes that divide it, 4 is the largest."""
+    out, true_losses, calls, failed = tmp_path / "run", objectives.token_losses, itertools.count(1), []
+
+    def losses(model, rows):
+        assert all(memory() is None for memory in failed), "what failed still holds its memory"
+        if len(rows) > 4 and next(calls) >= fails_at:
+            failed.append(weakref.ref(rows))
+            raise error(message)
+        return true_losses(model, rows)
+
+    monkeypatch.setattr(objectives, "token_losses", losses)
+    sizes = {"steps": 3, "tokens_per_step": 12 * 32}
+    with pytest.raises(ResourceError, match=r"^out of memory: micro_batch_tokens = 384, context = 32; "
+                                            r"micro_batch_tokens = 128 fits") as refusal:
+        run_fit(data, out, micro_batch_tokens=12 * 32, **sizes)
+    assert refusal.value.exit_code == 6 and len(failed) == 2
+    run_fit(data, out, micro_batch_tokens=128, **sizes)
+
+
+def test_where_not_even_a_row_fits_it_says_so(data, tmp_path, monkeypatch):
+    def losses(model, rows):
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr(objectives, "token_losses", losses)
+    with pytest.raises(ResourceError, match="not even one row fits"):
+        run_fit(data, tmp_path / "run")
+
+
+def test_another_error_is_not_taken_for_lack_of_memory(data, tmp_path, monkeypatch):
+    def losses(model, rows):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(objectives, "token_losses", losses)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_fit(data, tmp_path / "run")
+
+
+def test_with_little_memory_the_size_it_names_works(data, tmp_path):
+    processes = Processes()
+    # The logits of 131,072 tokens alone are 134 MB, and their loss and gradient as much again.
+    sizes = {"context": 256, "tokens_per_step": 512 * 256, "steps": 2, "warmup_steps": 1}
+    try:
+        def launch(size):
+            arguments = command(data, tmp_path / "run", **sizes, micro_batch_tokens=size)
+            launches = Launches(processes, tmp_path / str(size), arguments, memory=200 << 20)
+            return launches.run(), launches.printed()
+
+        status, printed = launch(512 * 256)
+        found = re.search("error: out of memory: micro_batch_tokens = 131072, context = 256; "
+                          r"micro_batch_tokens = (\d+) fits", printed)
+        assert status == 6 and found, printed
+        fits = int(found[1])
+        assert fits in [256 * 2**i for i in range(9)]
+        status, printed = launch(fits)
+        assert status == 0, printed
+    finally:
+        processes.close()
+
+
+def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, capsys, whole):
+    out = tmp_path / "run"
+
+    def on_step(record):
+        if record["step"] == 2 and "loss" in record:
+            (out / "metrics.jsonl").rename(out / "aside")
+            (out / "metrics.jsonl").symlink_to("/dev/full")
+        if record["step"] == 6 and "loss" in record:
+            (out / "metrics.jsonl").unlink()
+            (out / "aside").rename(out / "metrics.jsonl")
+
+    run_fit(data, out, steps=8, on_step=on_step)
+    printed = capsys.readouterr()
+    assert printed.err == f"warning: metrics not written: {out / 'metrics.jsonl'}; No space left on device\n"
+    assert printed.out == ""
+    assert_same(out, whole)
+
+
+def test_a_line_that_was_half_written_is_taken_back(data, tmp_path, monkeypatch, whole):
+    """The disk fills up in the middle of a line; later there is room."""
+    out, calls = tmp_path / "run", itertools.count(1)
+
+    class Filling:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            self.file.close()
+
+        def tell(self):
+            return self.file.tell()
+
+        def write(self, data):
+            return self.file.write(data[:17] if next(calls) in (3, 4) else data)
+
+    def filling(path, mode, **how):
+        file = open(path, mode, **how)
+        return Filling(file) if mode == "ab" else file
+
+    monkeypatch.setattr("lineartime.run.open", filling, raising=False)
+    run_fit(data, out, steps=8)
+    assert next(calls) > 8
+    assert_same(out, whole)
+
+
+@pytest.mark.parametrize("save", [1, 2, 3])
+def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(save, data, tmp_path, monkeypatch, whole):
+    out, true_save, saves = tmp_path / "run", checkpoint.save, itertools.count(1)
+
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save_on_a_full_disk(*args, **how):
+        with monkeypatch.context() as disk:
+            if next(saves) == save:
+                disk.setattr(checkpoint, "_write", full)
+            return true_save(*args, **how)
+
+    with monkeypatch.context() as fault:
+        fault.setattr(checkpoint, "save", save_on_a_full_disk)
+        with pytest.raises(ResourceError, match=r"cannot be saved.*No space left.*are untouched") as error:
+            run_fit(data, out, steps=8)
+    assert error.value.exit_code == 6
+    assert steps_saved(out) == 2 * (save - 1) and not list(out.glob(".*"))
+    run_fit(data, out, steps=8)
+    assert_same(out, whole)
+
+
+def test_a_run_in_use_is_left_alone(data, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    with checkpoint.lock(out):
+        assert lineartime(monkeypatch, command(data, out)) == 6
+        assert f"error: the run is in use: {out}: in use by pid {os.getpid()}" in capsys.readouterr().err
+        assert [path.name for path in out.iterdir()] == ["run.lock"]
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_newest_checkpoint_costs_a_warning(data, unfinished, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(unfinished, out, symlinks=True)
+    damage(out / "step-00000004" / "optimizer.safetensors")
+    assert lineartime(monkeypatch, command(data, out, steps=8)) == 0
+    warning = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning"))
+    assert warning.startswith("warning: going back to step 2, newer checkpoints are damaged (step 4: ")
+    lineartime(monkeypatch, command(data, tmp_path / "whole", steps=8))
+    assert_same(out, what_is_left(tmp_path / "whole"))
+
+
+def test_where_all_checkpoints_are_damaged_nothing_starts_over(data, unfinished, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(unfinished, out, symlinks=True)
+    for step in (2, 4):
+        damage(out / f"step-0000000{step}" / "model.safetensors")
+    before = touched(out)
+    assert lineartime(monkeypatch, command(data, out, steps=8)) == 4
+    assert touched(out) == before
+    printed = capsys.readouterr().err
+    assert "error: no checkpoint can be used: " in printed and "step-00000002" in printed and "step-00000004" in printed
+
+
+def test_a_checkpoint_of_another_run_is_refused(data, tmp_path):
+    for name in "ab":
+        run_fit(data, tmp_path / name, steps=2, warmup_steps=1)
+    shutil.rmtree(tmp_path / "a" / "step-00000002")
+    shutil.copytree(tmp_path / "b" / "step-00000002", tmp_path / "a" / "step-00000002")
+    with pytest.raises(CheckpointError, match="a checkpoint of another run"):
+        run_fit(data, tmp_path / "a", steps=2, warmup_steps=1)
+
+
+def test_a_folder_that_cannot_be_made_is_exit_6(data, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    assert lineartime(monkeypatch, command(data, tmp_path / "file" / "run")) == 6
+    assert "run.lock: Not a directory" in capsys.readouterr().err
+
+
+# Losses that stay what they are
+
+GOLDEN_MODELS = {"flash": {}, "flash-quad": {"chunk_size": None},
+                 "transformer++": {"chunk_size": None, "n_heads": 2, "query_key_dim": 128}}
+
+
+def golden_losses(data, out, model):
+    run_fit(data, out, model=model, steps=10, eval_every=100, n_layers=2, **GOLDEN_MODELS[model])
+    return [line["loss"] for line in train_lines(out)]
+
+
+@pytest.mark.parametrize("model", GOLDEN_MODELS)
+def test_ten_losses_are_those_on_record(model, data, tmp_path):
+    """Tokenizer, rows, initial weights, model, gradient, optimizer: a change in any of them shows here."""
+    recorded = [float(line) for line in (GOLDEN / f"{model}.txt").read_text().splitlines() if line[0] != "#"]
+    assert golden_losses(data, tmp_path / "run", model) == pytest.approx(recorded, rel=1e-5)
+
+
+def record_golden_losses(folder):
+    torch.set_num_threads(1)
+    data = prepare_text(folder)
+    for model in GOLDEN_MODELS:
+        lines = ["# Training losses of test_train.py, float32 on one thread. Written by `python tests/test_train.py`."]
+        lines += [f"{loss:.9f}" for loss in golden_losses(data, folder / model, model)]
+        (GOLDEN / f"{model}.txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        record_golden_losses(Path(folder))

@@ -1,0 +1,473 @@
+"""Tests and measurements on one GPU, from a checkout without an installation: `python3 tools/gpu.py STAGE...`.
+
+A stage ends by itself within its minutes: nothing is started for which the time left is too short, and what runs at the
+end is stopped. The same command goes on where it stopped: cells whose rows are in OUT/rows.jsonl are left out. The most
+telling cells come first. OUT gets rows.jsonl, summary.md, progress.jsonl (what was tried) and tests.txt. The stage
+`tables` makes the paper's tables by `lineartime reproduce`: its rows are in OUT/tables.jsonl, its runs and logs in
+OUT/reproduce.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("tests", "kernels", "step", "decode", "tables")
+TABLES = ("lm_pg19", "flash_ablation", "gap", "chunk_size", "lm_wiki40b", "speedup", "gpu_latency", "mlm_c4",
+          "gau_vs_transformer", "gau_ablation", "mhsa_ablation", "triviaqa", "position_bias",
+          "more_tokens", "learning_rates", "initial_values")
+"""The tables of `lineartime reproduce`, in the order they are made."""
+
+COMMITTED_ROWS = ROOT / "lineartime" / "results" / "quality.jsonl"
+NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
+FOR_TESTS, FOR_TABLES = ("pytest", "hypothesis"), ("pyarrow",)
+PEERS = {"flash-pytorch": "flash_pytorch", "fla:retention": "fla", "fla:gla": "fla"}
+KERNEL = "triton"
+"""What a kernel of ours is called in a row."""
+
+AT_ONCE = 8
+"""Processes that tests are run in side by side: most of their time a processor compiles kernels."""
+
+FIRST_GUESS_S, TINY_GUESS_S = 75.0, 10.0
+"""How long a cell is thought to take before one has been measured."""
+
+SAVE_S = 40.0
+"""How long before the end of a stage what trains is asked to save: it first ends its step, or its compiling."""
+
+STOPPED, COMPLETE = "stopped at the end of the stage's time", "complete"
+"""How a cell can end; of `tables` a cell is complete when it has every row."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One call of `lineartime benchmark`, whose rows are written together or not at all; or of `lineartime reproduce`,
+    which goes on where it stopped."""
+
+    stage: str
+    name: str
+    """The table that its rows are for, a slash, and what tells it from the table's others."""
+    arguments: tuple[str, ...]
+
+
+def step(table: str, context: int, labels: str, tokens: int, *more: str, precision: str = "bfloat16") -> Cell:
+    return Cell("step", f"{table}/{context}-{precision}", (
+        "step", *labels.split(), "--contexts", str(context), "--tokens", str(tokens), "--precision", precision, *more))
+
+
+def cells_of_steps() -> list[Cell]:
+    """110 M parameters at bfloat16, with kernels and without, against Transformer++ first, then less telling ones."""
+    ours = "flash:compiled flash"
+    definitions = f"{ours} flash:reference:compiled flash:reference transformer++:compiled"
+    peers = f"{ours} flash-pytorch:compiled flash-pytorch fla:retention fla:gla"
+    unfused = f"{ours} transformer++:unfused:compiled transformer++:unfused"
+    latency = ("flash:compiled flash flash-quad:compiled flash-quad transformer++:unfused transformer++:compiled "
+               "performer performer-matmul")
+    presets = ("flash:compiled flash-quad:compiled mc-tfm++:compiled transformer++:compiled transformer+:compiled "
+               "combiner:compiled performer-matmul:compiled")
+    return [
+        *(step("gpu", context, definitions, 65536) for context in (2048, 8192)),
+        step("gpu-peers", 2048, peers, 32768),
+        *(step("gpu-unfused", context, unfused, 8192) for context in (2048, 8192)),
+        step("gpu", 131072, f"{ours} transformer++:compiled", 131072),
+        *(step("gpu", context, f"{ours} transformer++:compiled", 65536) for context in (32768, 16384, 4096, 512)),
+        Cell("step", "gpu-slope/bfloat16", ("step", *ours.split(), "--contexts", "512,2048,16384,131072", "--tokens",
+                                            "131072", "--precision", "bfloat16", "--together")),
+        # The paper's batch in one pass.
+        step("gpu-whole-batch", 2048, ours, 2**18),
+        *(step("gpu-pg19", context, f"{ours} transformer++:compiled", 32768, "--task", "pg19")
+          for context in (2048, 8192)),
+        *(step("gpu-unfused", context, unfused, 8192) for context in (512, 4096)),
+        *(step("gpu-presets", context, presets, 16384) for context in (2048, 8192)),
+        step("gpu-checkpointed", 131072, "flash:compiled:checkpoint flash:checkpoint", 131072),
+        *(step("gpu-peers", context, peers, 32768) for context in (8192, 16384)),
+        # The paper's table of one accelerator: 512 x 4, 1024 x 2, 2048 x 1, 4096 x 1.
+        *(step("gpu-paper-latency", context, latency, max(context, 2048)) for context in (512, 1024, 2048, 4096)),
+        step("gpu-pg19", 32768, f"{ours} transformer++:compiled", 32768, "--task", "pg19"),
+        *(step("gpu", context, definitions, 32768, precision="float32") for context in (2048, 8192)),
+    ]
+
+
+def cells_of_decoding() -> list[Cell]:
+    """64 rows at once, a CUDA graph for a token, first: with the context that is only FLASH's in one call with 2K."""
+    def decode(name: str, batch: int, *more: str) -> Cell:
+        return Cell("decode", name, ("decode", "flash", "transformer++", "--batch", str(batch), *more))
+
+    short = ("--precision", "bfloat16")
+    return [
+        decode("gpu-decode-captured/64", 64, "--lengths", "2048,8192,131072", "--quadratic-up-to", "8192", "--capture",
+               *short),
+        decode("gpu-decode-captured/64-32K", 64, "--lengths", "32768", "--capture", *short),
+        decode("gpu-decode-captured/1", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072",
+               "--capture"),
+        decode("gpu-decode/64", 64, "--lengths", "2048,8192,131072", "--quadratic-up-to", "8192", *short),
+        decode("gpu-decode/1", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072"),
+        decode("gpu-decode/8", 8, "--lengths", "2048,8192,32768,131072", *short),
+        decode("gpu-decode-pg19/1", 1, "--lengths", "2048,8192,32768", "--task", "pg19"),
+    ]
+
+
+def cells_of_kernels() -> list[Cell]:
+    """Kernels beside their definitions, then parts that have none."""
+    def op(name: str, context: int, tokens: int, *more: str) -> Cell:
+        return Cell("kernels", f"gpu-op/{name}-{'-'.join([str(context), *more[1:]])}", (
+            "op", name, "--contexts", str(context), "--tokens", str(tokens), "--precision", "bfloat16", *more))
+
+    return [op("gated_chunk_attention", 8192, 65536), op("gated_chunk_attention", 131072, 131072),
+            op("gated_chunk_attention", 8192, 65536, "--task", "pg19"), op("gated_quadratic_attention", 2048, 16384),
+            op("add_norm", 8192, 65536), op("gated_chunk_attention", 2048, 65536, "--task", "c4"),
+            op("gated_quadratic_attention", 8192, 16384), op("linear_cross_entropy", 2048, 32768),
+            Cell("kernels", "gpu-loss/bfloat16", ("loss", "--precision", "bfloat16", "--tokens", "32768")),
+            op("softmax_attention", 8192, 8192), op("mixed_chunk_attention", 8192, 65536),
+            op("quadratic_attention", 2048, 16384), op("linear_attention", 8192, 65536)]
+
+
+def cells_of_tables() -> list[Cell]:
+    return [Cell("tables", table, ("reproduce", table, "--scale", "gpu")) for table in TABLES]
+
+
+def tiny_cells() -> list[Cell]:
+    """A few seconds each, on a processor too: they prove the script and measure nothing. Tables are only planned."""
+    sizes = tuple(part for setting in ("n_layers=1", "d_model=32", "vocab_size=64", "chunk_size=32", "n_heads=2",
+                                       "query_key_dim=16") for part in ("--set", setting))
+    return [*(step("tiny", context, "flash transformer++", 256, "--repeats", "2", *sizes, precision="float32")
+              for context in (64, 128)),
+            Cell("decode", "tiny-decode/1", ("decode", "flash", "transformer++", "--lengths", "64,128", "--repeats",
+                                             "1", "--precision", "float32", *sizes)),
+            Cell("kernels", "tiny-op/linear_cross_entropy", ("op", "linear_cross_entropy", "--contexts", "64",
+                                                             "--tokens", "128", "--repeats", "2", *sizes)),
+            Cell("tables", "tiny-plan", ("reproduce", *TABLES, "--scale", "gpu", "--plan"))]
+
+
+class Out:
+    """The folder that everything is written to."""
+
+    def __init__(self, folder: Path, before: Path | None):
+        self.folder = folder
+        self.rows, self.progress = folder / "rows.jsonl", folder / "progress.jsonl"
+        self.summary, self.tables = folder / "summary.md", folder / "tables.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        if before is not None and not self.rows.exists():
+            shutil.copyfile(before, self.rows)
+
+    def read(self, path: Path) -> list[dict]:
+        """The whole lines of a file: a last one that was cut off is none."""
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def measured(self) -> set[str]:
+        return {*(row["cell"] for row in self.read(self.rows) if row.get("cell")),
+                *(line["cell"] for line in self.read(self.progress) if line["ended"] == COMPLETE)}
+
+    def tried(self, cell: Cell) -> list[dict]:
+        return [line for line in self.read(self.progress) if line["cell"] == cell.name]
+
+    def append(self, path: Path, lines: Sequence[dict]) -> None:
+        """Add whole lines; what a killed run left of one is ended first."""
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    kept = path.read_bytes()
+                    file.truncate(kept.rfind(b"\n") + 1)
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def sign_tables(self, commit: str | None) -> None:
+        """Write the commit into the tables' rows that have none, as rows from a checkout without git."""
+        rows = self.read(self.tables)
+        if any(row["commit"] is None for row in rows):
+            aside = self.tables.with_name(".tmp-tables.jsonl")
+            aside.unlink(missing_ok=True)
+            self.append(aside, [{**row, "commit": row["commit"] or commit} for row in rows])
+            os.replace(aside, self.tables)
+
+    def summarise(self, cells: Sequence[Cell], note: str = "") -> None:
+        """Write the summary anew: what is done, what is left, what the rows give."""
+        measured = self.measured()
+        lines = ["# Measured by tools/gpu.py", "", "Written as it goes, from rows.jsonl beside it.", ""]
+        for stage in STAGES[1:]:
+            mine = [cell for cell in cells if cell.stage == stage]
+            left = [cell.name for cell in mine if cell.name not in measured]
+            lines.append(f"- {stage}: {len(mine) - len(left)} of {len(mine)} done"
+                         + (f"; left: {', '.join(left)}" if left else ""))
+            for cell in mine:
+                if cell.name in left and (tried := self.tried(cell)):
+                    lines.append(f"  - {cell.name}: {tried[-1]['ended']}")
+        tests = self.folder / "tests.txt"
+        if tests.exists():
+            lines.append(f"- tests: {last_line(tests).strip('= ')}")
+        if note:
+            lines.append(f"- {note}")
+        text = report("speed", "--rows", str(self.rows)) if self.read(self.rows) else ""
+        if any(row["scale"] == "gpu" for row in self.read(self.tables)):
+            text += "\n" + report("--scale", "gpu", "--rows", str(self.tables))
+        aside = self.summary.with_name(".tmp-summary.md")
+        aside.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
+        os.replace(aside, self.summary)
+
+
+def report(*arguments: str) -> str:
+    """What `lineartime report` prints."""
+    done = subprocess.run([sys.executable, "-m", "lineartime", "report", *arguments], env=environment(),
+                          capture_output=True, text=True)
+    return done.stdout or done.stderr
+
+
+def last_line(path: Path) -> str:
+    return (path.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def end_with_parent(number: int) -> None:
+    """In a child: get this signal when this script is killed, so that nothing goes on measuring beside the next
+    call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)
+
+
+def run(command: Sequence[str], seconds: float, output: Path | None = None, save_s: float = 0.0) -> str:
+    """Run a command of this checkout for at most so long; how it ended, "" for well.
+
+    save_s: so long before that it is asked to save and end, where it can."""
+    out = output.open("w", encoding="utf-8") if output else None
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=out, stderr=out or subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=partial(end_with_parent, signal.SIGTERM if save_s else signal.SIGKILL))
+    try:
+        _, errors = process.communicate(timeout=max(seconds - save_s, 1))
+    except subprocess.TimeoutExpired:
+        return STOPPED
+    finally:
+        if process.poll() is None and save_s:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=save_s)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        if out:
+            out.close()
+    if process.returncode == 0:
+        return ""
+    lines = [line.strip() for line in (errors or "").splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {process.returncode}"
+
+
+def measure(cell: Cell, out: Out, device: str, commit: str | None, seconds: float) -> str:
+    """One cell's rows into the file; how it ended."""
+    aside = out.folder / ".cell.jsonl"
+    aside.unlink(missing_ok=True)
+    arguments = [argument for argument in cell.arguments if argument.removesuffix(":compiled") not in absent_peers()]
+    started = time.monotonic()
+    ended = run([sys.executable, "-m", "lineartime", "benchmark", *arguments, "--device", device, "--json", str(aside)],
+                seconds)
+    if not ended:
+        rows = out.read(aside)
+        out.append(out.rows, [{**row, "cell": cell.name, "commit": row["commit"] or commit} for row in rows])
+        failed = [f"{row['label']}: {row['failed']}" for row in rows if row.get("failed")]
+        ended = "done" + (f", but {'; '.join(failed)}" if failed else "")
+    aside.unlink(missing_ok=True)
+    out.append(out.progress, [{"cell": cell.name, "ended": ended, "seconds": round(time.monotonic() - started, 1)}])
+    return ended
+
+
+def run_cells(stage: str, cells: Sequence[Cell], out: Out, device: str, commit: str | None, deadline: float,
+              guess_s: float) -> bool:
+    """A stage's cells, those that were never tried first; True where none of them failed."""
+    measured = out.measured()
+    left = [cell for cell in cells if cell.stage == stage and cell.name not in measured]
+    n_there = sum(cell.stage == stage for cell in cells) - len(left)
+    if n_there:
+        say(f"{stage}: {n_there} cells are measured already")
+    well, longest = True, guess_s
+    for number, cell in enumerate(sorted(left, key=lambda cell: len(out.tried(cell))), 1):
+        remaining = deadline - time.monotonic()
+        if remaining < longest:
+            say(f"{stage}: {remaining:.0f} s are left and a cell may take {longest:.0f}; the same command goes on with "
+                f"{len(left) - number + 1} cells")
+            break
+        started = time.monotonic()
+        ended = measure(cell, out, device, commit, remaining)
+        took = time.monotonic() - started
+        longest = max(longest if number > 1 else 0.0, 1.2 * took)
+        say(f"{stage}: {cell.name} {ended} ({took:.0f} s)")
+        well &= ended.startswith("done") or ended.startswith("stopped")
+        out.summarise(cells)
+    return well
+
+
+def run_tables(cells: Sequence[Cell], out: Out, device: str, commit: str | None, texts: Path | None, deadline: float,
+               guess_s: float) -> bool:
+    """The tables in their order, those that failed last; each until it has every row or the time is over. True where
+    none failed.
+
+    texts: the folder with the texts of the scale; None where nothing is trained."""
+    if texts is not None and (missing := absent(FOR_TABLES)):
+        say(f"tables: not made, {', '.join(missing)} is missing here")
+        return False
+    if texts is not None and not texts.is_dir():
+        say(f"tables: not made, {texts} is not there; --texts names the folder with the texts of the scale")
+        return False
+    if COMMITTED_ROWS.exists() and not out.tables.exists():
+        shutil.copyfile(COMMITTED_ROWS, out.tables)
+    runs, well = out.folder / "reproduce", True
+    runs.mkdir(exist_ok=True)
+    more = ["--rows", str(out.tables), "--out", str(runs), "--device", device]
+    more += ["--texts", str(texts.resolve())] if texts is not None else []
+    left = [cell for cell in cells if cell.stage == "tables" and cell.name not in out.measured()]
+    for cell in sorted(left, key=lambda cell: any(line["ended"] != STOPPED for line in out.tried(cell))):
+        remaining, started = deadline - time.monotonic(), time.monotonic()
+        if remaining < guess_s:
+            say(f"tables: {remaining:.0f} s are left; the same command goes on with {cell.name}")
+            break
+        log, n_before = runs / f"{cell.name}.log", len(out.read(out.tables))
+        ended = run([sys.executable, "-m", "lineartime", *cell.arguments, *more], remaining, log, SAVE_S)
+        ended = last_line(log) if ended.startswith("exit code") else ended or COMPLETE
+        out.sign_tables(commit)
+        took, n_rows = time.monotonic() - started, len(out.read(out.tables)) - n_before
+        out.append(out.progress, [{"cell": cell.name, "ended": ended, "seconds": round(took, 1)}])
+        say(f"tables: {cell.name} {ended}, {n_rows} rows ({took:.0f} s)")
+        well &= ended in (STOPPED, COMPLETE)
+        out.summarise(cells)
+    return well
+
+
+def run_tests(out: Out, tiny: bool, seconds: float) -> bool:
+    """The tests that need a GPU, in several processes, their output in tests.txt; a dry run only collects them."""
+    missing = absent(FOR_TESTS)
+    if missing:
+        say(f"tests: not run, {', '.join(missing)} is missing here")
+        return False
+    started, text = time.monotonic(), out.folder / "tests.txt"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    ended = run([*command, "tests/ops/test_gpu.py", "--collect-only"], seconds, text)
+    lines = text.read_text(encoding="utf-8").strip().splitlines()
+    tests = [line for line in lines if "::" in line]
+    if tiny or ended or not tests:
+        say(f"tests: only collected: {last_line(text).strip('= ')}" + (f"; {ended}" if ended else ""))
+        return bool(tests) and not ended
+    n = max(min(AT_ONCE, (os.cpu_count() or 2) // 2, len(tests)), 1)
+    parts = [out.folder / f".tests-{i}.txt" for i in range(n)]
+    left = seconds - (time.monotonic() - started)
+    with ThreadPoolExecutor(n) as pool:
+        how = [each for each in pool.map(lambda i: run([*command, *tests[i::n]], left, parts[i]), range(n)) if each]
+    lines = [line for part in parts for line in part.read_text(encoding="utf-8").strip().splitlines()]
+    counts = Counter({"passed": 0})
+    for part in parts:
+        for number, word in re.findall(r"(\d+) (passed|failed|errors?)\b", last_line(part)):
+            counts[word.rstrip("s")] += int(number)
+        part.unlink()
+    summary = ", ".join(f"{number} {word}" for word, number in counts.items()) + f" of {len(tests)}"
+    text.write_text("\n".join([*lines, summary]) + "\n", encoding="utf-8")
+    for line in [line for line in lines if line.startswith(("FAILED", "ERROR"))][:20]:
+        say(f"tests: {line}")
+    say(f"tests: {summary}" + (f"; {how[0]}" if how else ""))
+    return counts["passed"] == len(tests)
+
+
+def absent(packages: Sequence[str]) -> list[str]:
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def absent_peers() -> list[str]:
+    return [name for name, module in PEERS.items() if absent([module])]
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def check(device: str) -> str:
+    """What stands in the way of measuring, in one line; "" for nothing."""
+    missing = absent(NEEDED)
+    if missing:
+        return f"missing here: {', '.join(missing)}; name a Python that has them"
+    code = ("import torch; v = tuple(int(part) for part in torch.__version__.split('.')[:2]); "
+            "print('old' if v < (2, 11) else torch.cuda.is_available(), torch.__version__)")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+    if not found:
+        return "torch cannot be imported"
+    if found[0] == "old":
+        return f"torch 2.11 or newer is needed: this is {found[1]}"
+    if device == "cuda" and found[0] != "True":
+        return "no CUDA device here; --device cpu --tiny tries this script without one"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Tests and measurements on one GPU, resumable, from a checkout.")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all by default")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for rows and summary")
+    parser.add_argument("--before", type=Path, help="rows of an earlier call, taken where OUT has none")
+    parser.add_argument("--texts", type=Path, default=ROOT / "out" / "texts",
+                        help="folder with the texts of the tables, out/texts of the checkout by default")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of each stage")
+    parser.add_argument("--commit", help="written into rows where the checkout has no git")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a dry run of models of a few weights")
+    given = parser.parse_args()
+    started = time.monotonic()
+    unknown = [stage for stage in given.stages if stage not in STAGES]
+    wrong = f"unknown stage: {unknown[0]}; it is one of {', '.join(STAGES)}" if unknown else ""
+    if not wrong and given.before is not None and not given.before.is_file():
+        wrong = f"cannot read the rows: {given.before}"
+    if wrong := wrong or check(given.device):
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    out = Out(given.out.resolve(), given.before)
+    cells = tiny_cells() if given.tiny else [*cells_of_steps(), *cells_of_decoding(), *cells_of_kernels(),
+                                             *cells_of_tables()]
+    if peers := absent_peers():
+        say(f"not installed, so left out: {', '.join(peers)}")
+        cells = [cell for cell in cells if len(peers) < len(PEERS) or not cell.name.startswith("gpu-peers/")]
+    well = True
+    for stage in given.stages or STAGES:
+        deadline, guess_s = started + 60 * given.minutes, TINY_GUESS_S if given.tiny else FIRST_GUESS_S
+        if stage == "tests":
+            well &= run_tests(out, given.tiny, deadline - time.monotonic())
+        elif stage == "tables":
+            texts = None if given.tiny else given.texts
+            well &= run_tables(cells, out, given.device, given.commit, texts, deadline, guess_s)
+        else:
+            well &= run_cells(stage, cells, out, given.device, given.commit, deadline, guess_s)
+        note = ""
+        if stage == "kernels" and not any(row.get("variant") == KERNEL for row in out.read(out.rows)):
+            note = ("kernels: no kernel was measured; these are the definitions, as they are and as torch.compile "
+                    "makes them")
+            say(note)
+        out.summarise(cells, note)
+        started = time.monotonic()
+    say(f"rows     {out.rows}\nsummary  {out.summary}")
+    return 0 if well else 1
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """What runs is ended by `run`; the rows so far stay."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""What every kernel takes of a GPU that need not be here: registers, spills, shared memory, tensor-core instructions.
+
+`python tools/kernel_resources.py` calls the ops, forward and backward, on tensors in main memory. Instead of being
+launched, each kernel is compiled as that launch would have it compiled, for every architecture asked for; nothing is
+run, and what the ops return is not looked at. `--into docs/tuning.md` writes the table there.
+"""
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+SHARED_KIB = {80: 163, 90: 227}
+"""Shared memory that one program can have, by architecture."""
+
+TENSOR_CORES = re.compile(r"\b(HGMMA|HMMA)\b")
+PLACE = re.compile(r"<!-- resources: begin -->\n.*?<!-- resources: end -->", re.DOTALL)
+DTYPES = ("bfloat16", "float16", "float32")
+CHUNKS = (256, 128, 512)
+D_INNER, S = 1536, 128
+LONG_ROW = 2**14
+"""Tokens of a row whose chunk states take two levels."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op, forward and backward."""
+
+    op: str
+    dtype: str
+    chunk: int | None = None
+    """Tokens in a chunk, where the op has them."""
+    causal: bool | None = True
+    documents: bool | None = True
+    n_tokens: int = 1024
+    """In a row."""
+
+    @property
+    def default(self) -> bool:
+        """What a training run has unless it asks for something else."""
+        return self.dtype == "bfloat16" and self.usual
+
+    @property
+    def usual(self) -> bool:
+        """But for its type."""
+        return self.chunk in (None, 256) and False not in (self.causal, self.documents) and self.n_tokens < LONG_ROW
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel compiled for one architecture."""
+
+    kernel: str
+    arch: int
+    options: str
+    """What else distinguishes it from the kernel's other programs, by its constants that are true."""
+    tiles: str
+    warps: int
+    stages: int
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of a thread that are in memory for want of registers."""
+    shared: int
+    """Bytes of a program."""
+    tensor_cores: int
+    """Instructions in the program that use them."""
+
+
+class Recorder:
+    """Takes the place of `JITFunction.run`: compiles what would be launched, each program once."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[object, ...], Program] = {}
+        self.launches: list[Program] = []
+
+    @contextlib.contextmanager
+    def recording(self, arch: int) -> Iterator[list[Program]]:
+        """The programs of the launches inside, in place of making them, for an architecture."""
+        self.launches, backend = [], make_backend(GPUTarget("cuda", arch, 32))
+        asking = [module for name, module in sys.modules.items()
+                  if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper")]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(JITFunction, "run", lambda kernel, *args, grid, warmup, **kwargs: self.record(
+                kernel, backend, arch, args, kwargs)))
+            for module in asking:
+                stack.enter_context(replaced(module, "is_hopper", lambda device: arch >= 90))
+            yield self.launches
+
+    def record(self, kernel: JITFunction, backend: Any, arch: int, args: tuple[Any, ...],
+               kwargs: dict[str, Any]) -> None:
+        # As in JITFunction.run, for a device that is not here.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = bind(*args, debug=False, instrumentation_mode="", **kwargs)
+        key = (arch, kernel.cache_key, str(specialization), str(options))
+        if key not in self.known:
+            self.known[key] = compiled(kernel, arch, *kernel._pack_args(backend, options, bound, specialization,
+                                                                        options))
+        if self.known[key] not in self.launches:
+            self.launches.append(self.known[key])
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+    """An attribute that is another for a while."""
+    kept = getattr(owner, name)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, str], constants: dict[Any, Any],
+             attributes: dict[Any, Any]) -> Program:
+    """Compile for an architecture and read what the assembler made of it."""
+    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", arch, 32),
+                          options=options.__dict__)
+    names = list(signature)
+    named = {names[path[0]]: value for path, value in constants.items() if signature[names[path[0]]] == "constexpr"}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name],
+                                 capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
+    return Program(
+        kernel.__name__, arch,
+        ", ".join(name.lower().replace("_", " ") for name, value in named.items()
+                  if value is True and name not in ("CAUSAL", "DOCUMENTS")),
+        " ".join(f"{name} {value}" for name, value in named.items()
+                 if type(value) is int and re.fullmatch(r"B[A-Z]|BLOCK|N|KEPT|ROUND", name)),
+        options.num_warps, options.num_stages, used["REG"], used["STACK"] + used["LOCAL"], made.metadata.shared,
+        len(TENSOR_CORES.findall(listing)))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+
+def attention_inputs(case: Case, n_heads: int, n_bias: int) -> dict[str, Tensor | None]:
+    """What both gated attentions take, parameters and angles in float32 as in training."""
+    t, n_rows = case.n_tokens, 1 if case.n_tokens >= LONG_ROW else 2
+    return {
+        "uvz_BTF": numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), "gamma": numbers(n_heads, S),
+        "beta": numbers(n_heads, S), "sin": torch.zeros(1, t, S // 2), "cos": torch.ones(1, t, S // 2),
+        "w": numbers(n_bias), "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long) if case.documents else None}
+
+
+def gated_chunk_attention(case: Case) -> Tensor:
+    from lineartime.ops.mixed_chunk import gated_chunk_attention
+
+    assert case.chunk is not None
+    uvz, *rest, segment_ids = attention_inputs(case, 4, 2 * case.chunk - 1).values()
+    return gated_chunk_attention(uvz, *rest, chunk_size=case.chunk, causal=case.causal, segment_ids_BT=segment_ids)
+
+
+def gated_quadratic_attention(case: Case) -> Tensor:
+    from lineartime.ops.quadratic import gated_quadratic_attention
+
+    uvz, *rest, segment_ids = attention_inputs(case, 2, 2 * case.n_tokens - 1).values()
+    return gated_quadratic_attention(uvz, *rest, scale_len=512, causal=case.causal, segment_ids_BT=segment_ids)
+
+
+def add_layer_norm(case: Case) -> Tensor:
+    """As in training: what layers add is `dtype`, the residual stream float32."""
+    from lineartime.ops.norm import add_norm
+
+    dtype = getattr(torch, case.dtype)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        total, normed = add_norm(numbers(2, 512, 768), numbers(2, 512, 768, dtype=dtype), numbers(768), numbers(768))
+    return total.sum() + normed.sum()
+
+
+def add_scale_norm(case: Case) -> Tensor:
+    """All in one type."""
+    from lineartime.ops.norm import add_norm
+
+    dtype = getattr(torch, case.dtype)
+    x, delta = numbers(2, 512, 768, dtype=dtype), numbers(2, 512, 768, dtype=dtype)
+    total, normed = add_norm(x, delta, numbers(1, dtype=dtype), None)
+    return total.sum() + normed.sum()
+
+
+def chunk_decode_step(case: Case) -> Tensor:
+    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias."""
+    from lineartime.ops.decode_step import chunk_decode_step
+
+    assert case.chunk is not None
+    n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
+    place = torch.zeros(n, dtype=torch.long)
+    return chunk_decode_step(
+        torch.zeros(n, 2 * D_INNER + S, dtype=kind), *(torch.zeros(4, S, dtype=kind) for _ in range(2)),
+        *(torch.zeros(n, S // 2, dtype=kind) for _ in range(2)), torch.zeros(c),
+        *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)), torch.zeros(n, S, D_INNER), place, place,
+        torch.zeros(n))
+
+
+OPS: dict[str, Callable[[Case], Tensor]] = {
+    "gated_chunk_attention": gated_chunk_attention, "gated_quadratic_attention": gated_quadratic_attention,
+    "add_norm": add_layer_norm, "add_norm, one type": add_scale_norm, "chunk_decode_step": chunk_decode_step}
+
+
+MODULE_OF = {"gated_chunk_attention": "lineartime.ops.mixed_chunk", "add_norm": "lineartime.ops.norm",
+             "gated_quadratic_attention": "lineartime.ops.quadratic", "chunk_decode_step": "lineartime.ops.decode_step"}
+"""Imported before anything is recorded, so that what they ask of the device can be answered."""
+
+
+def cases() -> list[Case]:
+    """Every case of the table, those of a training run first."""
+    made = []
+    for dtype, chunk, causal, documents in itertools.product(DTYPES, CHUNKS, (True, False), (True, False)):
+        made.append(Case("gated_chunk_attention", dtype, chunk, causal, documents))
+    for dtype in DTYPES:
+        # Long rows sum their chunks in two levels.
+        made.append(Case("gated_chunk_attention", dtype, 256, n_tokens=LONG_ROW))
+    for dtype, causal, documents in itertools.product(DTYPES, (True, False), (True, False)):
+        made.append(Case("gated_quadratic_attention", dtype, None, causal, documents))
+    made += [Case(op, dtype, None, None, None) for op in ("add_norm", "add_norm, one type") for dtype in DTYPES]
+    made += [Case("chunk_decode_step", dtype, chunk, None, None) for dtype in DTYPES for chunk in CHUNKS]
+    return sorted(made, key=lambda case: not case.default)
+
+
+def quick(case: Case) -> bool:
+    """Whether a case is of those that are compiled on every push; float32 has many rounds where chunks are larger."""
+    if case.op == "gated_chunk_attention" and case.dtype == "float32":
+        return replace(case, chunk=256).usual and case.chunk == 128
+    return case.usual and (case.dtype != "float16" or case.op == "add_norm")
+
+
+def measure(wanted: Sequence[Case], archs: Sequence[int], progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row for every program of every case and architecture."""
+    recorder, rows = Recorder(), []
+    for op in {case.op for case in wanted}:
+        importlib.import_module(MODULE_OF[op.partition(",")[0]])
+    for number, case in enumerate(wanted, 1):
+        started, n_known = time.monotonic(), len(recorder.known)
+        for arch in archs:
+            with recorder.recording(arch) as launches:
+                out = OPS[case.op](case)
+                if out.requires_grad:
+                    out.sum().backward()
+            rows += [{**asdict(case), **asdict(program)} for program in launches]
+        progress(f"{number} of {len(wanted)}: {case.op}, {case.dtype}, {case.chunk}, causal {case.causal}, documents "
+                 f"{case.documents}: {len(recorder.known) - n_known} new programs, {time.monotonic() - started:.0f} s")
+    return rows
+
+
+def lines_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a reader is shown: a line for each program, those of a kernel side by side, cases alike in one line."""
+    lines: dict[tuple[object, ...], dict[str, Any]] = {}
+    of_case = set(Case.__dataclass_fields__) - {"op", "dtype"}
+    order: dict[tuple[str, str], int] = {}
+    for row in rows:
+        order.setdefault((row["kernel"], row["options"]), len(order))
+        line = lines.setdefault(tuple(value for name, value in row.items() if name not in of_case),
+                                {**row, "cases": []})
+        line["cases"].append(row)
+    return sorted(lines.values(), key=lambda line: order[line["kernel"], line["options"]])
+
+
+def case_text(cases: Sequence[dict[str, Any]]) -> str:
+    """Which calls a line is of: "C 128/256, causal, documents"; what makes no difference is left out."""
+    chunks = sorted({case["chunk"] for case in cases if case["chunk"]})
+    words = ["C " + "/".join(map(str, chunks))] * bool(chunks)
+    for name, yes, no in (("causal", "causal", "bidirectional"), ("documents", "documents", "one document")):
+        found = {case[name] for case in cases}
+        words += [yes] * (found == {True}) + [no] * (found == {False})
+    return ", ".join([*words, *["long rows"] * all(case["n_tokens"] >= LONG_ROW for case in cases)])
+
+
+def line_text(line: dict[str, Any]) -> str:
+    """A line of a table up to the type of what it is of: what every table that has its program shows alike."""
+    name = f"`{line['kernel']}`" + (f" ({line['options']})" if line["options"] else "")
+    spilled = f"**{line['spilled']}**" if line["spilled"] else "0"
+    cells = [name, f"sm_{line['arch']}", line["tiles"], f"{line['warps']}, {line['stages']}", str(line["registers"]),
+             spilled, f"{line['shared'] / 1024:.3g}", str(line["tensor_cores"])]
+    return f"| {' | '.join(cells)} | {line['dtype']}"
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
+    made = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
+    for line in lines:
+        made.append(", ".join(filter(None, [line_text(line), case_text(line["cases"])])) + " |")
+    return "\n".join(made)
+
+
+def section(rows: Sequence[dict[str, Any]]) -> str:
+    """The place in the log: what training uses, then the rest, folded."""
+    default = [row for row in rows if Case(**{name: row[name] for name in Case.__dataclass_fields__}).default]
+    parts = [f"Triton {triton.__version__}, {len(rows):,} programs. Registers and spilled bytes are a thread's, KiB of "
+             "shared memory a program's; the last number is that of instructions for the tensor cores."]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        parts += [f"**{op}**, as a training run has it:",
+                  table(lines_of([row for row in default if row["op"] == op]))]
+        rest = [row for row in rows if row["op"] == op and row not in default]
+        if rest:
+            parts += [f"<details><summary>{op}, the rest</summary>", table(lines_of(rest)), "</details>"]
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What every kernel takes of a GPU that need not be here.")
+    parser.add_argument("--arch", nargs="+", type=int, choices=sorted(SHARED_KIB), default=sorted(SHARED_KIB))
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--quick", action="store_true", help="only what is compiled on every push")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    parser.add_argument("--into", type=Path, help="write the table into this page")
+    parser.add_argument("--cache", type=Path, help="keep Triton's programs in this folder; by default nothing is kept")
+    given = parser.parse_args()
+    wanted = [case for case in cases() if case.op in given.op and (quick(case) or not given.quick)]
+    with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
+        os.environ["TRITON_CACHE_DIR"] = str(given.cache or folder)
+        rows = measure(wanted, given.arch, lambda line: print(line, file=sys.stderr, flush=True))
+    if given.json:
+        given.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if given.into:
+        filled = f"<!-- resources: begin -->\n\n{section(rows)}\n\n<!-- resources: end -->"
+        made, n_places = PLACE.subn(lambda found: filled, given.into.read_text(encoding="utf-8"))
+        if n_places != 1:
+            print(f"error: no place for the table: {given.into}; it needs a line <!-- resources: begin --> and under "
+                  "it <!-- resources: end -->", file=sys.stderr)
+            return 2
+        given.into.write_text(made, encoding="utf-8")
+    print(section(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
