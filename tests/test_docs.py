@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-SOURCES = {path.name: path for folder in ("tests", "lineartime", "lineartime/ops")
-           for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"}
+SOURCES = {path.name: path for folder in ("tests", "lineartime") for path in sorted((ROOT / folder).rglob("*.py"))
+           if path.name != "__init__.py"}
 NAME = re.compile(r"`(\w+\.py):{1,2}([\w.]+)`")
 
 

@@ -28,7 +28,7 @@ class Events:
     def __init__(self, folder, wait_at):
         self.folder, self.wait_at, self.seen = Path(folder), wait_at, {}
         for owner, name in WATCHED:
-            label = "final evaluate" if owner is evaluate and name == "evaluate" else name
+            label = "final evaluate" if owner is evaluation and name == "evaluate" else name
             setattr(owner, name, self.watched(getattr(owner, name), label))
 
     def watched(self, function, label):
