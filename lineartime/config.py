@@ -172,6 +172,18 @@ class ModelConfig:
         return self.attn_scale_len or self.context
 
     @property
+    def bias_len(self) -> int:
+        """The n of the position bias: farther than any key that local attention sees."""
+        return 2 * self.scale_len if self.overlap else self.scale_len
+
+    @property
+    def is_ablated_gau(self) -> bool:
+        """Whether a GAU departs from those of FLASH-Quad and FLASH: see `ablations.py`."""
+        return (self.n_heads > 1 or self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
+                or self.document_mask != "exact" or self.chunk_pooling == "attention" or self.chunk_parts != "both"
+                or self.overlap or self.first_to_all or self.cls_softmax)
+
+    @property
     def by_document(self) -> bool:
         """Whether attention takes a packed row's documents one by one, not the row with a mask."""
         return self.ffn != "gau" and self.attn_type != "mixed_chunk" and self.attn_kernel != "relu2"
@@ -233,6 +245,15 @@ def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfi
                          n_heads=1 if config.ffn == "gau" else 16,
                          chunk_size=None if config.chunk_size is None else 512)
     return replace_fields(config, fields)
+
+
+def layer_config(config: ModelConfig | None, preset: str, fields: dict[str, Any]) -> ModelConfig:
+    """The configuration of one layer: `config`, or by default a preset, with any field replaced.
+
+    Raises UsageError for what is no configuration, for an unknown field or a value that makes no sense."""
+    require(config is None or isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name",
+            repr(config), "such as d_model=512")
+    return replace_fields(config or PRESETS[preset], fields)
 
 
 @dataclass(frozen=True)

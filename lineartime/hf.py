@@ -34,8 +34,8 @@ from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR
 from lineartime.decoding.cache import DecodingState
 from lineartime.errors import UsageError
-from lineartime.layers import at_least_float32
 from lineartime.model import LanguageModel, SpanModel, init_span_head, init_weights
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require
 
 
@@ -102,8 +102,8 @@ class LineartimeCache(Cache):
         """`LanguageModel.extend` by the next columns of a batch, of which each row has those that are valid: x_BND."""
         if self.state is None:
             self.state = model.decoding_state(len(ids_BN))
-        require(len(self.state.length_B) == len(ids_BN), "the cache holds another batch",
-                f"{len(self.state.length_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
+        require(len(self.state.seq_lens_B) == len(ids_BN), "the cache holds another batch",
+                f"{len(self.state.seq_lens_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
         order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state)
         self.n_columns += ids_BN.shape[1]
@@ -119,7 +119,7 @@ class LineartimeCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
-            self.batch_select_indices(torch.arange(len(self.state.length_B)).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(len(self.state.seq_lens_B)).repeat_interleave(repeats))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.n_columns

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from lineartime.attention.performer import BLOCK
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import KeyValueCache, tensors_of
+from lineartime.decoding.cache import KeyValueCache
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model import LanguageModel
-from lineartime.ops.baselines import BLOCK
 
 NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
@@ -107,7 +107,7 @@ def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> D
     constant = per_token = 0
     for cache in caches:
         tokens = 1 if isinstance(cache, KeyValueCache) else config.chunk_size or 1
-        for name, buffer in tensors_of(cache).items():
+        for name, buffer in cache.tensors().items():
             if name in cache.growing:
                 per_token += buffer.shape[0] * math.prod(buffer.shape[2:]) * buffer.element_size() // tokens
             else:
@@ -142,7 +142,8 @@ def count_parameters(model: LanguageModel) -> list[Part]:
     """Every parameter of the module under exactly one name; the head's matrix is the embedding."""
     per_layer: dict[str, int] = {}
     for layer in list(model.layers)[: len(model.layers) // model.config.n_layers]:
-        kind = {MultiHeadAttention: "attention ", FeedForward: "FFN "}.get(type(layer), "")
+        attention, feed_forward = isinstance(layer, MultiHeadAttention), isinstance(layer, FeedForward)
+        kind = "attention " * attention + "FFN " * feed_forward
         for name, parameter in layer.named_parameters():
             owner = name.split(".")[0]
             part = next((part for end, part in (("norm", "norms"), ("scale_offset", "scale and offset"),

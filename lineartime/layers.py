@@ -1,4 +1,5 @@
-"""The small layers of Codes 2-5: ScaledSin, RoPE, the relative position bias, the norms; and scale-and-offset (Eq. 5).
+"""The small layers of Codes 2-5: ScaledSin, the relative position bias, the norms; scale-and-offset (Eq. 5); and what
+every layer of the residual stream shares.
 
 Shape letters, here and everywhere in the package: B batch, T time, G chunks, P = G + 1 places before, between and after
 them, C chunk length (M where it counts keys), D `d_model`, E `d_inner`, S `query_key_dim`, N heads made from one base,
@@ -6,13 +7,17 @@ H heads, K head width, V vocabulary. In decoding N counts new tokens and L keys 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.config import TOEPLITZ_BELOW
+from lineartime import ops
+from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import rope, rotary
 
 BIAS_WIDTH = 128
 """Width of the two vectors of the rotated position bias (Code 4);
@@ -21,40 +26,13 @@ not `query_key_dim`, though the paper has 128 for both."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in float32 where its type is shorter; sums, norms and scores are taken in this type."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def rotary(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """sin and cos of position x 10000^(-i / half) for i < half = width / 2: the angles of Codes 2 and 3.
-
-    position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. The angles are taken in
-    float64 and rounded after sin and cos, so that the error stays below 1e-6 at position 10^6."""
-    half = width // 2
-    frequency = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=position.device) / half)
-    angle = position.double()[..., None] * frequency
-    return angle.sin().to(dtype), angle.cos().to(dtype)
-
-
-def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Rotary position embedding (Code 3): the halves of the last axis turned by the angles of `rotary`.
-
-    x: `[..., width]`; sin, cos: `[..., width / 2]`, broadcast. Several axes count as one: the position of an entry is
-    its index in their row-major order."""
-    halves = x.unflatten(-1, (2, -1))
-    # [x1 cos - x2 sin, x2 cos + x1 sin] without taking the halves apart: torch.compile makes slow code of a cat.
-    sign = torch.arange(-1, 2, 2, device=x.device)[:, None]
-    return (halves * cos[..., None, :] + halves.flip(-2) * (sin[..., None, :] * sign)).flatten(-2)
-
-
 class ScaledSin(nn.Module):
     """Sinusoidal absolute position embedding times a learned scalar that starts at d^-1/2 (Code 2)."""
 
     def __init__(self, d_model: int):
         super().__init__()
         self.d_model = d_model
-        self.scalar = nn.Parameter(torch.empty(()))
+        self.scalar = nn.Parameter(torch.empty(1))
 
     def forward(self, position_BT: Tensor) -> Tensor:
         """position_BT: integers. Returns `[B, T, D]`."""
@@ -84,7 +62,7 @@ class RelPosBias(nn.Module):
         a1, a2 = self.a.chunk(2)
         b1, b2 = self.b.chunk(2)
         sin, cos = rotary(-offset, BIAS_WIDTH, self.a.dtype)
-        # Not two products of matrices: autocast would take them in bfloat16, and the terms nearly cancel.
+        # Not two matmuls: autocast would take them in bfloat16, and the terms nearly cancel.
         return (cos * (a1 * b1 + a2 * b2) + sin * (a1 * b2 - a2 * b1)).sum(-1)
 
     def forward(self, length: int) -> Tensor:
@@ -100,29 +78,16 @@ class ScaleNorm(nn.Module):
     def __init__(self, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
-        self.scalar = nn.Parameter(torch.empty(()))
+        self.scalar = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = at_least_float32(x)
         return (self.scalar * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def make_norm(norm: str, d_model: int) -> nn.Module:
+def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
     """LayerNorm or ScaleNorm over the last axis (Code 5); eps is 1e-5 in both."""
-    return nn.LayerNorm(d_model, eps=1e-5) if norm == "layer_norm" else ScaleNorm()
-
-
-class SplitLinear(nn.Linear):
-    """One linear layer whose output comes in parts, each a product of its own: `nn.Linear` and a split, in numbers and
-    in parameters. The parts are contiguous and so are their gradients, where a split leaves copying to be done."""
-
-    def __init__(self, d_in: int, widths: Sequence[int]):
-        super().__init__(d_in, sum(widths))
-        self.widths = list(widths)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        weights, biases = self.weight.split(self.widths), self.bias.split(self.widths)
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return nn.LayerNorm(config.d_model, eps=1e-5) if config.norm == "layer_norm" else ScaleNorm()
 
 
 class ScaleOffset(nn.Module):
@@ -139,20 +104,109 @@ class ScaleOffset(nn.Module):
 
 
 @dataclasses.dataclass
-class Layout:
-    """Where the tokens of a batch of rows stand: made once for a forward pass, read by every attention layer."""
+class SequenceInfo:
+    """The positions and documents of a batch of rows: made once for a forward pass, read by every attention layer."""
 
     rotary: tuple[Tensor, Tensor] | None
     """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
     segment_ids_BT: Tensor | None = None
     """The document of each token: integers that never fall along a row, -1 for padding at its end.
     None: one document."""
-    boundaries: list[int] | None = None
-    """Where documents start and end in the flattened rows, 0 and B T included; only softmax attention reads it."""
+    cu_seqlens: list[int] | None = None
+    """Where documents start and end in the flattened rows, `[0, ..., B T]`; for attention that takes documents one by
+    one."""
 
 
-def document_boundaries(segment_ids_BT: Tensor) -> list[int]:
+def one_document_info(x_BTD: Tensor, config: ModelConfig) -> SequenceInfo:
+    """Rows that are one document each and start at position 0."""
+    if config.rel_pos is None:
+        return SequenceInfo(None)
+    position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
+    return SequenceInfo(rotary(position_1T, config.qk_width, at_least_float32(x_BTD).dtype))
+
+
+def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
     """Starts of the documents in the rows laid end to end, then the end: `[0, ..., B T]`. Padding is a document too."""
     starts_BT = torch.ones_like(segment_ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     return [*starts_BT.flatten().nonzero().flatten().tolist(), segment_ids_BT.numel()]
+
+
+def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tensor]]:
+    """The documents of rows `[B, T, ...]`, each as a batch of one; without `cu_seqlens` the batch as it is. In their
+    order the documents make up the rows laid end to end."""
+    if info.cu_seqlens is None:
+        return [list(parts)]
+    flat = [part.flatten(0, 1)[None] for part in parts]
+    return [[part[:, start:stop] for part in flat] for start, stop in itertools.pairwise(info.cu_seqlens)]
+
+
+def rotate_heads(x_BTHK: Tensor, info: SequenceInfo) -> Tensor:
+    """RoPE of every head by the positions of the rows, where the model has it."""
+    if info.rotary is None:
+        return x_BTHK
+    sin, cos = (angle[..., None, :] for angle in info.rotary)
+    return rope(x_BTHK, sin, cos).to(x_BTHK.dtype)
+
+
+class ResidualLayer(nn.Module):
+    """x + f(norm(x)), where a layer of the model defines f as `branch`.
+
+    A model threads the residual stream through its layers as a pair: x, and delta, the newest branch, which is not yet
+    added. The next layer adds the two and takes the norm of the sum by one op (`ops.add_norm`)."""
+
+    norm: nn.LayerNorm | ScaleNorm
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.impl: str | None = None
+        """"reference", "triton" (kernels), or None: kernels on CUDA for supported inputs."""
+
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        """Initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for other scales,
+        0 for offsets and biases, 1 for norm scales."""
+        for child, module in self.named_children():
+            for name, parameter in module.named_parameters():
+                if child.endswith("norm"):
+                    nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
+                elif name in ("bias", "beta"):
+                    nn.init.zeros_(parameter)
+                else:
+                    nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
+
+    def forward(self, x_BTD: Tensor, info: SequenceInfo | None = None) -> Tensor:
+        """x + f(norm(x)): `[B, T, D]` of any length T, floating, to the same. info: positions and documents; by
+        default each row is one document that starts at position 0."""
+        x_BTD, delta_BTD = self.add(x_BTD, None, info or one_document_info(x_BTD, self.config))
+        return x_BTD + delta_BTD
+
+    def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """The stream with delta added to it, and this layer's branch, which is the next delta: both `[B, T, D]`."""
+        x_BTD, normed_BTD = self.add_norm(x_BTD, delta_BTD)
+        return x_BTD, self.branch(normed_BTD, info)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, and the norm of the sum."""
+        weight, bias = ((self.norm.scalar, None) if isinstance(self.norm, ScaleNorm)
+                        else (self.norm.weight, self.norm.bias))
+        return ops.add_norm(x, delta, weight, bias, impl=self.impl)
+
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """f: `[B, T, D]` to the same."""
+        raise NotImplementedError
+
+
+def fold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:
+    """`[B, T, ..., F]` as `[B H, T, ..., F / H]`: heads become entries of the batch."""
+    if n_heads == 1:
+        return x_BTF
+    return x_BTF.unflatten(-1, (n_heads, -1)).movedim(-2, 1).flatten(0, 1)
+
+
+def unfold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:
+    """The inverse of `fold_heads`, for `[B H, T, F / H]`."""
+    if n_heads == 1:
+        return x_BTF
+    return x_BTF.unflatten(0, (-1, n_heads)).movedim(1, -2).flatten(-2)

@@ -1,20 +1,22 @@
 """One language model for every column of the specification tables: embedding, layers, norm, tied head."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, DecodingState, Feed
+from lineartime.decoding.cache import Cache, DecodeInputs, DecodingState
 from lineartime.errors import UsageError
-from lineartime.gau import GatedAttentionUnit, init_gau
-from lineartime.layers import Layout, ScaledSin, document_boundaries, make_norm, rotary
+from lineartime.gau import GatedAttentionUnit
+from lineartime.layers import ResidualLayer, ScaledSin, SequenceInfo, cu_seqlens, make_norm
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.reference import rotary
 from lineartime.settings import require
 
 
@@ -31,7 +33,7 @@ class LanguageModel(nn.Module):
         self.abs_pos = (ScaledSin(config.d_model) if config.abs_pos == "scaled_sin"
                         else nn.Embedding(config.context, config.d_model))
         self.layers = nn.ModuleList(layer for _ in range(config.n_layers) for layer in make_layers(config))
-        self.norm = make_norm(config.norm, config.d_model)
+        self.norm = make_norm(config)
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
         init_weights(self)
 
@@ -66,24 +68,21 @@ class LanguageModel(nn.Module):
             segment_ids_BT = torch.zeros_like(ids_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
             segment_ids_BT = torch.where(valid_BT, segment_ids_BT, -1)
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-        layout = Layout(self.rotary(position_1T), segment_ids_BT)
+        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT)
         if segment_ids_BT is not None and self.config.by_document:
-            layout.boundaries = document_boundaries(segment_ids_BT)
+            info.cu_seqlens = cu_seqlens(segment_ids_BT)
         if segment_ids_BT is not None and self.config.chunk_pooling == "attention":
             last_B1 = segment_ids_BT.amax(1, keepdim=True)
             if not ((segment_ids_BT == last_B1) | (segment_ids_BT < 0)).all():
                 raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
                                  "give each document its own row")
-        x_BTD = self.embed(ids_BT) + self.abs_pos(position_1T)
-        in_kernels = all(isinstance(layer, GatedAttentionUnit) and layer.in_kernels(x_BTD) for layer in self.layers)
-        x: Any = (x_BTD, None) if in_kernels else x_BTD
-        for layer in self.layers:
-            inputs = (x,) if isinstance(layer, FeedForward) else (x, layout)
+        x_BTD, delta_BTD = self.embed(ids_BT) + self.abs_pos(position_1T), None
+        for layer in self.residual_layers():
             if self.activation_checkpointing and self.training:
-                x = checkpoint(layer, *inputs, use_reentrant=False)
+                x_BTD, delta_BTD = checkpoint(layer.add, x_BTD, delta_BTD, info, use_reentrant=False)
             else:
-                x = layer(*inputs)
-        x_BTD = x[0] + x[1] if in_kernels else x
+                x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info)
+        x_BTD = x_BTD + delta_BTD
         if order_BT is not None:
             x_BTD = x_BTD.gather(1, order_BT.argsort(1)[..., None].expand_as(x_BTD))
         return self.norm(x_BTD)
@@ -91,14 +90,13 @@ class LanguageModel(nn.Module):
     def compile_layers(self) -> None:
         """`torch.compile` each layer in place. Layers of one kind share what is compiled, so it takes as long for
         twenty-four of them as for one; parameters and their names stay as they are."""
-        for layer in self.layers:
-            layer.compile()
+        for layer in self.residual_layers():
+            layer.add = torch.compile(layer.add)  # type: ignore[method-assign]
 
     def set_impl(self, impl: str | None) -> None:
-        """How gated attention units run: "reference" (definitions), "triton" (kernels), or None, kernels on CUDA."""
-        for layer in self.layers:
-            if isinstance(layer, GatedAttentionUnit):
-                layer.impl = impl
+        """How layers run: "reference" (PyTorch), "triton" (kernels), or None, kernels on CUDA for supported inputs."""
+        for layer in self.residual_layers():
+            layer.impl = impl
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """The head: the embedding's transpose and a bias."""
@@ -136,6 +134,9 @@ class LanguageModel(nn.Module):
         none_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         return DecodingState(caches, none_B, none_B.clone())
 
+    def residual_layers(self) -> Iterable[ResidualLayer]:
+        return cast(Iterable[ResidualLayer], self.layers)
+
     def attention_layers(self) -> list[GatedAttentionUnit | MultiHeadAttention]:
         return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
 
@@ -144,11 +145,11 @@ class LanguageModel(nn.Module):
         Equal to the parallel form at any split.
 
         ids_BN: row b's next `n_new_B[b]` tokens, then anything. Raises UsageError past the end of a position table."""
-        feed = Feed(state.length_B, state.start_B, n_new_B, self.begins(ids_BN))
-        self.check_length(feed.longest)
-        x_BND = self.extend_layers(ids_BN, feed, state.caches)
-        state.length_B = state.length_B + n_new_B
-        state.start_B = torch.where(n_new_B > 0, feed.start_BN.amax(1), state.start_B)
+        inputs = DecodeInputs(state.seq_lens_B, state.start_B, n_new_B, self.begins(ids_BN))
+        self.check_length(inputs.longest)
+        x_BND = self.extend_layers(ids_BN, inputs, state.caches)
+        state.seq_lens_B = state.seq_lens_B + n_new_B
+        state.start_B = torch.where(n_new_B > 0, inputs.start_BN.amax(1), state.start_B)
         return x_BND
 
     def begins(self, ids_BN: Tensor) -> Tensor:
@@ -157,35 +158,26 @@ class LanguageModel(nn.Module):
             return torch.zeros_like(ids_BN, dtype=torch.bool)
         return ids_BN == self.config.end_of_document
 
-    def extend_layers(self, ids_BN: Tensor, feed: Feed, caches: Sequence[Cache]) -> Tensor:
-        """What `extend` does once it is known where the tokens stand."""
-        position_BN = (feed.position_BN if self.config.max_len is None
-                       else feed.position_BN.clamp(max=self.config.max_len - 1))
-        layout = Layout(self.rotary(position_BN))
-        x_BND = self.embed(ids_BN) + self.abs_pos(position_BN)
+    def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache]) -> Tensor:
+        """`extend` of tokens whose positions are known."""
+        position_BN = (inputs.position_BN if self.config.max_len is None
+                       else inputs.position_BN.clamp(max=self.config.max_len - 1))
+        info = SequenceInfo(self.rotary(position_BN))
+        x_BND, delta_BND = self.embed(ids_BN) + self.abs_pos(position_BN), None
         remaining = iter(caches)
-        for layer in self.layers:
+        for layer in self.residual_layers():
             if isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
-                x_BND = layer.extend(x_BND, layout, feed, next(remaining))
+                x_BND, delta_BND = layer.extend(x_BND, delta_BND, info, inputs, next(remaining))
             else:
-                x_BND = layer(x_BND)
-        return self.norm(x_BND)
+                x_BND, delta_BND = layer.add(x_BND, delta_BND, info)
+        return self.norm(x_BND + delta_BND)
 
 
-def make_layers(config: ModelConfig) -> list[nn.Module]:
+def make_layers(config: ModelConfig) -> list[ResidualLayer]:
     """One GAU, or one attention layer and one feed-forward layer."""
-    shared: dict[str, Any] = {
-        "n_heads": config.n_heads, "kernel": config.attn_kernel, "chunk_size": config.chunk_size,
-        "scale_len": config.scale_len, "causal": config.causal, "norm": config.norm, "activation": config.activation,
-        "gate": config.gate, "document_mask": config.document_mask, "chunk_pooling": config.chunk_pooling,
-        "chunk_parts": config.chunk_parts, "overlap": config.overlap}
     if config.ffn == "gau":
-        return [GatedAttentionUnit(
-            config.d_model, expansion_factor=config.expansion_factor, query_key_dim=config.query_key_dim,
-            first_to_all=config.first_to_all, cls_softmax=config.cls_softmax, n_chunks=config.n_chunks, **shared)]
-    return [MultiHeadAttention(config.d_model, attn_type=config.attn_type, prefix_sum=config.prefix_sum, **shared),
-            FeedForward(config.d_model, config.d_inner, glu=config.ffn == "glu", activation=config.activation,
-                        norm=config.norm)]
+        return [AblatedGatedAttentionUnit(config) if config.is_ablated_gau else GatedAttentionUnit(config)]
+    return [MultiHeadAttention(config), FeedForward(config)]
 
 
 @torch.no_grad()
@@ -202,22 +194,14 @@ def init_weights(model: LanguageModel) -> None:
     """
     std = model.config.init_std
     for module in model.modules():
-        if isinstance(module, GatedAttentionUnit):
-            init_gau(module, std)
+        if isinstance(module, ResidualLayer):
+            module.init_weights(std)
         elif isinstance(module, ScaledSin):
             nn.init.constant_(module.scalar, module.d_model**-0.5)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, MultiHeadAttention | FeedForward):
-            for part in (part for name, part in module.named_children() if not name.endswith("norm")):
-                for name, parameter in part.named_parameters():
-                    if name in ("bias", "beta"):
-                        nn.init.zeros_(parameter)
-                    else:
-                        nn.init.normal_(parameter, std=std if isinstance(part, nn.Linear) else 0.02)
-    for name, parameter in model.named_parameters():
-        if any(part.endswith("norm") for part in name.split(".")):
-            nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
+    for name, parameter in model.norm.named_parameters():
+        nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
     nn.init.zeros_(model.head_bias)
 
 

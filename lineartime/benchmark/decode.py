@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from lineartime.attention.combiner import RowCache
 from lineartime.benchmark.measure import Row, clock_of, provenance, spread, what_is_timed
 from lineartime.config import ModelConfig, to_dict
-from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
+from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, larger
 from lineartime.errors import NumericsError, UsageError
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import PIECE_TOKENS, decode_step
@@ -245,13 +246,13 @@ def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int
     """A state of the shape and type that `n_tokens` tokens in each row leave, with random numbers in it."""
     state, c = model.decoding_state(batch_size), model.config.chunk_size or 1
     state.reserve(room)
-    state.length_B.fill_(n_tokens)
+    state.seq_lens_B.fill_(n_tokens)
     for cache in state.caches:
         kept = n_tokens if isinstance(cache, KeyValueCache) else n_tokens // c
         if isinstance(cache, RowCache):
             cache.n_full_B.fill_(kept)
             cache.n_open_B.fill_(n_tokens % c)
-        for name, tensor in tensors_of(cache).items():
+        for name, tensor in cache.tensors().items():
             if not tensor.is_floating_point():
                 continue
             if name in cache.growing:

@@ -25,8 +25,8 @@ from lineartime.benchmark.measure import (
 )
 from lineartime.errors import ResourceError
 from lineartime.info import table
-from lineartime.layers import at_least_float32
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.runtime import choose_settings
 from lineartime.settings import require, require_name
 

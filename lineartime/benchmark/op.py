@@ -32,9 +32,9 @@ from lineartime.benchmark.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import ResourceError
 from lineartime.info import table
-from lineartime.layers import rotary
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.reference import rotary
 from lineartime.runtime import choose_settings
 from lineartime.settings import require, require_name
 

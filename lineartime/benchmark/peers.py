@@ -4,19 +4,20 @@ import importlib.metadata
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lineartime.attention.softmax import Softmax
 from lineartime.config import PRESETS, ModelConfig
 from lineartime.info import describe
-from lineartime.layers import Layout, at_least_float32
+from lineartime.layers import SequenceInfo, rotate_heads
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require, require_name
 
 PEERS = {"flash-pytorch": ("flash", "flash_pytorch", "FLASH-pytorch"),
@@ -110,9 +111,10 @@ def build(label: Label, config: ModelConfig) -> nn.Module:
         model.activation_checkpointing = label.checkpointed
         if label.reference:
             model.set_impl("reference")
-        for layer in model.layers:
+        for number, layer in enumerate(model.layers):
             if label.unfused and isinstance(layer, MultiHeadAttention):
-                layer.attend_softmax = MethodType(attend_unfused, layer)  # type: ignore[method-assign]
+                model.layers[number] = UnfusedMultiHeadAttention(config)
+                model.layers[number].load_state_dict(layer.state_dict())
         return model
     peer = build_flash_pytorch(config) if label.model == "flash-pytorch" else build_fla(label.model, config)
     with torch.no_grad():
@@ -191,10 +193,21 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tenso
     return torch.einsum("bhtl,blhk->bthk", score_BHTL.softmax(-1).to(v.dtype), v)
 
 
-def attend_unfused(layer: MultiHeadAttention, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, layout: Layout) -> Tensor:
-    """Takes the place of `MultiHeadAttention.attend_softmax`."""
-    assert layout.boundaries is None
-    return softmax_attention(q_BTHK, k_BTHK, v_BTHK, causal=layer.causal).flatten(2)
+class Unfused(Softmax):
+    """The softmax core with every T x T matrix in memory; for rows of one document."""
+
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        assert info.cu_seqlens is None
+        q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        return softmax_attention(q_BTHK, k_BTHK, v_BTHK, causal=self.config.causal).flatten(2)
+
+
+class UnfusedMultiHeadAttention(MultiHeadAttention):
+    """The layer of a Transformer as the paper timed it."""
+
+    @property
+    def core(self) -> Unfused:
+        return Unfused(self.config)
 
 
 def attention_backend(device: torch.device) -> AbstractContextManager[Any]:

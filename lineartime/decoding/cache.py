@@ -5,22 +5,24 @@ Rows of a batch may differ in length, and a row's documents are kept apart as in
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lineartime.chunks import Chunking
-from lineartime.config import TOEPLITZ_BELOW
-from lineartime.layers import RelPosBias, at_least_float32
+from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.layers import RelPosBias
+from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import carried_states, read_states
 
 
 @dataclasses.dataclass
-class Feed:
+class DecodeInputs:
     """The next N tokens of each row and where they stand; made once per call, read by every layer."""
 
-    length_B: Tensor
+    seq_lens_B: Tensor
     """Tokens each row has had before."""
     start_B: Tensor
     """Position at which the document that a row is in began."""
@@ -35,39 +37,38 @@ class Feed:
     def __post_init__(self) -> None:
         index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)
         self.valid_BN = index_N < self.n_new_B[:, None]
-        self.position_BN = self.length_B[:, None] + index_N
+        self.position_BN = self.seq_lens_B[:, None] + index_N
         begins_BN = self.begins_BN & self.valid_BN
         starts_BN = torch.where(begins_BN, self.position_BN, -1)
         self.start_BN = torch.maximum(starts_BN.cummax(1).values, self.start_B[:, None])
         """Position at which each token's document began."""
-        self.last_document_B = begins_BN.sum(1)
         self.segment_ids_BN = torch.where(self.valid_BN, begins_BN.cumsum(1), -1)
         """0 for the document a row was in, then 1, 2, ...; -1 for padding."""
         self.longest = self.window or 0
         """Tokens that the longest row has with the new ones."""
         self.any_begins, self.one_document = True, False
         """Whether a new token starts a document; whether no row has had a second one."""
-        self.one_each = True
+        self.single_token = True
         """Whether every row gets exactly one token, the common case of decoding."""
-        self.together: int | None = None
+        self.common_position: int | None = None
         """Where the new tokens begin, if that is one place for all rows and none has padding."""
         if self.window is None:
-            lengths, n_new = self.length_B.tolist(), self.n_new_B.tolist()
+            lengths, n_new = self.seq_lens_B.tolist(), self.n_new_B.tolist()
             self.longest = max(map(sum, zip(lengths, n_new, strict=True)))
             self.any_begins, self.one_document = bool(begins_BN.any()), not bool(self.start_BN.any())
-            self.one_each = len(index_N) == 1 and min(n_new) == 1
+            self.single_token = len(index_N) == 1 and min(n_new) == 1
             if len({*lengths}) == 1 and min(n_new) == len(index_N):
-                self.together = lengths[0]
-        self.folded: Feed | None = None
-        self.new_token: dict[tuple[Chunking, torch.dtype], NewToken] = {}
+                self.common_position = lengths[0]
+        self.folded: DecodeInputs | None = None
+        self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
-    def for_heads(self, n_heads: int) -> "Feed":
+    def for_heads(self, n_heads: int) -> "DecodeInputs":
         """The same for every head, where a row and a head are one entry of the batch; made once for all layers."""
         if n_heads == 1:
             return self
         if self.folded is None:
             parts = {name: getattr(self, name).repeat_interleave(n_heads, 0)
-                     for name in ("length_B", "start_B", "n_new_B", "begins_BN")}
+                     for name in ("seq_lens_B", "start_B", "n_new_B", "begins_BN")}
             self.folded = dataclasses.replace(self, **parts)
         return self.folded
 
@@ -82,9 +83,9 @@ class Feed:
     def visible(self) -> Tensor | None:
         """True where a query may see key position l: not after it, and of its document. `[B or 1, N, L]` with the
         longest row's L; None where every key is seen."""
-        if self.one_document and self.together is not None and self.one_each:
+        if self.one_document and self.common_position is not None and self.single_token:
             return None
-        if self.one_document and self.together is not None:
+        if self.one_document and self.common_position is not None:
             return self.offset_BNL <= 0
         key_L = torch.arange(self.longest, device=self.position_BN.device)
         return (self.offset_BNL <= 0) & (key_L >= self.start_BN[..., None])
@@ -92,88 +93,104 @@ class Feed:
     @cached_property
     def offset_BNL(self) -> Tensor:
         """Key position minus query position, `[B, N, L]`, or 1 for all rows where they stand at one place."""
-        position_BN = self.position_BN if self.together is None else self.position_BN[:1]
+        position_BN = self.position_BN if self.common_position is None else self.position_BN[:1]
         return torch.arange(self.longest, device=position_BN.device) - position_BN[..., None]
 
     @cached_property
     def bias_index(self) -> Tensor | None:
         """Where these offsets stand in `KeyValueCache.bias`; None where it is that of the only query."""
-        if self.together is not None and self.one_each:
+        if self.common_position is not None and self.single_token:
             return None
         return self.offset_BNL.clamp(1 - self.longest, 0) + self.longest - 1
 
     def n_carried_B(self, chunk_size: int) -> Tensor:
         """Tokens in closed chunks of the document that each row was in."""
-        return (self.length_B - self.length_B % chunk_size - self.start_B).clamp(min=0)
+        return (self.seq_lens_B - self.seq_lens_B % chunk_size - self.start_B).clamp(min=0)
 
-    def at_new_token(self, chunking: Chunking, dtype: torch.dtype) -> "NewToken":
-        """Where each row's only new token stands; made once for all layers. dtype: that of the sums."""
-        if (chunking, dtype) not in self.new_token:
-            self.new_token[chunking, dtype] = NewToken(self, chunking, dtype)
-        return self.new_token[chunking, dtype]
+    def n_closed_B(self, chunk_size: int) -> Tensor:
+        """Chunks of each row that its new tokens fill."""
+        return (self.seq_lens_B % chunk_size + self.n_new_B) // chunk_size
+
+    def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
+        """Where each row's only new token stands; made once for all layers of the model. dtype: that of the sums."""
+        if dtype not in self.token_positions:
+            self.token_positions[dtype] = TokenPosition(self, config, dtype)
+        return self.token_positions[dtype]
 
 
-class NewToken:
-    """One token per row, and the open chunk that it joins. Where all rows stand at one place in their chunks, these
-    are cut behind it; else they are read whole, and masked."""
+class TokenPosition:
+    """One new token per row, and its place in the open chunk. If all rows are at the same offset in their chunks, only
+    the filled part of the open chunk is read; otherwise the whole chunk is, with a mask."""
 
-    def __init__(self, feed: Feed, chunking: Chunking, dtype: torch.dtype):
-        position_B, start_B, c = feed.position_BN[:, 0], feed.start_BN[:, 0], chunking.chunk_size
-        rows, n_before = torch.arange(len(position_B), device=position_B.device), c if chunking.overlap else 0
+    def __init__(self, inputs: DecodeInputs, config: ModelConfig, dtype: torch.dtype):
+        assert config.chunk_size is not None
+        position_B, start_B, c = inputs.position_BN[:, 0], inputs.start_BN[:, 0], config.chunk_size
+        rows, n_before = torch.arange(len(position_B), device=position_B.device), c if config.overlap else 0
         offset_B, self.number_B = position_B % c, position_B // c
         """Number of the open chunk in its row."""
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
         """The token's slot in the open chunk, and that of its document's first token: below 0 in an earlier chunk."""
         n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
-        each_B = 1 / n_carried_B.clamp(min=1) if chunking.pooling == "mean" else torch.ones_like(n_carried_B)
+        each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
         self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
         """What the linear part is multiplied by: 0 where the document has no closed chunk, whatever the sum holds."""
         distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
         of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
-        self.document_BC = None if feed.one_document else of_document_BM[:, n_before:]
+        self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
         """Which slots of a full chunk hold the current document; None for all."""
         self.place: tuple[Tensor | slice, Tensor | int]
         self.bias_index: Tensor | slice
         self.visible_B1M: Tensor | None
         self.full: Tensor | slice | None
-        if feed.together is None:
+        if inputs.common_position is None:
             self.place, self.n_open = (rows, offset_B), c
             self.bias_index = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
             self.visible_B1M = (of_document_BM & (distance_BM <= 0))[:, None]
             full_B = offset_B == c - 1
-            self.full = full_B.nonzero().flatten() if feed.window is None and full_B.any() else None
+            self.full = full_B.nonzero().flatten() if inputs.window is None and full_B.any() else None
         else:
-            offset = feed.together % c
+            offset = inputs.common_position % c
             self.place, self.n_open, self.bias_index = (slice(None), offset), offset + 1, slice(c - 1 - offset, None)
-            all_seen = feed.one_document and feed.together - offset >= n_before
+            all_seen = inputs.one_document and inputs.common_position - offset >= n_before
             self.visible_B1M = None if all_seen else of_document_BM[:, None, : n_before + offset + 1]
             self.full = slice(None) if offset == c - 1 else None
 
 
-@dataclasses.dataclass
-class ChunkState:
-    """One mixed chunk layer's memory: the open chunk and the sum over closed ones. Nothing in it grows with T, but for
-    learned chunk weights, which look back at every closed chunk. A row's heads are entries of the batch side by side.
-    """
+class Cache:
+    """What decoding remembers of a batch of rows in one attention layer."""
 
-    growing: ClassVar[tuple[str, ...]] = ("kv_BLSE", "summary_BLS")
+    growing: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors whose second axis grows with T."""
+    constant: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors that belong to the layer and not to a row."""
+    replayable: ClassVar[bool] = False
+    """Whether replaying a step of one token is idempotent: it overwrites slots and accumulates nothing."""
+    n_heads: int = 1
+    """Entries of the batch that make up a row, side by side."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that hold something of the rows, by name; rows are their first axis."""
+        return {name: value for name, value in vars(self).items()
+                if isinstance(value, Tensor) and name not in self.constant}
+
+
+@dataclasses.dataclass
+class ChunkState(Cache):
+    """The memory of one layer of mixed chunk attention: the open chunk, and the sum over closed chunks. Nothing in it
+    grows with T."""
+
     constant: ClassVar[tuple[str, ...]] = ("bias_M",)
-    n_heads: int
+    replayable: ClassVar[bool] = True
     k_quad_BCS: Tensor
     k_lin_BCS: Tensor
     v_BCE: Tensor
     kv_BSE: Tensor
-    """Sum of k v over the current document's tokens in closed chunks, or their weighted sum with learned weights;
-    float32 at least. Means nothing where there are none."""
+    """Sum of k v over the current document's tokens in closed chunks; float32 at least. Without meaning where there
+    are none."""
+    n_heads: int = 1
     k_before_BCS: Tensor | None = None
     v_before_BCE: Tensor | None = None
     """The closed chunk before the open one, where local attention overlaps."""
-    z_sum_BS: Tensor | None = None
-    """With learned chunk weights: the sum of the open chunk's base z, and of each closed chunk k v and the mean of z,
-    by its number in the row."""
-    kv_BLSE: Tensor | None = None
-    summary_BLS: Tensor | None = None
-
     bias_M: Tensor | None = None
     """The position bias at key position minus query position: M - 1 before, ..., the same. Of a layer, not of a row."""
 
@@ -182,13 +199,28 @@ class ChunkState:
             self.bias_M = bias_table(rel_pos_bias, rel_pos_bias.n)
         return self.bias_M
 
-    def close(self, at: NewToken) -> None:
+    def close(self, at: TokenPosition) -> None:
         """Add the current document's tokens of the open chunk to the sum, in rows whose chunk is full."""
         k_BCS, v_BCE, kv_BSE = self.k_lin_BCS[at.full], self.v_BCE[at.full], self.kv_BSE[at.full]
         if at.document_BC is not None:
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
             kv_BSE = torch.where(at.weight_B11[at.full] > 0, kv_BSE, 0.0)
         self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(k_BCS.mT, v_BCE))
+
+    def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
+                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor]) -> Tensor:
+        """The linear half for chunks that begin with the open one, `[B, G, C, E]`; closes those that are full.
+
+        to_slots: new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`."""
+        c = self.v_BCE.shape[1]
+        n_carried_B = inputs.n_carried_B(c).to(self.kv_BSE.dtype)
+        entering_BSE = torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0)
+        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC,
+                                                        (entering_BSE, n_carried_B))
+        seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
+        count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling == "mean" else 1.0
+        self.kv_BSE = kv_BPSE[torch.arange(len(kv_BPSE), device=kv_BPSE.device), inputs.n_closed_B(c)]
+        return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
     def step_back(self, rows: Tensor | slice) -> None:
         """Where local attention overlaps, the open chunk of these rows is now the one before the open one."""
@@ -197,32 +229,33 @@ class ChunkState:
 
 
 @dataclasses.dataclass
-class KeyValueCache:
-    """One quadratic layer's memory: every key and value so far, `[B, L, ...]`; it grows with T. A row's heads are
-    entries of the batch side by side."""
+class KeyValueCache(Cache):
+    """The memory of one layer of quadratic attention: every key and value so far, `[B, L, ...]`; it grows with T."""
 
     growing: ClassVar[tuple[str, ...]] = ("k_BL", "v_BL")
     constant: ClassVar[tuple[str, ...]] = ("bias_L",)
+    replayable: ClassVar[bool] = True
     k_BL: Tensor
     v_BL: Tensor
     n_heads: int = 1
     bias_L: Tensor | None = None
     """As `ChunkState.bias_M`."""
 
-    def append(self, k_BN: Tensor, v_BN: Tensor, feed: Feed) -> tuple[Tensor, Tensor]:
+    def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """Write each row's new keys and values behind its old ones; returns all, as long as the longest row."""
-        if feed.longest > self.k_BL.shape[1]:
-            self.k_BL, self.v_BL = with_room(self.k_BL, feed.longest), with_room(self.v_BL, feed.longest)
-        if feed.together is not None:
-            self.k_BL[:, feed.together : feed.longest], self.v_BL[:, feed.together : feed.longest] = k_BN, v_BN
-        elif feed.one_each:
-            rows, position_B = torch.arange(len(k_BN), device=k_BN.device), feed.position_BN[:, 0]
+        if inputs.longest > self.k_BL.shape[1]:
+            self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
+        if inputs.common_position is not None:
+            at = slice(inputs.common_position, inputs.longest)
+            self.k_BL[:, at], self.v_BL[:, at] = k_BN, v_BN
+        elif inputs.single_token:
+            rows, position_B = torch.arange(len(k_BN), device=k_BN.device), inputs.position_BN[:, 0]
             self.k_BL[rows, position_B], self.v_BL[rows, position_B] = k_BN[:, 0], v_BN[:, 0]
         else:
-            rows, n = feed.valid_BN.nonzero(as_tuple=True)
-            position = feed.position_BN[rows, n]
+            rows, n = inputs.valid_BN.nonzero(as_tuple=True)
+            position = inputs.position_BN[rows, n]
             self.k_BL[rows, position], self.v_BL[rows, position] = k_BN[rows, n], v_BN[rows, n]
-        return self.k_BL[:, : feed.longest], self.v_BL[:, : feed.longest]
+        return self.k_BL[:, : inputs.longest], self.v_BL[:, : inputs.longest]
 
     def reserve(self, length: int) -> None:
         """Make room for rows of so many tokens, so that nothing is moved until they are longer."""
@@ -257,63 +290,17 @@ def with_room(x_BL: Tensor, length: int) -> Tensor:
 
 
 @dataclasses.dataclass
-class PrefixState:
-    """One Performer layer's memory: the sum of phi(k) [v, 1] over the current document; it does not grow."""
-
-    growing: ClassVar[tuple[str, ...]] = ()
-    constant: ClassVar[tuple[str, ...]] = ()
-    n_heads: ClassVar[int] = 1
-    kv_BHMK: Tensor
-
-
-@dataclasses.dataclass
-class RowCache:
-    """One Combiner layer's memory: the document's open row, and a summary for every place of its full rows, which are
-    as large as keys and values: it grows with T."""
-
-    growing: ClassVar[tuple[str, ...]] = ("ks_BLCHK", "vs_BLCHK")
-    constant: ClassVar[tuple[str, ...]] = ()
-    n_heads: ClassVar[int] = 1
-    n_open_B: Tensor
-    """Tokens in the open row."""
-    n_full_B: Tensor
-    """Full rows of the current document."""
-    x_BCD: Tensor
-    q_BCHK: Tensor
-    k_BCHK: Tensor
-    v_BCHK: Tensor
-    ks_BLCHK: Tensor
-    vs_BLCHK: Tensor
-
-    def keep(self, row: int, n_full: int, ks_LCHK: Tensor, vs_LCHK: Tensor) -> None:
-        """Write a row's new summaries behind its first `n_full`."""
-        length = n_full + len(ks_LCHK)
-        if length > self.ks_BLCHK.shape[1]:
-            self.ks_BLCHK, self.vs_BLCHK = with_room(self.ks_BLCHK, length), with_room(self.vs_BLCHK, length)
-        self.ks_BLCHK[row, n_full:length], self.vs_BLCHK[row, n_full:length] = ks_LCHK, vs_LCHK
-
-
-Cache = ChunkState | KeyValueCache | PrefixState | RowCache
-
-
-def tensors_of(cache: Cache) -> dict[str, Tensor]:
-    """What a cache holds of its rows."""
-    return {name: value for name, value in vars(cache).items()
-            if isinstance(value, Tensor) and name not in cache.constant}
-
-
-@dataclasses.dataclass
 class DecodingState:
     """What a model remembers of a batch of rows: each attention layer's memory, and where the rows stand."""
 
     caches: list[Cache]
-    length_B: Tensor
+    seq_lens_B: Tensor
     start_B: Tensor
 
     @property
     def n_bytes(self) -> int:
         """Bytes in all caches: constant in T for FLASH."""
-        tensors = [tensor for cache in self.caches for tensor in tensors_of(cache).values()]
+        tensors = [tensor for cache in self.caches for tensor in cache.tensors().values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def reserve(self, n_tokens: int) -> None:
@@ -324,12 +311,12 @@ class DecodingState:
 
     def select(self, rows_B: Tensor) -> None:
         """Keep these rows, in this order; a row may come more than once."""
-        rows_B = rows_B.to(self.length_B.device)
+        rows_B = rows_B.to(self.seq_lens_B.device)
         for cache in self.caches:
             entries_B = rows_B
             if cache.n_heads > 1:
                 heads = torch.arange(cache.n_heads, device=rows_B.device)
                 entries_B = (rows_B[:, None] * cache.n_heads + heads).flatten()
-            for name, tensor in tensors_of(cache).items():
+            for name, tensor in cache.tensors().items():
                 setattr(cache, name, tensor.index_select(0, entries_B))
-        self.length_B, self.start_B = self.length_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)
+        self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)

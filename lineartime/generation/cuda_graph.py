@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from lineartime.decoding.cache import ChunkState, DecodingState, Feed, KeyValueCache
+from lineartime.decoding.cache import ChunkState, DecodeInputs, DecodingState
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 
 WINDOW = 1024
-"""Keys that a captured step reads are a multiple of this: so often is it captured anew where there are keys."""
+"""The captured KV window is rounded up to a multiple of this; the graph is captured again when the window grows."""
 
 
 class CapturedStep:
@@ -20,11 +20,11 @@ class CapturedStep:
     the graph."""
 
     def __init__(self, model: LanguageModel, state: DecodingState):
-        require(can_capture(state), "a step of this model cannot be captured", model.config.attn_type,
-                "decode without capture")
+        require(all(cache.replayable for cache in state.caches), "a step of this model cannot be captured",
+                model.config.attn_type, "decode without capture")
         self.model, self.state = model, state
-        self.ids_B = torch.zeros_like(state.length_B)
-        self.lengths: list[int] = state.length_B.tolist()
+        self.ids_B = torch.zeros_like(state.seq_lens_B)
+        self.lengths: list[int] = state.seq_lens_B.tolist()
         self.window = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -52,21 +52,22 @@ class CapturedStep:
     def step(self) -> Tensor:
         """One token, written where the state says; asks nothing of the device."""
         state, ids_B1 = self.state, self.ids_B[:, None]
-        feed = Feed(state.length_B, state.start_B, torch.ones_like(self.ids_B), self.model.begins(ids_B1), self.window)
-        logits_BV = self.model.logits(self.model.extend_layers(ids_B1, feed, state.caches)[:, 0])
-        state.start_B.copy_(feed.start_BN[:, 0])
-        state.length_B.add_(1)
+        inputs = DecodeInputs(state.seq_lens_B, state.start_B, torch.ones_like(self.ids_B), self.model.begins(ids_B1),
+                              self.window)
+        logits_BV = self.model.logits(self.model.extend_layers(ids_B1, inputs, state.caches)[:, 0])
+        state.start_B.copy_(inputs.start_BN[:, 0])
+        state.seq_lens_B.add_(1)
         return logits_BV
 
     def capture(self) -> None:
         """Run the step aside, as a graph's memory must be warm, take back that it moved the state on, and record it."""
-        length_B, start_B = self.state.length_B.clone(), self.state.start_B.clone()
+        seq_lens_B, start_B = self.state.seq_lens_B.clone(), self.state.start_B.clone()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             self.step()
         torch.cuda.current_stream().wait_stream(aside)
-        self.state.length_B.copy_(length_B)
+        self.state.seq_lens_B.copy_(seq_lens_B)
         self.state.start_B.copy_(start_B)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -74,18 +75,12 @@ class CapturedStep:
 
     def close(self, chunk_size: int) -> None:
         """Close the chunks that the newest token filled."""
-        newest_B = self.state.length_B - 1
-        feed = Feed(newest_B, self.state.start_B, torch.ones_like(newest_B), torch.zeros_like(newest_B[:, None]).bool())
-        for layer, cache in zip(self.model.attention_layers(), self.state.caches, strict=True):
-            if isinstance(cache, ChunkState) and layer.chunking is not None:
-                at = feed.for_heads(cache.n_heads).at_new_token(layer.chunking, cache.kv_BSE.dtype)
+        newest_B = self.state.seq_lens_B - 1
+        inputs = DecodeInputs(newest_B, self.state.start_B, torch.ones_like(newest_B),
+                              torch.zeros_like(newest_B[:, None]).bool())
+        for cache in self.state.caches:
+            if isinstance(cache, ChunkState):
+                at = inputs.for_heads(cache.n_heads).token_position(self.model.config, cache.kv_BSE.dtype)
                 assert at.full is not None
                 cache.step_back(at.full)
                 cache.close(at)
-
-
-def can_capture(state: DecodingState) -> bool:
-    """Whether a step writes only what the next step at the same place would write again: chunks, and keys and values.
-    Not the sums of Performer and of learned chunk weights, nor Combiner's rows."""
-    return all(isinstance(cache, KeyValueCache) or (isinstance(cache, ChunkState) and cache.kv_BLSE is None)
-               for cache in state.caches)

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lineartime.layers import SplitLinear
 from lineartime.model import LanguageModel
 
 
@@ -22,12 +21,7 @@ def packed_weights(model: LanguageModel) -> Iterator[bool]:
     if not can_pack(model.embed.weight):
         packed = []
     for module, weight, bias in packed:
-        multiply = partial(multiply_packed, pack(weight), bias.detach())
-        if isinstance(module, SplitLinear):
-            widths = module.widths
-            module.forward = partial(multiply_split, multiply, widths)  # type: ignore[method-assign]
-        else:
-            module.forward = multiply  # type: ignore[method-assign]
+        module.forward = partial(multiply_packed, pack(weight), bias.detach())  # type: ignore[method-assign]
     if packed:
         head = partial(multiply_packed, pack(model.embed.weight), model.head_bias.detach())
         model.logits = head  # type: ignore[method-assign]
@@ -56,6 +50,3 @@ def multiply_packed(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 
-
-def multiply_split(multiply: partial[Tensor], widths: list[int], x: Tensor) -> tuple[Tensor, ...]:
-    return multiply(x).split(widths, dim=-1)

@@ -1,57 +1,110 @@
-"""The attention ops and the loss, one function each. `reference` and `baselines` have their definitions.
+"""The attention ops, the norm and the loss, one function each.
 
-Four have kernels too, under the same signatures. For these, impl is "reference" or "triton"; by default kernels run on
-CUDA, where they can, and what keeps them from it is told once. `limits` says what they can."""
+`reference` has the PyTorch reference of every op. Four ops have Triton kernels too, under the same signatures; `impl`
+decides which of the two runs:
 
-from typing import Any
+| impl | what runs |
+|---|---|
+| None | kernels on CUDA for supported inputs; otherwise the reference, and on CUDA the reason is logged once |
+| "reference" | the PyTorch reference |
+| "triton" | kernels; `UsageError` where they do not support the inputs |
 
+`dispatch` says which inputs the kernels support."""
+
+import torch
 from torch import Tensor
 
 from lineartime.ops import reference
-from lineartime.ops.baselines import performer_attention, rowmajor_axial_attention
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.dispatch import HAS_TRITON, kernels_refuse, norm_refuses, use_kernels
-from lineartime.ops.reference import first_to_all_attention, mixed_chunk_attention, quadratic_attention
+from lineartime.ops.dispatch import HAS_TRITON, unsupported_attention, unsupported_norm, use_kernels
+from lineartime.ops.reference import mixed_chunk_attention, quadratic_attention
 
 if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
 
-__all__ = ["add_norm", "chunk_decode_step", "first_to_all_attention", "gated_chunk_attention",
-           "gated_quadratic_attention", "linear_cross_entropy", "mixed_chunk_attention", "performer_attention",
-           "quadratic_attention", "rowmajor_axial_attention"]
+__all__ = ["add_norm", "chunk_decode_step", "gated_chunk_attention", "gated_quadratic_attention",
+           "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, *inputs: Tensor, chunk_size: int, impl: str | None = None,
-                          **settings: Any) -> Tensor:
-    """`reference.gated_chunk_attention`, or the same in kernels."""
-    refusal = refused(uvz_BTF, gamma_4S, chunk_size)
-    module = mixed_chunk if use_kernels(impl, uvz_BTF.device, refusal) else reference
-    return module.gated_chunk_attention(uvz_BTF, gamma_4S, *inputs, chunk_size=chunk_size, **settings)
+def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
+                          chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+                          impl: str | None = None) -> Tensor:
+    """A FLASH layer between its two projections (Code 8): u * (mixed chunk attention of v), out_BTE.
+
+    | argument | shape, dtype | meaning |
+    |---|---|---|
+    | uvz_BTF | `[B, T, 2 E + S]`, floating | u, v and z side by side, before their silu |
+    | gamma_4S, beta_4S | `[4, S]`, floating | scale and offset of q and k of the quadratic half, then of the linear |
+    | sin, cos | `[1 or B, T, S / 2]`, floating | the angles of the positions, see `reference.rotary` |
+    | w | `[2 C - 1]`, floating | position bias, b[i, j] = w[j - i + C - 1] |
+    | chunk_size | integer | C, also the n of relu(q k^T / n + b)^2 |
+    | causal | | whether a token sees later ones |
+    | segment_ids_BT | `[B, T]`, integer, or None | the document of each token, never falling along a row; -1: padding |
+    | pooling | "mean" or "sum" | whether the linear half divides by the number of tokens it sums over |
+    | impl | | see the table of this module |
+
+    Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
+    kernels do not support."""
+    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
+    module = mixed_chunk if in_kernels else reference
+    return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
+                                        segment_ids_BT=segment_ids_BT, pooling=pooling)
 
 
-def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, *inputs: Tensor, impl: str | None = None,
-                              **settings: Any) -> Tensor:
-    """`reference.gated_quadratic_attention`, or the same in kernels."""
-    module = quadratic if use_kernels(impl, uvz_BTF.device, refused(uvz_BTF, gamma_2S, None)) else reference
-    return module.gated_quadratic_attention(uvz_BTF, gamma_2S, *inputs, **settings)
+def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+                              *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None,
+                              impl: str | None = None) -> Tensor:
+    """A FLASH-Quad layer between its two projections (Code 6): u * (relu(q k^T / n + b)^2 v), out_BTE.
+
+    gamma_2S, beta_2S `[2, S]`: scale and offset of q and of k. w `[2 T - 1]`: position bias, b[i, j] =
+    w[j - i + T - 1]. scale_len: n.
+
+    The other arguments, the result and the errors are as in `gated_chunk_attention`."""
+    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_2S, None)
+    module = quadratic if in_kernels else reference
+    return module.gated_quadratic_attention(uvz_BTF, gamma_2S, beta_2S, sin, cos, w, scale_len=scale_len,
+                                            causal=causal, segment_ids_BT=segment_ids_BT)
 
 
 def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
-                      bias_C: Tensor, k_quad_BCS: Tensor, *inputs: Tensor, impl: str | None = None) -> Tensor:
-    """`reference.chunk_decode_step`, or the same in a kernel."""
-    refusal = refused(uvz_BF, gamma_4S, k_quad_BCS.shape[1])
-    module = decode_step if use_kernels(impl, uvz_BF.device, refusal) else reference
-    return module.chunk_decode_step(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, *inputs)
+                      bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
+                      offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *, impl: str | None = None) -> Tensor:
+    """`gated_chunk_attention`, causal, of one new token per row whose past is in buffers: out_BE.
+
+    | argument | shape, dtype | meaning |
+    |---|---|---|
+    | uvz_BF | `[B, 2 E + S]`, floating | u, v and z of the token, before their silu |
+    | gamma_4S, beta_4S | `[4, S]`, floating | as in `gated_chunk_attention` |
+    | sin_BR, cos_BR | `[B, S / 2]`, floating | the angles of the tokens' positions |
+    | bias_C | `[C]`, float32 at least | position bias at key minus query position: 1 - C, ..., 0 |
+    | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk; the token is written into it, at `offset_B` |
+    | kv_BSE | float32 at least | the sum of k v over closed chunks |
+    | offset_B | `[B]`, integer | the token's slot in the open chunk |
+    | first_B | `[B]`, integer | the slot where its document begins, below 0 in an earlier chunk |
+    | weight_B | `[B]`, floating | what the linear half is multiplied by |
+    | impl | | see the table of this module |
+
+    A chunk that the token fills is not closed. No gradient. Raises as `gated_chunk_attention` does."""
+    in_kernels = use_kernels(impl, uvz_BF.device, unsupported_attention, uvz_BF, gamma_4S, k_quad_BCS.shape[1])
+    module = decode_step if in_kernels else reference
+    return module.chunk_decode_step(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE,
+                                    kv_BSE, offset_B, first_B, weight_B)
+
+
+def steps_in_kernel(uvz: Tensor, gamma_4S: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
+    """Whether `chunk_decode_step` runs as a kernel: for inference, in the dtype of the open chunk `v_BCE`."""
+    in_kernels = use_kernels(impl, uvz.device, unsupported_attention, uvz, gamma_4S, v_BCE.shape[1])
+    wants_gradient = torch.is_grad_enabled() and uvz.requires_grad
+    return in_kernels and not wants_gradient and v_BCE.dtype == uvz.dtype
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float = 1e-5,
              impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """`reference.add_norm`, or the same in kernels."""
-    module = norm if use_kernels(impl, x.device, norm_refuses(x.device, x.dtype, x.shape[-1])) else reference
+    """x + delta, or x itself without delta, and the norm of the sum over its last axis (Code 5).
+
+    x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm; weight `[1]` without bias: ScaleNorm.
+    Returns the sum, in the dtype in which torch adds the two, and its norm, in the dtype of matmuls: the sum's, or that
+    of autocast. The norm is taken in float32 at least. Raises as `gated_chunk_attention` does."""
+    in_kernels = use_kernels(impl, x.device, unsupported_norm, x.device, x.dtype, x.shape[-1])
+    module = norm if in_kernels else reference
     return module.add_norm(x, delta, weight, bias, eps=eps)
-
-
-def refused(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None) -> str:
-    """What keeps the attention kernels from these inputs; "" for nothing."""
-    s = gamma_NS.shape[-1]
-    return kernels_refuse(uvz.device, uvz.dtype, s, (uvz.shape[-1] - s) // 2, chunk_size)

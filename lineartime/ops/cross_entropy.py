@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineartime.layers import at_least_float32
+from lineartime.ops.dtypes import at_least_float32, matmul_dtype
 
 
 @torch.compiler.disable
@@ -25,13 +25,13 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
     pass with weights of its own, or a second one, computes the logits again. There is no second derivative; in code
     that is compiled it stays as it is.
 
-    PyTorch from 2.13 has `F.linear_cross_entropy`, which could not take this place: losses by token cost it a product
+    PyTorch from 2.13 has `F.linear_cross_entropy`, which could not take this place: losses by token cost it a matmul
     more, autocast does not reach it, and it returns losses of bfloat16 in bfloat16."""
-    product = product_type(x_ND)
+    dtype = matmul_dtype(x_ND)
     chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight_VD), x_ND.device)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_ND, weight_VD, bias_V)):
-        return LinearCrossEntropy.apply(x_ND, weight_VD, bias_V, targets_N, product, chunk_tokens)
-    return chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, product, chunk_tokens)[0]
+        return LinearCrossEntropy.apply(x_ND, weight_VD, bias_V, targets_N, dtype, chunk_tokens)
+    return chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, dtype, chunk_tokens)[0]
 
 
 def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
@@ -40,22 +40,14 @@ def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
     return 1024 if device.type == "cpu" else max(2**27 // vocab_size, 1024)
 
 
-def product_type(x: Tensor) -> torch.dtype:
-    """The type in which autocast, or else the type of x itself, has its products taken."""
-    has_autocast = torch.amp.is_autocast_available(x.device.type) and x.dtype != torch.float64
-    if has_autocast and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
-
-
 class LinearCrossEntropy(torch.autograd.Function):
     """`linear_cross_entropy` where a gradient is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, product: torch.dtype,
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype,
                 chunk_tokens: int) -> Tensor:
         ctx.save_for_backward(x_ND, weight_VD, bias_V, targets_N)
-        ctx.how = product, chunk_tokens, ctx.needs_input_grad[:3]
+        ctx.how = dtype, chunk_tokens, ctx.needs_input_grad[:3]
         losses_N, *ctx.gradients_of_sum = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, *ctx.how)
         return losses_N
 
@@ -63,11 +55,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
-        (product, chunk, wanted), gradients = ctx.how, ctx.gradients_of_sum
+        (dtype, chunk, wanted), gradients = ctx.how, ctx.gradients_of_sum
         ctx.gradients_of_sum = None  # they are scaled in place, so they serve once
         scale = gradient_N[:1].sum()
         if gradients is None or not all_equal(gradient_N):
-            gradients = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, product, chunk, wanted, gradient_N)[1:]
+            gradients = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, dtype, chunk, wanted, gradient_N)[1:]
             scale = torch.ones_like(scale)
         return *(None if g is None else g.to(torch.promote_types(g.dtype, t.dtype)).mul_(scale).to(t.dtype)
                  for g, t in zip(gradients, (x_ND, weight_VD, bias_V), strict=True)), None, None, None
@@ -79,13 +71,13 @@ def all_equal(x_N: Tensor) -> bool:
 
 
 @torch.no_grad()
-def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, product: torch.dtype,
+def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype,
                    chunk_tokens: int, wanted: tuple[bool, ...] = (False, False, False),
                    gradient_N: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """losses_N, and the gradients of x, W and b that are `wanted`: of the losses' sum, weighted by `gradient_N`."""
     n_tokens, vocab_size = len(x_ND), len(weight_VD)
-    weight_VD, bias_V = weight_VD.to(product), bias_V.to(product)
-    # Buffers of a chunk: logits as the product leaves them, and in the type in which they are summed.
+    weight_VD, bias_V = weight_VD.to(dtype), bias_V.to(dtype)
+    # Buffers of a chunk: logits as the matmul leaves them, and in the type in which they are summed.
     narrow_CV = weight_VD.new_empty(min(chunk_tokens, n_tokens), vocab_size)
     wide_CV = at_least_float32(narrow_CV)
     same = wide_CV is narrow_CV
@@ -97,7 +89,7 @@ def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: T
     with torch.autocast(x_ND.device.type, enabled=False):
         for start in range(0, n_tokens, chunk_tokens):
             at = slice(start, start + chunk_tokens)
-            x_CD, targets_C1 = x_ND[at].to(product), targets_N[at, None]
+            x_CD, targets_C1 = x_ND[at].to(dtype), targets_N[at, None]
             narrow, wide = narrow_CV[: len(x_CD)], wide_CV[: len(x_CD)]
             torch.addmm(bias_V, x_CD, weight_VD.t(), out=narrow)
             if not same:

@@ -1,8 +1,10 @@
-"""Where kernels run, and what none of them does."""
+"""Which implementation of an op runs: the PyTorch reference, or Triton kernels and for which inputs."""
 
 import functools
 import importlib.util
-import sys
+import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,17 +12,19 @@ from torch.autograd import forward_ad
 
 from lineartime.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHUNK_SIZES = (128, 256, 512)
 QUERY_KEY_DIM = 128
 COLUMNS = 64
-"""What `d_inner` is a multiple of."""
+"""What `d_inner` is a multiple of in the attention kernels."""
 MAX_WIDTH = 8192
-"""Of the rows that the norm takes."""
+"""The widest row of the norm's kernels."""
 
 
-def device_refuses(device: torch.device, dtype: torch.dtype) -> str:
-    """What keeps every kernel from a device and a type, in words; "" for nothing."""
+def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernel runs on a device and a dtype; None where they do."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
@@ -29,28 +33,30 @@ def device_refuses(device: torch.device, dtype: torch.dtype) -> str:
         return "kernels need a GPU of compute capability 8.0"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"kernels have no {str(dtype).removeprefix('torch.')}"
-    return ""
+    return None
 
 
-def norm_refuses(device: torch.device, dtype: torch.dtype, width: int) -> str:
-    """`device_refuses`, or what keeps the norm's kernels from rows of this width."""
-    too_wide = "" if width <= MAX_WIDTH else f"rows of {width} numbers, the norm's kernels have {MAX_WIDTH}"
-    return device_refuses(device, dtype) or too_wide
+def unsupported_norm(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Why the norm's kernels do not take rows of this width; None where they do."""
+    too_wide = None if width <= MAX_WIDTH else f"rows of {width} numbers, the norm's kernels have {MAX_WIDTH}"
+    return unsupported_device(device, dtype) or too_wide
 
 
-def kernels_refuse(device: torch.device, dtype: torch.dtype, s: int, e: int, chunk_size: int | None) -> str:
-    """`device_refuses`, or what keeps the attention kernels from these sizes.
+def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None) -> str | None:
+    """Why the attention kernels do not take a projection uvz `[..., 2 E + S]`; None where they do.
 
-    chunk_size: None for attention over the whole row."""
-    if refusal := device_refuses(device, dtype):
-        return refusal
+    gamma_NS: the scales, whose last axis is S. chunk_size: None for attention over the whole row."""
+    if reason := unsupported_device(uvz.device, uvz.dtype):
+        return reason
+    s = gamma_NS.shape[-1]
+    e = (uvz.shape[-1] - s) // 2
     if s != QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have {QUERY_KEY_DIM}"
     if e % COLUMNS:
         return f"d_inner {e}, kernels have multiples of {COLUMNS}"
     if chunk_size not in (None, *CHUNK_SIZES):
         return f"chunk_size {chunk_size}, kernels have {', '.join(map(str, CHUNK_SIZES))}"
-    return ""
+    return None
 
 
 def interpreted() -> bool:
@@ -60,34 +66,26 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def want_kernels(impl: str | None, device: torch.device) -> bool:
-    """Whether kernels are to run if they can. impl: "triton" or "reference"; by default kernels on CUDA."""
+def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..., str | None], *inputs: Any) -> bool:
+    """Whether kernels run: with impl "triton", or with None on CUDA, where `unsupported(*inputs)` gives no reason.
+
+    Raises UsageError for an unknown impl, and with the reason where "triton" is asked for. Where kernels are the
+    default, the reason is logged once."""
     if impl not in (None, "reference", "triton"):
         raise UsageError("unknown implementation", str(impl), "it is reference or triton")
-    return impl == "triton" or (impl is None and device.type == "cuda")
-
-
-def use_kernels(impl: str | None, device: torch.device, refusal: str) -> bool:
-    """Whether to run kernels: where they are wanted and nothing is refused.
-
-    Raises UsageError for kernels that are asked for and cannot be. Where they are not asked for, one line says so."""
-    wanted = want_kernels(impl, device)
-    if impl == "triton" and refusal:
-        raise UsageError("kernels cannot run here", refusal, 'take impl = "reference"')
-    if wanted and refusal:
-        say_once(refusal)
-    return wanted and not refusal
+    if impl == "reference" or (impl is None and device.type != "cuda"):
+        return False
+    reason = unsupported(*inputs)
+    if reason and impl == "triton":
+        raise UsageError("kernels cannot run here", reason, 'take impl = "reference"')
+    if reason and not torch.compiler.is_compiling():
+        log_once(f"the PyTorch reference runs in place of kernels: {reason}")
+    return not reason
 
 
 @functools.cache
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def say_once(refusal: str) -> None:
-    """One line for each reason why definitions run in place of kernels."""
-    if not torch.compiler.is_compiling():
-        say(f"note: attention runs as its definition, not in kernels: {refusal}")
+def log_once(line: str) -> None:
+    logger.warning(line)
 
 
 def refuse_forward_mode(*inputs: Tensor | None) -> None:

@@ -482,7 +482,8 @@ forward.register_autograd(differentiate, setup_context=keep)
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
                           pooling: str = "mean") -> Tensor:
-    """`reference.gated_chunk_attention` in kernels, for what `limits.kernels_refuse` lets pass. First derivatives only.
+    """`reference.gated_chunk_attention` in kernels, for the inputs that `dispatch.unsupported_attention` lets
+    pass. First derivatives only.
 
     Sums are float32 and always in one order: the same inputs give the same bits. Of the forward pass nothing is kept
     but its inputs."""

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.cross_entropy import product_type
 from lineartime.ops.dispatch import MAX_WIDTH, refuse_forward_mode
+from lineartime.ops.dtypes import matmul_dtype
 
 TILE = 1024
 """Numbers in a tile of rows, but for rows that are longer."""
@@ -198,5 +198,5 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
         delta = delta.expand_as(x).reshape(-1, width).contiguous()
     total_ND, normed_ND, _ = add_norm_forward(
         x.reshape(-1, width).contiguous(), delta, weight.contiguous(), None if bias is None else bias.contiguous(),
-        product_type(x), eps)
+        matmul_dtype(x), eps)
     return x if delta is None else total_ND.view(x.shape), normed_ND.view(x.shape)

@@ -203,8 +203,8 @@ forward.register_autograd(differentiate, setup_context=keep)
 
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
                               *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None) -> Tensor:
-    """`reference.gated_quadratic_attention` in kernels, for what `limits.kernels_refuse` lets pass. First derivatives
-    only, and none of sin and cos.
+    """`reference.gated_quadratic_attention` in kernels, for the inputs that `dispatch.unsupported_attention` lets
+    pass. First derivatives only, and none of sin and cos.
 
     Sums are float32 and always in one order: the same inputs give the same bits. Of the forward pass nothing is kept
     but its inputs."""

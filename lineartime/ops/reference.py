@@ -1,18 +1,40 @@
-"""The attention ops in einsum: the definition that every kernel is held to.
+"""The reference of every attention op, in einsum: a kernel computes the same, faster.
 
-Mixed chunk attention is three named stages: attention inside a chunk, the sums of k v that chunks carry to one another,
-and their reading by queries. A document is a run of equal `segment_ids`; -1 marks padding, which contributes nothing.
+Mixed chunk attention has three named stages: attention inside a chunk, the sums of k v that chunks carry to one
+another, and the reading of these sums by queries. A document is a run of equal `segment_ids`; -1 marks padding, which
+contributes nothing. The paper's ablations are in `ops/ablations.py`.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.layers import at_least_float32, rope
-from lineartime.ops.cross_entropy import product_type
+from lineartime.ops.dtypes import at_least_float32, matmul_dtype
 
 SCAN_BLOCK = 32
-"""Chunks whose sums are one matrix product."""
+"""Chunks whose sums are one matmul."""
+
+
+def rotary(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """sin and cos of position x 10000^(-i / half) for i < half = width / 2: the angles of Codes 2 and 3.
+
+    position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. The angles are taken in
+    float64 and rounded after sin and cos, so that the error stays below 1e-6 at position 10^6."""
+    half = width // 2
+    frequency = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=position.device) / half)
+    angle = position.double()[..., None] * frequency
+    return angle.sin().to(dtype), angle.cos().to(dtype)
+
+
+def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """Rotary position embedding (Code 3): the halves of the last axis turned by the angles of `rotary`.
+
+    x: `[..., width]`; sin, cos: `[..., width / 2]`, broadcast. Several axes count as one: the position of an entry is
+    its index in their row-major order."""
+    halves = x.unflatten(-1, (2, -1))
+    # [x1 cos - x2 sin, x2 cos + x1 sin] without taking the halves apart: torch.compile makes slow code of a cat.
+    sign = torch.arange(-1, 2, 2, device=x.device)[:, None]
+    return (halves * cos[..., None, :] + halves.flip(-2) * (sin[..., None, :] * sign)).flatten(-2)
 
 
 def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
@@ -29,6 +51,18 @@ def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
     return x_BT.unflatten(1, (-1, chunk_size))
 
 
+def chunk_ids(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, causal: bool) -> Tensor | None:
+    """The documents of a row's tokens in chunks: segment_ids_BGC, -1 where the last chunk is filled up.
+
+    None stands for rows of one document whose tokens cannot see what fills up the last chunk. x_BT: any tensor
+    `[B, T, ...]` of the rows."""
+    if segment_ids_BT is None:
+        if causal:
+            return None
+        segment_ids_BT = torch.zeros(x_BT.shape[:2], dtype=torch.long, device=x_BT.device)
+    return to_chunks(segment_ids_BT, chunk_size, fill=-1)
+
+
 def one_document(x_BGC: Tensor) -> Tensor:
     """Segment ids of rows that are one document and nothing else: segment_ids_BGC."""
     return torch.zeros(x_BGC.shape[:3], dtype=torch.long, device=x_BGC.device)
@@ -40,8 +74,10 @@ def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = 
     return (segment_ids_BGC[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :]
 
 
-def attention_weights(score: Tensor, visible: Tensor | None, kernel: str) -> Tensor:
-    """relu^2 or softmax of scores over the last axis, exactly 0 where a key is not visible; all 0 where none is."""
+def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu2") -> Tensor:
+    """relu(score)^2, or softmax, over the last axis: exactly 0 where a key is not visible, all 0 where none is.
+
+    visible: booleans that broadcast; None: every key."""
     if kernel == "relu2":
         return torch.relu(score if visible is None else torch.where(visible, score, 0.0)).square()
     if visible is None:
@@ -49,66 +85,38 @@ def attention_weights(score: Tensor, visible: Tensor | None, kernel: str) -> Ten
     return score.masked_fill(~visible, torch.finfo(score.dtype).min).softmax(-1).masked_fill(~visible, 0.0)
 
 
-def score_scale(kernel: str, width: int, scale_len: int) -> float:
-    """What q k is divided by: n for relu^2, the root of the head width for softmax."""
-    return float(scale_len) if kernel == "relu2" else width**0.5
+def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Tensor | None,
+                 key_segment_ids_BGM: Tensor | None = None, n_before: int = 0) -> Tensor | None:
+    """True where query c may see key m: of its document, and not later when causal. `[B or 1, G or 1, C, M]`, None
+    where every key is visible.
 
-
-def quadratic_attention(q_BGCS: Tensor, k_BGMS: Tensor, v_BGME: Tensor, w: Tensor | None, *, scale_len: int,
-                        causal: bool, segment_ids_BGC: Tensor | None = None, kernel: str = "relu2",
-                        overlap: bool = False, cls_softmax: bool = False) -> Tensor:
-    """relu(q k^T / n + b)^2 v, or softmax(q k^T / sqrt(S) + b) v, inside each chunk:
-    FLASH's local attention, and with one chunk all of FLASH-Quad (Code 6).
-
-    w: the position bias (see `toeplitz`), or none. scale_len: n. overlap: a chunk's keys are those of the chunk before
-    it too, and when not causal of the chunk after; w is then made for 2 C. cls_softmax: the first query of a row has
-    softmax for its kernel. Scores are in float32 at least. Returns `[B, G, C, E]`."""
-    n_queries, key_segment_ids_BGM, n_before = q_BGCS.shape[-2], segment_ids_BGC, 0
-    if overlap:
-        segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
-        k_BGMS, v_BGME = with_neighbours(k_BGMS, causal), with_neighbours(v_BGME, causal)
-        key_segment_ids_BGM, n_before = with_neighbours(segment_ids_BGC, causal, fill=-1), n_queries
-    n_keys = k_BGMS.shape[-2]
+    n_before: keys that stand before the first query."""
     visible = None
     if causal:
         key_M = torch.arange(n_keys, dtype=torch.int32, device=q_BGCS.device)  # torch.compile is slow with 64 bits
-        visible = (key_M <= key_M[:n_queries, None] + n_before)[None, None]
+        visible = (key_M <= key_M[: q_BGCS.shape[-2], None] + n_before)[None, None]
     if segment_ids_BGC is not None:
         document_BGCM = same_document(segment_ids_BGC, key_segment_ids_BGM)
         visible = document_BGCM if visible is None else document_BGCM & visible
-
-    def weights(q_BGQS: Tensor, k_BGMS: Tensor, kernel: str, visible: Tensor | None) -> Tensor:
-        """Of the first Q queries of a chunk."""
-        q_BGQS = q_BGQS / score_scale(kernel, q_BGQS.shape[-1], scale_len)
-        score_BGQM = at_least_float32(torch.einsum("bgqs,bgms->bgqm", q_BGQS, k_BGMS))
-        if w is not None:
-            score_BGQM = score_BGQM + toeplitz(w, n_queries, n_keys)[: q_BGQS.shape[2]]
-        return attention_weights(score_BGQM, visible, kernel)
-
-    a_BGCM = weights(q_BGCS, k_BGMS, kernel, visible)
-    if cls_softmax:
-        cls_B11M = weights(q_BGCS[:, :1, :1], k_BGMS[:, :1], "softmax",
-                           None if visible is None else visible[:, :1, :1])
-        first_B1CM = torch.cat([cls_B11M, a_BGCM[:, :1, 1:]], dim=2)
-        a_BGCM = torch.cat([first_B1CM, a_BGCM[:, 1:]], dim=1)
-    return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGME.dtype), v_BGME)
+    return visible
 
 
-def with_neighbours(x_BGC: Tensor, causal: bool, fill: int = 0) -> Tensor:
-    """Each chunk behind the one before it, and when not causal before the one after it: `[B, G, 2 C or 3 C, ...]`."""
-    empty = torch.full_like(x_BGC[:, :1], fill)
-    parts = [torch.cat([empty, x_BGC[:, :-1]], dim=1), x_BGC]
-    if not causal:
-        parts.append(torch.cat([x_BGC[:, 1:], empty], dim=1))
-    return torch.cat(parts, dim=2)
+def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Tensor:
+    """q k^T / scale + b, score_BGCM in float32 at least. w: the position bias b, see `toeplitz`, or none."""
+    score_BGCM = at_least_float32(torch.einsum("bgcs,bgms->bgcm", q_BGCS / scale, k_BGMS))
+    return score_BGCM if w is None else score_BGCM + toeplitz(w, *score_BGCM.shape[-2:])
 
 
-def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-    """The first token of each chunk attends to its whole document by softmax (Section 4.3): `[B, G, E]`."""
-    k_BTS, v_BTE = k_BGCS.flatten(1, 2), v_BGCE.flatten(1, 2)
-    visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
-    score_BGT = at_least_float32(torch.einsum("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
-    return torch.einsum("bgt,bte->bge", attention_weights(score_BGT, visible_BGT, "softmax").to(v_BTE.dtype), v_BTE)
+def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
+                        segment_ids_BGC: Tensor | None = None) -> Tensor:
+    """relu(q k^T / n + b)^2 v inside each chunk: FLASH's local attention, and with one chunk FLASH-Quad (Code 6).
+
+    q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating type. w `[2 C - 1]`: the position bias, see
+    `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each token, -1 for padding; None: one document.
+    Scores are in float32 at least. Returns `[B, G, C, E]` of v's type."""
+    visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
+    a_BGCM = attention_weights(scores(q_BGCS, k_BGCS, float(scale_len), w), visible)
+    return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGCE.dtype), v_BGCE)
 
 
 def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
@@ -218,88 +226,16 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     return before_BGCE + own_BGCE + read_states(q_BGCS, kv_after_BGSE, each_BGC * seen_after_BGC)
 
 
-def learned_chunk_weights(summary_q_BPS: Tensor, summary_k_BLS: Tensor, bias_BPL: Tensor, *, scale_len: int) -> Tensor:
-    """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, P, L]`, float32 at least.
-
-    scale_len: n, the number of chunks in a training row. What is visible is the caller's."""
-    score_BPL = at_least_float32(torch.einsum("bps,bls->bpl", summary_q_BPS / scale_len, summary_k_BLS))
-    return attention_weights(score_BPL + bias_BPL, None, "relu2")
-
-
-def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-    """k^T v of each chunk divided by its number of tokens: kv_BGSE, float32 at least."""
-    valid_BGC = segment_ids_BGC >= 0
-    kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
-    return kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
-
-
-def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,
-                              segment_ids_BGC: Tensor) -> Tensor:
-    """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the chunk's tokens as in Code 8:
-    `[B, G, C, E]`. For rows that are one document."""
-    kv_BGSE = chunk_means(k_BGCS, v_BGCE, segment_ids_BGC)
-    pooled_BGSE = torch.einsum("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
-    return read_states(q_BGCS, pooled_BGSE, segment_ids_BGC >= 0)
-
-
-def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
-    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / their number over the chunks whose range of
-    documents overlaps, earlier ones only when causal.
-    It leaks: two documents that share a chunk with a third see each other."""
-    low_BG, high_BG = segment_ids_BGC.amin(-1), segment_ids_BGC.amax(-1)
-    overlap_BGG = (low_BG[:, :, None] <= high_BG[:, None, :]) & (high_BG[:, :, None] >= low_BG[:, None, :])
-    if causal:
-        overlap_BGG = overlap_BGG.tril(-1)
-    return overlap_BGG.double() / overlap_BGG.sum(-1, keepdim=True).clamp(min=1)
-
-
-def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
-                           segment_ids_BGC: Tensor) -> Tensor:
-    """The linear half of Code 8 as printed, chunk-range mask and all. Returns `[B, G, C, E]`.
-
-    The listing knows no padding: here padded tokens count for their chunk's length and contribute nothing."""
-    valid_BGC = segment_ids_BGC >= 0
-    in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
-    kv_BGSE = (at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
-               / q_BGCS.shape[-2])
-    w_BGG = chunk_weights(in_order, causal).to(kv_BGSE.dtype)
-    pooled_BGSE = torch.einsum("bhse,bgh->bgse", kv_BGSE, w_BGG)
-    return torch.einsum("bgcs,bgse->bgce", q_BGCS, pooled_BGSE.to(q_BGCS.dtype))
-
-
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
-                          v_BGCE: Tensor, w: Tensor | None, *, scale_len: int, causal: bool,
-                          segment_ids_BGC: Tensor | None = None, document_mask: str = "exact",
-                          pooling: str = "mean", parts: str = "both", kernel: str = "relu2", overlap: bool = False,
-                          cls_softmax: bool = False, a_BGG: Tensor | None = None) -> Tensor:
+                          v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
+                          segment_ids_BGC: Tensor | None = None, pooling: str = "mean") -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
 
-    w, kernel, overlap, cls_softmax: see `quadratic_attention`. document_mask: "exact" keeps documents apart in both
-    halves, "paper" is the listing. parts: "local" or "global" keeps one half alone (the paper's LocalOnly and
-    GlobalOnly). a_BGG: the weights of chunks, for pooling "attention"."""
-    if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
-        segment_ids_BGC = one_document(v_BGCE)
-    out_BGCE = None
-    if parts != "global":
-        within = segment_ids_BGC
-        if segment_ids_BGC is not None and document_mask == "paper":
-            within = (segment_ids_BGC >= 0).long() - 1
-        out_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
-                                       segment_ids_BGC=within, kernel=kernel, overlap=overlap, cls_softmax=cls_softmax)
-    if parts == "local":
-        assert out_BGCE is not None
-        return out_BGCE
-    if a_BGG is not None:
-        assert segment_ids_BGC is not None
-        lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
-    elif document_mask == "exact":
-        lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                    pooling=pooling)
-    else:
-        assert segment_ids_BGC is not None
-        lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
-                                          segment_ids_BGC=segment_ids_BGC)
-    return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
+    q_quad, k_quad, w, scale_len: see `quadratic_attention`. q_lin, k_lin, pooling: see `linear_attention`."""
+    quad_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
+                                    segment_ids_BGC=segment_ids_BGC)
+    return quad_BGCE + linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
+                                        pooling=pooling)
 
 
 def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
@@ -310,15 +246,21 @@ def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, co
     return rope(made_NBTS, sin, cos).to(z_BTS.dtype)
 
 
+def split_uvz(uvz_BTF: Tensor, s: int) -> tuple[Tensor, Tensor, Tensor]:
+    """u_BTE, v_BTE and z_BTS, each after its silu (Eqs. 1 and 4), of the projection uvz_BTF, F = 2 E + S.
+
+    The split comes before the silu, so that each part is contiguous: a CPU multiplies those without copies."""
+    e = (uvz_BTF.shape[-1] - s) // 2
+    u_BTE, v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF.split([e, e, s], dim=-1))
+    return u_BTE, v_BTE, z_BTS
+
+
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
                               *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None) -> Tensor:
     """A FLASH-Quad layer between its two projections (Code 6): silu, q and k from z, u * (relu(q k^T / n + b)^2 v).
 
-    uvz_BTF: u, v and z side by side, as the projection gives them, F = 2 E + S. gamma_2S, beta_2S: scale and offset of
-    q and of k. sin, cos: see `make_heads`. w: `[2 T - 1]`, see `toeplitz`. scale_len: n. Returns `[B, T, E]`."""
-    s = gamma_2S.shape[-1]
-    e = (uvz_BTF.shape[-1] - s) // 2
-    u_BTE, v_BTE, z_BTS = F.silu(uvz_BTF).split([e, e, s], dim=-1)
+    Arguments: see `ops.gated_quadratic_attention`. Returns `[B, T, E]`."""
+    u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, gamma_2S.shape[-1])
     q_BTS, k_BTS = make_heads(z_BTS, gamma_2S, beta_2S, sin, cos)
     segment_ids_B1T = None if segment_ids_BT is None else segment_ids_BT[:, None]
     return u_BTE * quadratic_attention(q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], w, scale_len=scale_len,
@@ -330,18 +272,14 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
                           pooling: str = "mean") -> Tensor:
     """A FLASH layer between its two projections (Code 8): silu, four heads from z, u * (mixed chunk attention of v).
 
-    gamma_4S, beta_4S: scale and offset of q and k of the quadratic part, then of the linear part. w: `[2 C - 1]`, see
-    `toeplitz`. The rest as in `gated_quadratic_attention`, n is the chunk size. Returns `[B, T, E]`."""
-    s = gamma_4S.shape[-1]
-    e = (uvz_BTF.shape[-1] - s) // 2
-    u_BTE, v_BTE, z_BTS = F.silu(uvz_BTF).split([e, e, s], dim=-1)
-    if segment_ids_BT is None:
-        segment_ids_BT = torch.zeros(uvz_BTF.shape[:2], dtype=torch.long, device=uvz_BTF.device)
-    heads = [to_chunks(head_BTS, chunk_size) for head_BTS in make_heads(z_BTS, gamma_4S, beta_4S, sin, cos)]
-    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = heads
+    The row is cut into chunks; the last one is filled up with padding, which changes nothing. Arguments: see
+    `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
+    u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, gamma_4S.shape[-1])
+    heads_NBTS = make_heads(z_BTS, gamma_4S, beta_4S, sin, cos)
+    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads_NBTS)
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
-        causal=causal, segment_ids_BGC=to_chunks(segment_ids_BT, chunk_size, fill=-1), pooling=pooling)
+        causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling)
     return u_BTE * out_BGCE.flatten(1, 2)[:, : u_BTE.shape[1]]
 
 
@@ -349,17 +287,17 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
              eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """x + delta, or x itself without one, and the norm of it over its last axis (Code 5).
 
-    x, delta: `[..., D]`. weight `[D]` with bias `[D]` is LayerNorm; a scalar weight without bias is `layers.ScaleNorm`.
+    x, delta: `[..., D]`. weight `[D]` with bias `[D]` is LayerNorm; a scalar weight `[1]` without bias is ScaleNorm.
     The sum has the type in which torch adds the two. The norm is taken in float32 at least and returned in the type of
-    products: the sum's own, or that of autocast, to which a linear layer would cast it anyhow."""
+    matmuls: the sum's own, or that of autocast, to which a linear layer would cast it anyhow."""
     total = x if delta is None else x + delta
-    kind = torch.promote_types(total.dtype, weight.dtype)
+    dtype = torch.promote_types(total.dtype, weight.dtype)
     if bias is not None:
-        normed = F.layer_norm(total.to(kind), weight.shape, weight.to(kind), bias.to(kind), eps)
+        normed = F.layer_norm(total.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
     else:
         wide = at_least_float32(total)
         normed = weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return total, normed.to(product_type(total))
+    return total, normed.to(matmul_dtype(total))
 
 
 def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
@@ -382,7 +320,7 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
     visible_BC = (distance_BC <= 0) & (slot_C >= first_B[:, None])
     score_B1C = torch.add(bias_C[distance_BC.clamp(max=0) + c - 1][:, None], torch.bmm(q_quad_B1S, k_quad_BCS.mT),
                           alpha=1 / c)
-    a_B1C = attention_weights(score_B1C, visible_BC[:, None], "relu2")
+    a_B1C = attention_weights(score_B1C, visible_BC[:, None])
     quad_B1E = torch.bmm(a_B1C.to(v_BCE.dtype), v_BCE)
     linear_B1E = torch.bmm(q_lin_B1S * weight_B[:, None, None], kv_BSE)
     return u_BE * (linear_B1E + quad_B1E)[:, 0].to(u_BE.dtype)

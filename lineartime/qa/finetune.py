@@ -125,9 +125,9 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
     for name, module in model.named_modules():
         before = old_modules.get(name)
         if isinstance(module, GatedAttentionUnit) and isinstance(before, GatedAttentionUnit):
-            if module.kernel == "relu2":
+            if module.config.attn_kernel == "relu2":
                 for part in (module.scale_offset.gamma, module.scale_offset.beta):
-                    part[0] *= module.scale_len / before.scale_len
+                    part[0] *= module.config.scale_len / before.config.scale_len
     return model
 
 

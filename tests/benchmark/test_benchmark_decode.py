@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from lineartime.attention.combiner import RowCache
 from lineartime.benchmark import decode as decode_module
 from lineartime.benchmark.decode import (
     benchmark_decode,
@@ -15,7 +16,6 @@ from lineartime.benchmark.decode import (
     speedups,
 )
 from lineartime.config import model_config
-from lineartime.decoding.cache import RowCache, tensors_of
 from lineartime.errors import NumericsError, UsageError
 from lineartime.generation.generate import prefill
 from lineartime.info import describe
@@ -82,7 +82,7 @@ def test_every_token_of_every_cell_is_timed_once_in_turns(monkeypatch):
     step = decode_module.decode_step
 
     def spy(model, ids_B, state):
-        order.append(int(state.length_B[0]))
+        order.append(int(state.seq_lens_B[0]))
         return step(model, ids_B, state)
 
     monkeypatch.setattr(decode_module, "decode_step", spy)
@@ -121,9 +121,9 @@ def test_a_filled_state_is_like_one_that_was_read(name, n_tokens):
     """Of the same shapes, types and lengths; and finite numbers follow from it."""
     model = LanguageModel(ALL[name]).bfloat16()
     filled, read = filled_state(model, n_tokens, 2, 64), read_state(model, n_tokens, 2, 64)
-    assert filled.length_B.tolist() == read.length_B.tolist() == [n_tokens] * 2
+    assert filled.seq_lens_B.tolist() == read.seq_lens_B.tolist() == [n_tokens] * 2
     for ours, theirs in zip(filled.caches, read.caches, strict=True):
-        for (part, mine), (other, yours) in zip(tensors_of(ours).items(), tensors_of(theirs).items(), strict=True):
+        for (part, mine), (other, yours) in zip(ours.tensors().items(), theirs.tensors().items(), strict=True):
             assert part == other and mine.dtype == yours.dtype
             if isinstance(theirs, RowCache) and part in theirs.growing:
                 assert mine.shape[1] == n_tokens // 16 <= yours.shape[1]
@@ -133,9 +133,9 @@ def test_a_filled_state_is_like_one_that_was_read(name, n_tokens):
                 assert torch.equal(mine, yours)
     for _ in range(2):
         assert decode_module.decode_step(model, torch.tensor([1, 2]), filled).isfinite().all()
-    growing = [part for part in tensors_of(filled.caches[0]) if part in filled.caches[0].growing]
+    growing = [part for part in filled.caches[0].tensors() if part in filled.caches[0].growing]
     for part in growing:
-        assert (tensors_of(filled.caches[0])[part][:, : 48 // (16 if name == "combiner" else 1)] != 0).all()
+        assert (filled.caches[0].tensors()[part][:, : 48 // (16 if name == "combiner" else 1)] != 0).all()
 
 
 def test_a_read_state_is_that_of_the_whole_context(monkeypatch):
@@ -145,7 +145,7 @@ def test_a_read_state_is_that_of_the_whole_context(monkeypatch):
     for n_new in (24, 24, 24, 24, 24):
         prompt += torch.randint(64, (1, n_new), generator=generator)[0].tolist()
     state, expected = read_state(model, 120, 1, 120, seed=3), prefill(model, [prompt])[1]
-    assert state.length_B.tolist() == [120]
+    assert state.seq_lens_B.tolist() == [120]
     for mine, theirs in zip(state.caches, expected.caches, strict=True):
         torch.testing.assert_close(mine.kv_BSE, theirs.kv_BSE, rtol=0, atol=1e-12)
 

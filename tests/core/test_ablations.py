@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig, model_config
 from lineartime.errors import UsageError
-from lineartime.layers import Layout, document_boundaries, rotary
+from lineartime.layers import SequenceInfo, cu_seqlens
 from lineartime.model import LanguageModel
+from lineartime.ops.reference import make_heads, rotary, split_uvz
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, FLASH, FLASH_QUAD, UNPACKED, random_ids, random_model
 from token_by_token import layer_output
 
@@ -26,12 +27,12 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max()) / max(1.0, float(wanted.abs().max()))
 
 
-def layout_of(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:
+def info_of(config: ModelConfig, segment_ids_BT: Tensor) -> SequenceInfo:
     angles = rotary(torch.arange(segment_ids_BT.shape[1])[None], config.qk_width, torch.float64)
-    layout = Layout(angles if config.rel_pos else None, segment_ids_BT)
+    info = SequenceInfo(angles if config.rel_pos else None, segment_ids_BT)
     if config.by_document:
-        layout.boundaries = document_boundaries(segment_ids_BT)
-    return layout
+        info.cu_seqlens = cu_seqlens(segment_ids_BT)
+    return info
 
 
 def agree_with_definition(config: ModelConfig, rows: list[list[int]], seed: int) -> None:
@@ -47,7 +48,7 @@ def agree_with_definition(config: ModelConfig, rows: list[list[int]], seed: int)
     ids_BT = torch.tensor(rows)
     x_BTD = torch.randn(*ids_BT.shape, config.d_model, dtype=torch.float64, generator=generator, requires_grad=True)
     cotangent = torch.randn(x_BTD.shape, dtype=torch.float64, generator=generator) * (ids_BT >= 0)[..., None]
-    found = layer(x_BTD, layout_of(config, ids_BT))
+    found = layer(x_BTD, info_of(config, ids_BT))
     wanted = torch.stack([layer_output(config, w, x_TD, row) for x_TD, row in zip(x_BTD, rows, strict=True)])
     assert error(found[ids_BT >= 0], wanted[ids_BT >= 0]) <= EXACT
     leaves = {"x": x_BTD} | w
@@ -96,7 +97,7 @@ def first_layer_output(config: ModelConfig, x_BTD: Tensor, weights: dict[str, Te
     if weights is not None:
         layer.load_state_dict(weights)
     ids_BT = torch.zeros(x_BTD.shape[:2], dtype=torch.long)
-    return layer(x_BTD, layout_of(config, ids_BT)) - x_BTD
+    return layer(x_BTD, info_of(config, ids_BT)) - x_BTD
 
 
 def random_x(length: int) -> Tensor:
@@ -114,8 +115,10 @@ def test_chunk_sizes_of_the_paper(chunk_size: int, parts: str, causal: bool) -> 
     layer = random_model(config).layers[0]
     x_BTD, length = random_x(600), 600
     position = torch.arange(length)
-    layout = layout_of(config, torch.zeros(2, length, dtype=torch.long))
-    u_BTE, v_BTE, _, (q_quad, k_quad, q_lin, k_lin) = layer.project(x_BTD, layout)
+    info = info_of(config, torch.zeros(2, length, dtype=torch.long))
+    u_BTE, v_BTE, z_BTS = split_uvz(layer.in_proj(layer.norm(x_BTD)), config.query_key_dim)
+    gamma, beta = layer.scale_offset.gamma, layer.scale_offset.beta
+    q_quad, k_quad, q_lin, k_lin = make_heads(z_BTS, gamma, beta, *info.rotary)
     offset, chunk = position - position[:, None], position // chunk_size
     bias = layer.rel_pos_bias.at(offset.clamp(1 - chunk_size, chunk_size - 1))
     local = F.relu(q_quad @ k_quad.mT / chunk_size + bias).square()
@@ -124,7 +127,7 @@ def test_chunk_sizes_of_the_paper(chunk_size: int, parts: str, causal: bool) -> 
     across = q_lin @ k_lin.mT * earlier / earlier.sum(-1, keepdim=True).clamp(min=1)
     a_BTT = {"both": local + across, "local": local, "global": across}[parts]
     wanted = x_BTD + layer.out_proj(u_BTE * (a_BTT @ v_BTE))
-    assert error(layer(x_BTD, layout), wanted) <= EXACT
+    assert error(layer(x_BTD, info), wanted) <= EXACT
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

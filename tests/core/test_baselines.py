@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional as F
 
+from lineartime.attention import performer
+from lineartime.attention.combiner import rowmajor_axial_attention
+from lineartime.attention.performer import performer_attention, relu_features
 from lineartime.config import model_config
-from lineartime.layers import Layout, rope, rotary
+from lineartime.layers import SequenceInfo
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
-from lineartime.ops import baselines, performer_attention, rowmajor_axial_attention
-from lineartime.ops.baselines import relu_features
+from lineartime.ops.reference import rope, rotary
 from tiny_models import CHUNK, CONFIGS, random_ids, random_model
 
 PREFIX_SUMS = ["scan", "matmul", "blocks"]
@@ -49,16 +50,15 @@ def assert_recorded(out: Tensor, first: list[float], absolute_sum: float) -> Non
 
 
 COMBINER = [
-    (True, True, [-2.087505, -2.076001, -0.493421], 89.334666),
-    (False, True, [-2.897515, -2.478174, -0.183400], 85.995995),
-    (False, False, [-2.087505, -2.076001, -0.493421], 77.693312),
+    (True, [-2.087505, -2.076001, -0.493421], 89.334666),
+    (False, [-2.897515, -2.478174, -0.183400], 85.995995),
 ]
 
 
-@pytest.mark.parametrize(("causal", "own_summary", "first", "absolute_sum"), COMBINER)
-def test_recorded_values_of_combiner(causal: bool, own_summary: bool, first: list[float], absolute_sum: float) -> None:
+@pytest.mark.parametrize(("causal", "first", "absolute_sum"), COMBINER)
+def test_recorded_values_of_combiner(causal: bool, first: list[float], absolute_sum: float) -> None:
     """d = 8, 2 heads, rows of 3, no biases. x is what the norm leaves: the layer's own is taken out."""
-    layer = MultiHeadAttention(8, 2, attn_type="rowmajor_axial", chunk_size=3, causal=causal).double()
+    layer = MultiHeadAttention(d_model=8, n_heads=2, attn_type="rowmajor_axial", chunk_size=3, causal=causal).double()
     x_BTD = waves(0.1)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -66,27 +66,15 @@ def test_recorded_values_of_combiner(causal: bool, own_summary: bool, first: lis
         layer.in_proj.weight.copy_(torch.cat([matrix(n).T for n in range(3)]))
         for part, n in ((layer.out_proj, 3), (layer.summary_proj, 4), (layer.summary_key, 5)):
             part.weight.copy_(matrix(n).T)
-    layer.norm = torch.nn.Identity()
-    layout = Layout(rotary(torch.arange(6)[None], 4, torch.float64))
-    if own_summary:
-        out_BTD = layer(x_BTD, layout) - x_BTD
-    else:
-        q, k, v = ((x_BTD @ matrix(n)).unflatten(-1, (2, 4)) for n in range(3))
-
-        def summarise(vs_BGCHK: Tensor) -> Tensor:
-            u_BTD = F.layer_norm(x_BTD + vs_BGCHK.reshape(1, 6, 8) @ matrix(4), [8], eps=1e-5)
-            return rotated((u_BTD @ matrix(5)).unflatten(-1, (2, 4))).view_as(vs_BGCHK)
-
-        out, _ = rowmajor_axial_attention(rotated(q), rotated(k), v, summarise, chunk_size=3, causal=causal,
-                                          own_summary=False)
-        out_BTD = out.flatten(2) @ matrix(3)
+    layer.add_norm = lambda x_BTD, delta_BTD: (x_BTD, x_BTD)
+    info = SequenceInfo(rotary(torch.arange(6)[None], 4, torch.float64))
+    out_BTD = layer(x_BTD, info) - x_BTD
     assert_recorded(out_BTD.detach(), first, absolute_sum)
 
 
 PERFORMER = {
     "none": ([-0.814969, -0.096220, 0.763492], 25.792563, 21.461729),
     "pre": ([-0.712691, -0.152554, 0.631075], 28.145758, 19.904712),
-    "post": ([-0.826002, -0.091591, 0.777001], 22.166004, 20.441237),
 }
 
 
@@ -95,27 +83,24 @@ PERFORMER = {
 @pytest.mark.parametrize("where", PERFORMER)
 def test_recorded_values_of_performer(where: str, causal: bool, prefix_sum: str,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """RoPE nowhere, before the features (the default) and behind them (RoFormer's Eq. 19)."""
+    """RoPE nowhere, and before the features, as the layer has it."""
     first, causal_sum, bidirectional_sum = PERFORMER[where]
     q, k, v = (waves(shift).unflatten(-1, (2, 4)) for shift in (0.1, 1.1, 2.1))
-    features = (rotated(relu_features(q)), rotated(relu_features(k))) if where == "post" else None
     if where == "pre":
         q, k = rotated(q), rotated(k)
     for block in (1, 2, 4, 128):
-        monkeypatch.setattr(baselines, "BLOCK", block)
-        out = performer_attention(q, k, v, causal=causal, prefix_sum=prefix_sum, rotated=features)
+        monkeypatch.setattr(performer, "BLOCK", block)
+        out = performer_attention(q, k, v, causal=causal, prefix_sum=prefix_sum)
         assert_recorded(out, first, causal_sum if causal else bidirectional_sum)
 
 
-def combiner_weights(n_tokens: int, chunk_size: int, *, causal: bool, own_summary: bool = True,
-                     seed: int = 0) -> Tensor:
+def combiner_weights(n_tokens: int, chunk_size: int, *, causal: bool, seed: int = 0) -> Tensor:
     """Entry [t, s]: the weight of token s for token t. The values are the tokens' numbers, one by one."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, n_tokens, 1, 4, dtype=torch.float64, generator=generator) for _ in range(2))
     key_of = torch.randn(n_tokens, 4, dtype=torch.float64, generator=generator)
     one_hot = torch.eye(n_tokens, dtype=torch.float64)[None, :, None]
-    out, _ = rowmajor_axial_attention(q, k, one_hot, lambda vs: vs @ key_of, chunk_size=chunk_size, causal=causal,
-                                      own_summary=own_summary)
+    out, _ = rowmajor_axial_attention(q, k, one_hot, lambda vs: vs @ key_of, chunk_size=chunk_size, causal=causal)
     return out[0, :, 0]
 
 
@@ -126,7 +111,6 @@ def test_who_sees_whom_in_combiner() -> None:
                                            [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
     assert (causal[causal.triu(1) > 0] == 0).all() and (causal >= 0).all()
     assert (combiner_weights(6, 3, causal=False) > 0).all()
-    assert (combiner_weights(6, 3, causal=False, own_summary=False) > 0).all()
 
 
 @pytest.mark.parametrize(("n_tokens", "chunk_size"), [(6, 3), (12, 3), (8, 4), (8, 8), (8, 1), (11, 4), (3, 5)])
@@ -135,8 +119,8 @@ def test_weights_of_combiner(n_tokens: int, chunk_size: int) -> None:
     zero everywhere, but that a short last row has no summary for the places that it does not reach."""
     place, row = torch.arange(n_tokens) % chunk_size, torch.arange(n_tokens) // chunk_size
     has_summary = (place[:, None] + row * chunk_size < n_tokens) | (row[:, None] == row)
-    for causal, own_summary in ((True, True), (False, True), (False, False)):
-        a_TT = combiner_weights(n_tokens, chunk_size, causal=causal, own_summary=own_summary)
+    for causal in (True, False):
+        a_TT = combiner_weights(n_tokens, chunk_size, causal=causal)
         assert (a_TT.sum(1) - 1).abs().max() < 1e-14
         seen = torch.ones_like(a_TT).tril() > 0 if causal else has_summary
         assert (a_TT[seen] > 0).all() and (a_TT[~seen] == 0).all()
@@ -171,26 +155,23 @@ def test_one_row_of_combiner_is_the_transformer(causal: bool) -> None:
 @settings(max_examples=15)
 @given(seed=SEEDS, n_tokens=st.integers(1, 300), data=st.data())
 def test_three_ways_to_sum_are_one(causal: bool, seed: int, n_tokens: int, data: st.DataObject) -> None:
-    """Against the T x T matrix, behind a state that a first part left, and with RoPE behind the features."""
+    """Against the T x T matrix, and behind a state that a first part left."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, n_tokens, 2, 4, dtype=torch.float64, generator=generator) for _ in range(3))
-    for features in (None, (rotated(relu_features(q)), rotated(relu_features(k)))):
-        rq, rk = features or (relu_features(q), relu_features(k))
-        mask = torch.ones(n_tokens, n_tokens, dtype=torch.float64).tril() if causal else 1.0
-        numerator = torch.einsum("bthm,bshm->bhts", rq, rk) * mask
-        denominator = torch.einsum("bthm,bshm->bhts", relu_features(q), relu_features(k)) * mask
-        wanted = torch.einsum("bhts,bshk->bthk", numerator / denominator.sum(-1, keepdim=True), v)
-        for prefix_sum in PREFIX_SUMS:
-            found = performer_attention(q, k, v, causal=causal, prefix_sum=prefix_sum, rotated=features)
-            assert (found - wanted).abs().max() < 1e-11
+    mask = torch.ones(n_tokens, n_tokens, dtype=torch.float64).tril() if causal else 1.0
+    a_BHTS = torch.einsum("bthm,bshm->bhts", relu_features(q), relu_features(k)) * mask
+    wanted = torch.einsum("bhts,bshk->bthk", a_BHTS / a_BHTS.sum(-1, keepdim=True), v)
+    for prefix_sum in PREFIX_SUMS:
+        found = performer_attention(q, k, v, causal=causal, prefix_sum=prefix_sum)
+        assert (found - wanted).abs().max() < 1e-11
     cut = data.draw(st.integers(0, n_tokens - 1))
     for prefix_sum, later_sum in itertools.product(PREFIX_SUMS, repeat=2):
         fq, fk = relu_features(q), relu_features(k)
-        whole, last = baselines.prefix_read(fq, fk, v, prefix_sum)
+        whole, last = performer.prefix_read(fq, fk, v, prefix_sum)
         state = None
         if cut:
-            state = baselines.prefix_read(fq[:, :cut], fk[:, :cut], v[:, :cut], prefix_sum)[1]
-        found, found_last = baselines.prefix_read(fq[:, cut:], fk[:, cut:], v[:, cut:], later_sum, state)
+            state = performer.prefix_read(fq[:, :cut], fk[:, :cut], v[:, :cut], prefix_sum)[1]
+        found, found_last = performer.prefix_read(fq[:, cut:], fk[:, cut:], v[:, cut:], later_sum, state)
         assert (found - whole[:, cut:]).abs().max() < 1e-10
         assert (found_last - last).abs().max() < 1e-10
 
@@ -230,7 +211,7 @@ def test_negative_queries_and_keys_stay_finite(dtype: torch.dtype, causal: bool,
 def test_sums_over_thousands_of_tokens_in_bfloat16(prefix_sum: str, autocast: bool,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """A running sum in bfloat16 stops growing after some hundred terms: the mean of later values would be lost."""
-    monkeypatch.setattr(baselines, "BLOCK", 8)
+    monkeypatch.setattr(performer, "BLOCK", 8)
     generator = torch.Generator().manual_seed(0)
     n_tokens = 4096
     q, k = (torch.rand(1, n_tokens, 1, 4, generator=generator).bfloat16() for _ in range(2))
@@ -238,7 +219,7 @@ def test_sums_over_thousands_of_tokens_in_bfloat16(prefix_sum: str, autocast: bo
     wanted = performer_attention(q.double(), k.double(), v.double(), causal=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = performer_attention(q, k, v, causal=True, prefix_sum=prefix_sum)
-        state = baselines.prefix_read(q.float(), k.float(), torch.ones(1, n_tokens, 1, 1), prefix_sum)[1]
+        state = performer.prefix_read(q.float(), k.float(), torch.ones(1, n_tokens, 1, 1), prefix_sum)[1]
     counted = k.double().sum(1)[0, 0]
     assert state.dtype == torch.float32
     assert (state.flatten() / counted - 1).abs().max() < 1e-4  # a bfloat16 is off by up to 4e-3

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime import ops
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
-from lineartime.layers import Layout, RelPosBias, ScaledSin, rotary
+from lineartime.layers import RelPosBias, ScaledSin, SequenceInfo
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
-from lineartime.ops.reference import toeplitz
+from lineartime.ops.ablations import ablated_mixed_chunk_attention
+from lineartime.ops.reference import rotary, toeplitz
 from tiny_models import (
     BIDIRECTIONAL,
     CHUNK,
@@ -232,8 +232,9 @@ def test_exact_mask_is_its_definition(parts: str, pooling: str, causal: bool, ro
     def chunks(x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, chunk_size))
 
-    found = ops.mixed_chunk_attention(*map(chunks, (q_quad, k_quad, q_lin, k_lin, v)), w, scale_len=5, causal=causal,
-                                      segment_ids_BGC=chunks(segment_ids_BT), pooling=pooling, parts=parts)
+    found = ablated_mixed_chunk_attention(
+        *map(chunks, (q_quad, k_quad, q_lin, k_lin, v)), w, scale_len=5, causal=causal,
+        segment_ids_BGC=chunks(segment_ids_BT), pooling=pooling, parts=parts)
     assert same(found.flatten(1, 2), expected)
 
 
@@ -293,9 +294,9 @@ def test_documents_of_whole_chunks_are_the_documents_alone(causal: bool, chunks:
     layer = random_model(replace(FLASH, causal=causal), seed).layers[0]
     x_BTD = torch.randn(1, sum(lengths), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     segment_ids_BT = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    layout = Layout(rotary(torch.arange(sum(lengths))[None], 4, torch.float64), segment_ids_BT)
+    info = SequenceInfo(rotary(torch.arange(sum(lengths))[None], 4, torch.float64), segment_ids_BT)
     alone = torch.cat([layer(part_BTD) for part_BTD in x_BTD.split(lengths, dim=1)], dim=1)
-    assert same(layer(x_BTD, layout), alone)
+    assert same(layer(x_BTD, info), alone)
 
 
 @EVERY_MODEL
@@ -469,7 +470,7 @@ def test_state_after_a_million_tokens() -> None:
                         for model, state in zip((model32, model64), states, strict=True))
             worst = max(worst, float((x32 - x64).abs().max() / x64.abs().max()))
     kv32, kv64 = (state.caches[0].kv_BSE for state in states)
-    assert states[0].length_B.tolist() == [n_tokens]
+    assert states[0].seq_lens_B.tolist() == [n_tokens]
     assert (kv32 - kv64).abs().max() / kv64.abs().max() < 5e-5
     assert worst < 1e-5
 
@@ -486,9 +487,9 @@ def cost_spread(config: ModelConfig, lengths: list[int]) -> float:
         for length in lengths:
             x_BTD = torch.randn(n_tokens // length, length, config.d_model, requires_grad=True)
             segment_ids_BT = (torch.rand(x_BTD.shape[:2]) < 1 / 700).cumsum(1)
-            layout = Layout(rotary(torch.arange(length)[None], config.query_key_dim, torch.float32), segment_ids_BT)
+            info = SequenceInfo(rotary(torch.arange(length)[None], config.query_key_dim, torch.float32), segment_ids_BT)
             start = time.process_time()
-            layer(x_BTD, layout).sum().backward()
+            layer(x_BTD, info).sum().backward()
             seconds[length] = min(time.process_time() - start, seconds.get(length, math.inf))
     return max(seconds.values()) / min(seconds.values())
 

@@ -9,12 +9,13 @@ from torch.func import functional_call
 
 import listings
 from conformance_cases import LARGEST_ERROR, Case, error, errors_of, names
-from lineartime import ops
+from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import PRESETS, TASKS, ModelConfig, model_config
 from lineartime.gau import GatedAttentionUnit
-from lineartime.layers import Layout, RelPosBias, ScaledSin, make_norm, rope, rotary
+from lineartime.layers import RelPosBias, ScaledSin, SequenceInfo, make_norm
 from lineartime.model import LanguageModel
-from lineartime.ops.reference import chunk_weights, toeplitz
+from lineartime.ops.ablations import ablated_mixed_chunk_attention, chunk_weights
+from lineartime.ops.reference import rope, rotary, toeplitz
 from listings_weights import from_listing, load_listing_weights
 
 Weights = dict[str, Tensor]
@@ -42,9 +43,9 @@ def gated_attention_unit(var: Weights, n: int, causal: bool, norm_type: str, *, 
     """A layer of the listing's sizes, its own weights on the meta device: they must all come from the listing."""
     d, s = var["dense/kernel"].shape[0], var["gamma"].shape[1]
     with torch.device("meta"):
-        return GatedAttentionUnit(d, expansion_factor=var["dense_1/kernel"].shape[0] // d, query_key_dim=s,
-                                  causal=causal, norm=norm_type, document_mask=document_mask,
-                                  **{"chunk_size" if chunks else "scale_len": n})
+        made = AblatedGatedAttentionUnit if document_mask == "paper" else GatedAttentionUnit
+        return made(d_model=d, expansion_factor=var["dense_1/kernel"].shape[0] // d, query_key_dim=s, causal=causal,
+                    norm=norm_type, document_mask=document_mask, **{"chunk_size" if chunks else "attn_scale_len": n})
 
 
 def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, norm_type: str,
@@ -54,8 +55,8 @@ def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, n
     layer = gated_attention_unit(var, n, causal, norm_type, chunks=True, document_mask=document_mask)
     x_BTD = x_BGCD.flatten(1, 2)
     position_1T = torch.arange(x_BTD.shape[1])[None]
-    layout = Layout(rotary(position_1T, layer.query_key_dim, x_BTD.dtype), segment_ids_BGC.flatten(1))
-    return call(layer, var, x_BTD, layout).unflatten(1, (-1, n))
+    info = SequenceInfo(rotary(position_1T, layer.config.query_key_dim, x_BTD.dtype), segment_ids_BGC.flatten(1))
+    return call(layer, var, x_BTD, info).unflatten(1, (-1, n))
 
 
 def check_case(case: Case, out: Tensor, leaves: Weights) -> None:
@@ -103,7 +104,7 @@ def test_relative_position_bias(name: str) -> None:
 def test_norm(name: str) -> None:
     case = Case(name)
     leaves = leaves_of(case)
-    layer = make_norm(case.settings["norm_type"], case.inputs["x"].shape[-1])
+    layer = make_norm(model_config("flash", norm=case.settings["norm_type"], d_model=case.inputs["x"].shape[-1]))
     check_case(case, call(layer, without_x(leaves), leaves["x"], scope="norm."), leaves)
 
 
@@ -132,11 +133,11 @@ def test_flash_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names("flash_g4_n16_docs1"))
-@pytest.mark.parametrize("layout", ["without segment ids", "with segment ids"])
-def test_exact_documents_are_the_paper_for_one_document(name: str, layout: str) -> None:
+@pytest.mark.parametrize("info", ["without segment ids", "with segment ids"])
+def test_exact_documents_are_the_paper_for_one_document(name: str, info: str) -> None:
     case = Case(name)
     leaves = leaves_of(case)
-    if layout == "with segment ids":
+    if info == "with segment ids":
         out = flash(leaves["x"], case.settings["causal"], case.inputs["seg"], without_x(leaves), "layer_norm", "exact")
     else:
         layer = gated_attention_unit(case.var, case.settings["n"], case.settings["causal"], "layer_norm", chunks=True,
@@ -149,8 +150,8 @@ def test_exact_documents_are_the_paper_for_one_document(name: str, layout: str) 
 def test_listing_weights_load_into_a_layer(name: str) -> None:
     case = Case(name)
     x = case.inputs["x"]
-    n = {"chunk_size" if name.startswith("flash") else "scale_len": case.settings["n"]}
-    layer = GatedAttentionUnit(x.shape[-1], norm=case.settings.get("norm_type", "layer_norm"), **n)
+    n = {"chunk_size" if name.startswith("flash") else "attn_scale_len": case.settings["n"]}
+    layer = GatedAttentionUnit(d_model=x.shape[-1], norm=case.settings.get("norm_type", "layer_norm"), **n)
     load_listing_weights(layer, case.var)
     with torch.no_grad():
         assert error(layer(x.view(x.shape[0], -1, x.shape[-1])).view_as(x), case.out) <= LARGEST_ERROR
@@ -240,7 +241,7 @@ def test_chunk_pooling_sum_is_the_main_text(seed: int, g: int, n: int, causal: b
     heads = [normal(2, g, n, 6) for _ in range(4)]
     v, w = normal(2, g, n, 3), normal(2 * n - 1)
     segment_ids = torch.zeros(2, g, n, dtype=torch.long)
-    found = {part: ops.mixed_chunk_attention(*heads, v, w, scale_len=1, causal=causal, segment_ids_BGC=segment_ids,
+    found = {part: ablated_mixed_chunk_attention(*heads, v, w, scale_len=1, causal=causal, segment_ids_BGC=segment_ids,
                                              pooling="sum", parts=part) for part in ("local", "global", "both")}
     quad_q, quad_k, lin_q, lin_k = heads
     local = listings.local_quadratic_attn(quad_q, quad_k, v, causal, {"rel_pos_bias/weight": w})

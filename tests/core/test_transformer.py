@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from lineartime.config import PRESETS, model_config
-from lineartime.layers import Layout, document_boundaries, rotary
+from lineartime.layers import SequenceInfo, cu_seqlens
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model import LanguageModel
+from lineartime.ops.reference import rotary
 
 T, D, H = 11, 24, 4
 K = D // H
@@ -52,7 +53,7 @@ def turned(x_K: Tensor, position: int) -> Tensor:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("documents", [None, [0] * 4 + [1] * 7])
 def test_multi_head_attention(norm: str, with_rope: bool, causal: bool, documents: list[int] | None) -> None:
-    layer = MultiHeadAttention(D, H, causal=causal, norm=norm)
+    layer = MultiHeadAttention(d_model=D, n_heads=H, causal=causal, norm=norm)
     w, x_TD = random_layer(layer), random_x(T, D)
     qkv_TF = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
     q_THK, k_THK, v_THK = (part_TD.view(T, H, K) for part_TD in qkv_TF.split(D, dim=1))
@@ -66,10 +67,10 @@ def test_multi_head_attention(norm: str, with_rope: bool, causal: bool, document
             out_THK[i, h] = (k_LK @ q_K / K**0.5).softmax(0) @ v_THK[keys, h]
     expected = x_TD + out_THK.flatten(1) @ w["out_proj.weight"].T + w["out_proj.bias"]
 
-    layout = Layout(rotary(torch.arange(T)[None], K, torch.float64) if with_rope else None)
+    info = SequenceInfo(rotary(torch.arange(T)[None], K, torch.float64) if with_rope else None)
     if documents is not None:
-        layout.boundaries = document_boundaries(torch.tensor([documents]))
-    assert torch.allclose(layer(x_TD[None], layout)[0], expected, rtol=0, atol=1e-12)
+        info.cu_seqlens = cu_seqlens(torch.tensor([documents]))
+    assert torch.allclose(layer(x_TD[None], info)[0], expected, rtol=0, atol=1e-12)
 
 
 @NORMS
@@ -82,10 +83,12 @@ def test_feed_forward(norm: str, activation: str) -> None:
         return x * (0.5 * (1 + torch.erf(x / 2**0.5)) if activation == "gelu" else torch.sigmoid(x))
 
     for glu in (False, True):
-        layer = FeedForward(D, 16, glu=glu, activation=activation, norm=norm)
+        layer = FeedForward(d_model=D, n_heads=H, expansion_factor=2, ffn="glu" if glu else "mlp", activation=activation,
+                            norm=norm)
         w = random_layer(layer)
         inner = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
-        inner = act(inner[:, :16]) * inner[:, 16:] if glu else act(inner)
+        e = layer.config.d_inner
+        inner = act(inner[:, :e]) * inner[:, e:] if glu else act(inner)
         expected = x_TD + inner @ w["out_proj.weight"].T + w["out_proj.bias"]
         assert torch.allclose(layer(x_TD), expected, rtol=0, atol=1e-12)
 

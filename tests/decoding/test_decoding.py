@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lineartime.ablations import LearnedChunkState
+from lineartime.attention.combiner import RowCache
+from lineartime.attention.performer import PrefixState
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import ChunkState, KeyValueCache, PrefixState, RowCache, tensors_of
+from lineartime.decoding.cache import ChunkState, KeyValueCache
 from lineartime.errors import UsageError
 from lineartime.generation import cuda_graph, generate
-from lineartime.generation.cuda_graph import CapturedStep, can_capture
+from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.model import LanguageModel
 from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, UNPACKED, random_ids, random_model, with_end
 
@@ -92,7 +95,7 @@ def test_any_split_of_rows_of_any_lengths(name: str, lengths: list[int], vocab_s
             done[row] += n
     for row, ids_T in enumerate(rows):
         assert difference(torch.cat(outputs[row]), model.hidden(ids_T[None])[0]) <= 1e-12
-    assert state.length_B.tolist() == lengths
+    assert state.seq_lens_B.tolist() == lengths
 
 
 @EVERY_MODEL
@@ -136,18 +139,18 @@ def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], mon
     model = random_model(with_documents(name))
     prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
     (_, ours), (_, theirs) = generate.prefill(model, prompts), generate.prefill(model, prompts)
-    if not can_capture(ours):
+    if not all(cache.replayable for cache in ours.caches):
         assert model.config.attn_type in ("linear", "rowmajor_axial") or name in UNPACKED
         with pytest.raises(UsageError, match="cannot be captured"):
             CapturedStep(model, ours)
         return
     step = CapturedStep(model, ours)
-    kept = [(cache, part, tensor) for cache in ours.caches for part, tensor in tensors_of(cache).items()
-            if part not in cache.growing] + [(ours, "length_B", ours.length_B), (ours, "start_B", ours.start_B)]
+    kept = [(cache, part, tensor) for cache in ours.caches for part, tensor in cache.tensors().items()
+            if part not in cache.growing] + [(ours, "seq_lens_B", ours.seq_lens_B), (ours, "start_B", ours.start_B)]
     for seed in range(2 * CHUNK + 2):
         ids_B = random_ids(len(prompts), seed=seed, vocab_size=6)
         assert difference(step(ids_B), generate.decode_step(model, ids_B, theirs)) <= 1e-12, seed
-    assert torch.equal(ours.length_B, theirs.length_B) and torch.equal(ours.start_B, theirs.start_B)
+    assert torch.equal(ours.seq_lens_B, theirs.seq_lens_B) and torch.equal(ours.start_B, theirs.start_B)
     for holder, part, tensor in kept:
         assert getattr(holder, part) is tensor, part  # a graph writes where it wrote when it was captured
 
@@ -161,7 +164,7 @@ def test_a_captured_step_asks_nothing_of_the_device(name: str) -> None:
         state = model.decoding_state(2)
     state.reserve(16)
     step = CapturedStep.__new__(CapturedStep)
-    step.model, step.state, step.ids_B, step.window = model, state, torch.zeros_like(state.length_B), 16
+    step.model, step.state, step.ids_B, step.window = model, state, torch.zeros_like(state.seq_lens_B), 16
     assert step.step().shape == (2, model.config.vocab_size)
     with pytest.raises((RuntimeError, NotImplementedError)):
         generate.decode_step(model, step.ids_B, state)
@@ -171,6 +174,7 @@ GROWING = {
     KeyValueCache: {"k_BL", "v_BL"},
     RowCache: {"ks_BLCHK", "vs_BLCHK"},
     ChunkState: set(),
+    LearnedChunkState: {"kv_BLSE", "summary_BLS"},
     PrefixState: set(),
 }
 
@@ -184,17 +188,17 @@ def test_what_of_a_state_grows(name: str) -> None:
     model = random_model(config)
     state = model.decoding_state(2)
     kind = type(state.caches[0])
-    assert kind is {"linear": PrefixState, "rowmajor_axial": RowCache, "mixed_chunk": ChunkState,
-                    "quadratic": KeyValueCache}[config.attn_type]
-    growing = {"kv_BLSE", "summary_BLS"} if name in UNPACKED else GROWING[kind]
+    assert kind is {"linear": PrefixState, "rowmajor_axial": RowCache, "quadratic": KeyValueCache,
+                    "mixed_chunk": LearnedChunkState if name in UNPACKED else ChunkState}[config.attn_type]
+    growing = GROWING[kind]
     assert set(state.caches[0].growing) >= growing
-    at_first, n_bytes, n_tokens = [tensors_of(cache) for cache in state.caches], state.n_bytes, 0
+    at_first, n_bytes, n_tokens = [cache.tensors() for cache in state.caches], state.n_bytes, 0
     limit = config.max_len or 10**9
     for n_new in (1, 7, 10) if limit < 2000 else (1, 7, 100, 1, 1, 1100):
         model.extend(random_ids(2, n_new, vocab_size=12) + 1, torch.tensor([n_new, n_new // 2]), state)
         n_tokens += n_new
         for cache, before in zip(state.caches, at_first, strict=True):
-            now = tensors_of(cache)
+            now = cache.tensors()
             assert now.keys() == before.keys() and len(cache.growing) <= 2
             for part, tensor in now.items():
                 assert tensor.dtype == before[part].dtype
@@ -204,7 +208,7 @@ def test_what_of_a_state_grows(name: str) -> None:
                     n_kept = n_tokens // config.chunk_size if config.chunk_size else n_tokens
                     assert n_kept <= tensor.shape[1] <= max(2 * n_kept, 7), part
         sizes = [tensor.numel() * tensor.element_size() for cache in state.caches
-                 for tensor in tensors_of(cache).values()]
+                 for tensor in cache.tensors().values()]
         assert state.n_bytes == sum(sizes) > 0
     assert (state.n_bytes > n_bytes) == bool(growing)
 
@@ -222,7 +226,7 @@ def test_the_sum_of_a_short_type_is_float32() -> None:
         cache = state.caches[0]
         assert isinstance(cache, ChunkState)
         assert cache.kv_BSE.dtype == torch.float32
-        assert state.length_B.tolist() == [700]
+        assert state.seq_lens_B.tolist() == [700]
     kv_by_one, kv_at_once = (state.caches[0].kv_BSE for state in (by_one, at_once))
     assert float((kv_by_one - kv_at_once).abs().max() / kv_at_once.abs().max()) < 1e-3
 

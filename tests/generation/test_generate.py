@@ -107,7 +107,7 @@ def test_a_long_prompt_is_read_in_pieces_with_progress(model: LanguageModel, mon
     read: list[int] = []
     pieces, state = prefill(model, [prompt, prompt[:40]], read.append)
     assert torch.allclose(whole[0], pieces[0], atol=1e-12) and read == [16, 32, 48, 64, 80, 96, 101]
-    assert state.length_B.tolist() == [101, 40]
+    assert state.seq_lens_B.tolist() == [101, 40]
     after = decode_step(model, torch.tensor([7, 7]), state)
     assert torch.allclose(after[1], model(torch.tensor([[*prompt[:40], 7]]))[0, -1], atol=1e-12)
 

@@ -32,8 +32,10 @@ PARAMETERS = {
 
 
 def from_listing(var: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The listing's weights under the package's parameter names; TensorFlow's kernels are [in, out], torch's not."""
-    return {PARAMETERS[name]: w.T if name.endswith("/kernel") else w for name, w in var.items()}
+    """The listing's weights under the package's parameter names and in its shapes: TensorFlow's kernels are [in, out],
+    torch's not, and a scalar is `[1]` here."""
+    return {PARAMETERS[name]: w.T if name.endswith("/kernel") else w if w.dim() else w[None]
+            for name, w in var.items()}
 
 
 def load_listing_weights(layer: nn.Module, var: dict[str, Tensor]) -> None:

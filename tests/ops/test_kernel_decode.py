@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import ChunkState, Feed
+from lineartime.decoding.cache import ChunkState, DecodeInputs
 from lineartime.gau import GatedAttentionUnit
 from lineartime.generation import generate
 from lineartime.generation.cuda_graph import CapturedStep
-from lineartime.layers import Layout, rotary
+from lineartime.layers import SequenceInfo
 from lineartime.ops import decode_step, reference
+from lineartime.ops.reference import rotary
 from tiny_models import CHUNK, FLASH, random_ids, random_model, with_end
 
 S, C, END = 128, 128, 0
@@ -23,30 +23,29 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BUFFERS = ("k_quad_BCS", "k_lin_BCS", "v_BCE")
 
 
-def extend_fused(op, layer: GatedAttentionUnit, x_B1D: Tensor, layout: Layout, feed: Feed,
+def extend_fused(op, layer: GatedAttentionUnit, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                  cache: ChunkState) -> Tensor:
-    """A layer's `extend` for one token per row, with `op` for what stands between its projections."""
-    assert layer.chunking is not None and layout.rotary is not None
-    uvz_BF = F.linear(layer.norm(x_B1D)[:, 0], layer.in_proj.weight, layer.in_proj.bias)
-    at, position_B = feed.at_new_token(layer.chunking, cache.kv_BSE.dtype), feed.position_BN[:, 0]
-    offset_B = position_B % layer.chunking.chunk_size
-    out_BE = op(uvz_BF, layer.scale_offset.gamma, layer.scale_offset.beta, *(a[:, 0] for a in layout.rotary),
+    """A layer's `attend_next` for one token per row, with `op` for what stands between its projections."""
+    assert info.rotary is not None
+    at, position_B = inputs.token_position(layer.config, cache.kv_BSE.dtype), inputs.position_BN[:, 0]
+    offset_B = position_B % layer.config.chunk_size
+    out_BE = op(uvz_B1F[:, 0], layer.scale_offset.gamma, layer.scale_offset.beta, *(a[:, 0] for a in info.rotary),
                 cache.bias(layer.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE,
-                offset_B, feed.start_BN[:, 0] - position_B + offset_B, at.weight_B11[:, 0, 0])
+                offset_B, inputs.start_BN[:, 0] - position_B + offset_B, at.weight_B11[:, 0, 0])
     if at.full is not None:
         cache.close(at)
-    return x_B1D + layer.out_proj(out_BE)[:, None]
+    return out_BE[:, None]
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch):
     """Has layers take single tokens through an op."""
-    extend = GatedAttentionUnit.extend
+    attend_next = GatedAttentionUnit.attend_next
 
     def use(op) -> None:
-        monkeypatch.setattr(GatedAttentionUnit, "extend", lambda layer, x, layout, feed, cache: (
-            extend_fused(op, layer, x, layout, feed, cache) if feed.one_each else
-            extend(layer, x, layout, feed, cache)))
+        monkeypatch.setattr(GatedAttentionUnit, "attend_next", lambda layer, uvz, info, inputs, cache: (
+            extend_fused(op, layer, uvz, info, inputs, cache) if inputs.single_token else
+            attend_next(layer, uvz, info, inputs, cache)))
     return use
 
 

@@ -13,14 +13,15 @@ from torch.utils.checkpoint import checkpoint
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
 from kernel_law import DTYPES, S, random, run
+from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import model_config
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.generation.generate import generate
-from lineartime.layers import Layout, rotary
+from lineartime.layers import SequenceInfo
 from lineartime.model import LanguageModel, token_losses
-from lineartime.ops import dispatch as limits
-from lineartime.ops import gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference
+from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference
+from lineartime.ops.reference import rotary
 from tiny_models import random_ids
 
 
@@ -208,10 +209,13 @@ def test_text_is_that_of_the_definition() -> None:
 def test_layers_that_kernels_do_not_have() -> None:
     x_BTD, layers = torch.randn(1, 5, 64), {
         "query_key_dim 64": {"query_key_dim": 64}, "chunk_size 64": {"chunk_size": 64}, "d_inner 96": {
-            "expansion_factor": 1.5}, "n_heads": {"n_heads": 2}, "kernel": {"kernel": "softmax"}, "overlap": {
-            "overlap": True, "chunk_size": 128}, "document_mask": {"document_mask": "paper", "chunk_size": 128}}
-    for what, fields in layers.items():
-        layer = GatedAttentionUnit(64, **{"query_key_dim": 128, **fields})
+            "expansion_factor": 1.5}}
+    ablations = [{"n_heads": 2}, {"attn_kernel": "softmax"}, {"overlap": True, "chunk_size": 128},
+                 {"document_mask": "paper", "chunk_size": 128}]
+    made = [(GatedAttentionUnit(d_model=64, **{"query_key_dim": 128, **fields}), what)
+            for what, fields in layers.items()]
+    made += [(AblatedGatedAttentionUnit(d_model=64, **fields), "ablations") for fields in ablations]
+    for layer, what in made:
         expected = layer(x_BTD)
         layer.impl = "triton"
         with pytest.raises(UsageError, match=what):
@@ -219,22 +223,22 @@ def test_layers_that_kernels_do_not_have() -> None:
         layer.impl = "reference"
         assert torch.equal(layer(x_BTD), expected)
     with pytest.raises(UsageError, match="unknown implementation"):
-        limits.use_kernels("cuda", torch.device("cpu"), "")
+        dispatch.use_kernels("cuda", torch.device("cpu"), lambda: None)
 
 
-def test_what_runs_by_default(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Kernels on CUDA; the definition elsewhere, and where kernels cannot: with one line, once."""
+def test_what_runs_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels on CUDA; the reference elsewhere, and for unsupported inputs: with one line, once."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    limits.say.cache_clear()
-    assert limits.use_kernels(None, cuda, "") and not limits.use_kernels(None, cpu, "")
-    assert not limits.use_kernels("reference", cuda, "") and capsys.readouterr().err == ""
+    dispatch.log_once.cache_clear()
+    assert dispatch.use_kernels(None, cuda, lambda: None) and not dispatch.use_kernels(None, cpu, lambda: None)
+    assert not dispatch.use_kernels("reference", cuda, lambda: None) and caplog.messages == []
     for _ in range(2):
-        assert not limits.use_kernels(None, cuda, "chunk_size 64")
-    assert capsys.readouterr().err == "note: attention runs as its definition, not in kernels: chunk_size 64\n"
-    monkeypatch.setattr(limits, "interpreted", lambda: False)
-    assert "not for cpu" in limits.device_refuses(cpu, torch.float32)
-    monkeypatch.setattr(limits, "HAS_TRITON", False)
-    assert limits.device_refuses(cuda, torch.float32) == "Triton is not installed"
+        assert not dispatch.use_kernels(None, cuda, lambda: "chunk_size 64")
+    assert caplog.messages == ["the PyTorch reference runs in place of kernels: chunk_size 64"]
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    assert "not for cpu" in dispatch.unsupported_device(cpu, torch.float32)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    assert dispatch.unsupported_device(cuda, torch.float32) == "Triton is not installed"
 
 
 @pytest.mark.parametrize("op, n_heads, how", [
@@ -253,11 +257,11 @@ def test_an_op_is_its_definition_or_its_kernel(op, n_heads: int, how: dict[str, 
 def test_a_layer_is_the_definition_of_its_op() -> None:
     """The definition with a layer's weights, in float64: what the layer makes of parts and heads of its own."""
     torch.manual_seed(0)
-    layer = GatedAttentionUnit(16, query_key_dim=8, chunk_size=4).double()
+    layer = GatedAttentionUnit(d_model=16, query_key_dim=8, chunk_size=4).double()
     x_BTD, ids_BT = torch.randn(2, 11, 16, dtype=torch.float64), torch.tensor([[0] * 6 + [1] * 5, [0] * 9 + [-1] * 2])
     angles = rotary(torch.arange(11)[None], 8, torch.float64)
-    uvz = torch.cat(layer.in_proj(layer.norm(x_BTD)), dim=-1)
+    uvz = layer.in_proj(layer.norm(x_BTD))
     out = reference.gated_chunk_attention(uvz, layer.scale_offset.gamma, layer.scale_offset.beta, *angles,
                                           layer.rel_pos_bias(4), chunk_size=4, causal=True, segment_ids_BT=ids_BT)
-    made = layer(x_BTD, Layout(angles, ids_BT))
+    made = layer(x_BTD, SequenceInfo(angles, ids_BT))
     assert (made - x_BTD - layer.out_proj(out)).abs().max() < 1e-12

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
+from lineartime.config import model_config
 from lineartime.layers import make_norm
 from lineartime.ops import norm, reference
 
@@ -140,7 +141,7 @@ def test_a_gradient_of_one_output(which: int, layer_norm: bool) -> None:
 @TYPES
 def test_the_definition_is_the_modules(name: str, dtype: torch.dtype | str) -> None:
     """To the bit; under autocast behind the cast that a linear layer begins with."""
-    module = make_norm(name, 48)
+    module = make_norm(model_config("flash", norm=name, d_model=48))
     weights = make_inputs((1, 48), dtype, name == "layer_norm")[2:]
     for parameter, value in zip(module.parameters(), weights, strict=False):
         parameter.data = value

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
 from kernel_law import DTYPES, NAMES, S, error, random, run
-from lineartime.layers import rotary
 from lineartime.ops import gradients, quadratic, reference
+from lineartime.ops.reference import rotary
 
 
 def make_inputs(n_rows: int, n_tokens: int, d_inner: int, dtype: torch.dtype, *, parameters: torch.dtype | None = None,

@@ -1,0 +1,235 @@
+"""The paper's ablations and variants of a GAU: nothing here is needed to read FLASH or FLASH-Quad.
+
+Several heads, softmax, another activation, no gate, one half of mixed chunk attention, overlapping chunks, learned
+chunk weights (Appendix A), first-to-all and softmax for [CLS] (Section 4.3), and the paper's document mask, which
+leaks.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.attention.mixed_chunk import attend_in_chunks
+from lineartime.config import ModelConfig
+from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache, TokenPosition, with_room
+from lineartime.decoding.extend import extend_chunks, extend_row
+from lineartime.gau import GatedAttentionUnit, gau_config
+from lineartime.layers import (
+    ACTIVATIONS,
+    RelPosBias,
+    ResidualLayer,
+    ScaleOffset,
+    SequenceInfo,
+    fold_heads,
+    unfold_heads,
+)
+from lineartime.ops.ablations import (
+    ablated_quadratic_attention,
+    chunk_means,
+    first_to_all_attention,
+    learned_chunk_weights,
+)
+from lineartime.ops.dispatch import use_kernels
+from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import chunk_ids, read_states, rope, to_chunks
+
+CHUNK_BIAS_LEN = 512
+"""The n of the position bias between chunks: the rotated form, which has no last chunk."""
+
+
+class AblatedGatedAttentionUnit(GatedAttentionUnit):
+    """A `GatedAttentionUnit` with any of the ablations that `ModelConfig` has for it; it runs as the PyTorch reference.
+
+    With several heads each is a slice of z and of v. Without the gate W_o takes u and A v side by side."""
+
+    def __init__(self, config: ModelConfig | None = None, **fields: object):
+        config = gau_config(config, fields)
+        ResidualLayer.__init__(self, config)
+        self.make_parameters(n_made=2 if config.chunk_size is None else 6 if config.first_to_all else 4,
+                             out_width=config.d_inner if config.gate else 2 * config.d_inner)
+        if config.chunk_pooling == "attention":
+            self.chunk_scale_offset = ScaleOffset(2, config.query_key_dim)
+            self.chunk_bias = RelPosBias(CHUNK_BIAS_LEN)
+        self.init_weights(config.init_std)
+
+    def init_weights(self, std: float) -> None:
+        super().init_weights(std)
+        if self.config.chunk_pooling == "attention":
+            for scale in (self.chunk_scale_offset.gamma, *self.chunk_bias.parameters()):
+                nn.init.normal_(scale, std=0.02)
+            nn.init.zeros_(self.chunk_scale_offset.beta)
+
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        config, segment_ids_BT = self.config, info.segment_ids_BT
+        use_kernels(self.impl, normed_BTD.device, lambda: "kernels do not have the paper's ablations")
+        u_BTE, v_BTE, z_BTS, heads_NBTS = self.project(normed_BTD, info)
+        if segment_ids_BT is not None:
+            segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
+        attend = self.attend_row if config.chunk_size is None else self.attend_chunks
+        return self.output(u_BTE, attend(heads_NBTS, v_BTE, z_BTS, segment_ids_BT))
+
+    def project(self, normed_BTD: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """u, v, z and the heads made from z: q and k of the quadratic half, then with chunks those of the linear half,
+        then those of the first tokens. Heads of attention are entries of the batch, in v and in heads_NBTS."""
+        config = self.config
+        assert info.rotary is not None
+        activation, e, s = ACTIVATIONS[config.activation], config.d_inner, config.query_key_dim
+        u_BTE, v_BTE, z_BTS = (activation(part) for part in self.in_proj(normed_BTD).split([e, e, s], dim=-1))
+        sin, cos = (angle[..., None, :] for angle in info.rotary)
+        made_NBTHS = self.scale_offset(z_BTS).unflatten(-1, (config.n_heads, -1))
+        heads_NBTS = rope(made_NBTHS, sin, cos).to(z_BTS.dtype).flatten(-2)
+        heads_NBTS = torch.stack([fold_heads(head_BTS, config.n_heads) for head_BTS in heads_NBTS.unbind()])
+        return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS, heads_NBTS
+
+    def output(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
+        """W_o (u * A v) (Eq. 3), or without the gate W_o [u, A v]."""
+        out_BTE = unfold_heads(out_BTE, self.config.n_heads)
+        return self.out_proj(u_BTE * out_BTE if self.config.gate else torch.cat([u_BTE, out_BTE], dim=-1))
+
+    def attend_row(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
+        """A v over the whole row."""
+        config, (q_BTS, k_BTS) = self.config, heads_NBTS.unbind()
+        return ablated_quadratic_attention(
+            q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], self.rel_pos_bias(v_BTE.shape[1]),
+            kernel=config.attn_kernel, scale_len=config.scale_len, causal=config.causal,
+            segment_ids_BGC=None if segment_ids_BT is None else segment_ids_BT[:, None],
+            cls_softmax=config.cls_softmax)[:, 0]
+
+    def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor,
+                      segment_ids_BT: Tensor | None) -> Tensor:
+        """A v in chunks."""
+        config, n_tokens, learned = self.config, v_BTE.shape[1], self.config.chunk_pooling == "attention"
+        assert config.chunk_size is not None
+        c = config.chunk_size
+        segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, config.causal and not learned)
+        q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads_NBTS.unbind())
+        v_BGCE, a_BGG = to_chunks(v_BTE, c), None
+        if learned:
+            assert segment_ids_BGC is not None
+            a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
+        out_BGCE = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, v_BGCE, self.rel_pos_bias, segment_ids_BGC,
+                                    a_BGG)
+        if first:
+            assert segment_ids_BGC is not None
+            q_all, k_all = first
+            first_BGE = first_to_all_attention(q_all[:, :, 0], k_all, v_BGCE, segment_ids_BGC)
+            out_BGCE = torch.cat([out_BGCE[:, :, :1] + first_BGE[:, :, None], out_BGCE[:, :, 1:]], dim=2)
+        return out_BGCE.flatten(1, 2)[:, :n_tokens]
+
+    def chunk_weights(self, z_BGCS: Tensor, segment_ids_BGC: Tensor) -> Tensor:
+        """The learned weight of chunk h for chunk g, `[B, G, G]`. A chunk is summarised by the mean of its z. When
+        causal, chunk g asks by the summary of chunk g - 1: its own has tokens that some of its queries must not see."""
+        valid_BGC = segment_ids_BGC >= 0
+        z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
+        chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)
+        distance_GG = chunk_G - chunk_G[:, None]
+        asking_BGS = torch.cat([z_BGS[:, :1], z_BGS[:, :-1]], dim=1) if self.config.causal else z_BGS
+        hidden_BGG = ~valid_BGC.any(-1)[:, None, :] | (self.config.causal & (distance_GG >= 0))
+        return self.weigh_chunks(asking_BGS, z_BGS, distance_GG[None]).masked_fill(hidden_BGG, 0.0)
+
+    def weigh_chunks(self, asking_BPS: Tensor, asked_BLS: Tensor, distance_BPL: Tensor) -> Tensor:
+        """Weights `[B, P, L]` between summaries of chunks so many chunks apart (Appendix A)."""
+        q_BPS, k_BLS = self.chunk_scale_offset(asking_BPS)[0], self.chunk_scale_offset(asked_BLS)[1]
+        return learned_chunk_weights(q_BPS, k_BLS, self.chunk_bias.at(distance_BPL), scale_len=self.config.n_chunks)
+
+    def empty_cache(self, n_rows: int) -> Cache:
+        cache = super().empty_cache(n_rows)
+        if self.config.chunk_pooling != "attention":
+            return cache
+        assert isinstance(cache, ChunkState)
+        s, e = cache.kv_BSE.shape[1:]
+        kv_BLSE, summary_BLS = cache.kv_BSE.new_zeros(n_rows, 0, s, e), cache.kv_BSE.new_zeros(n_rows, 0, s)
+        return LearnedChunkState(**vars(cache), weigh=self.weigh_chunks, z_sum_BS=cache.kv_BSE.new_zeros(n_rows, s),
+                                 kv_BLSE=kv_BLSE, summary_BLS=summary_BLS)
+
+    def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
+               cache: Cache) -> tuple[Tensor, Tensor]:
+        x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
+        u_BNE, v_BNE, z_BNS, heads_HBNS = self.project(normed_BND, info)
+        inputs = inputs.for_heads(self.config.n_heads)
+        if isinstance(cache, KeyValueCache):
+            q_BNS, k_BNS = heads_HBNS.unbind()
+            out_BNE = extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, self.config)
+        else:
+            assert isinstance(cache, ChunkState)
+            if isinstance(cache, LearnedChunkState):
+                cache.take(z_BNS, inputs)
+            out_BNE = extend_chunks(heads_HBNS, v_BNE, inputs, cache, self.config, self.rel_pos_bias)
+        return x_BND, self.output(u_BNE, out_BNE)
+
+
+@dataclasses.dataclass
+class LearnedChunkState(ChunkState):
+    """A `ChunkState` with learned chunk weights: it looks back at every closed chunk, and so it grows with T. `kv_BSE`
+    is the weighted sum of k v over closed chunks."""
+
+    growing: ClassVar[tuple[str, ...]] = ("kv_BLSE", "summary_BLS")
+    constant: ClassVar[tuple[str, ...]] = ("bias_M", "z_BNS")
+    replayable: ClassVar[bool] = False
+    weigh: Callable[[Tensor, Tensor, Tensor], Tensor] = dataclasses.field(kw_only=True)
+    """`AblatedGatedAttentionUnit.weigh_chunks`."""
+    z_sum_BS: Tensor = dataclasses.field(kw_only=True)
+    """The sum of z over the open chunk's tokens."""
+    kv_BLSE: Tensor = dataclasses.field(kw_only=True)
+    summary_BLS: Tensor = dataclasses.field(kw_only=True)
+    """Of each closed chunk, by its number in the row, k v and the mean of z."""
+    z_BNS: Tensor | None = None
+    """z of the tokens that are being appended."""
+
+    def take(self, z_BNS: Tensor, inputs: DecodeInputs) -> None:
+        """Note the base z of the next tokens, before `extend_chunks` appends them."""
+        self.z_BNS = torch.where(inputs.valid_BN[..., None], z_BNS, 0.0)
+        if inputs.single_token:
+            self.z_sum_BS += z_BNS[:, 0]
+
+    def close(self, at: TokenPosition) -> None:
+        c = self.k_lin_BCS.shape[1]
+        rows = torch.arange(len(at.number_B), device=at.number_B.device)[at.full]
+        one_document_B1C = torch.zeros(len(rows), 1, c, dtype=torch.long, device=rows.device)
+        kv_B1SE = chunk_means(self.k_lin_BCS[rows, None], self.v_BCE[rows, None], one_document_B1C)
+        self.write(rows[:, None], at.number_B[rows, None], kv_B1SE, (self.z_sum_BS[rows] / c)[:, None])
+        self.z_sum_BS[rows] = 0.0
+        self.kv_BSE[rows] = self.pool((at.number_B + 1)[:, None])[rows, 0]
+
+    def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
+                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor]) -> Tensor:
+        assert self.z_BNS is not None
+        n_chunks, c = q_lin_BGCS.shape[1:3]
+        device, n_closed_B = q_lin_BGCS.device, inputs.n_closed_B(c)
+        rows, index_G = torch.arange(len(q_lin_BGCS), device=device), torch.arange(n_chunks, device=device)
+        z_BGS = at_least_float32(to_slots(self.z_BNS)).sum(2)
+        z_BGS = torch.cat([z_BGS[:, :1] + self.z_sum_BS[:, None], z_BGS[:, 1:]], dim=1)
+        closed_BG = index_G < n_closed_B[:, None]
+        number_BG = (inputs.seq_lens_B // c)[:, None] + index_G
+        if closed_BG.any():
+            self.write(rows[:, None], torch.where(closed_BG, number_BG, -1),
+                       chunk_means(k_lin_BGCS, v_BGCE, segment_ids_BGC), z_BGS / c)
+        self.z_sum_BS = F.pad(z_BGS, [0, 0, 0, 1])[rows, n_closed_B]
+        if self.kv_BLSE.shape[1] == 0:
+            return torch.zeros_like(v_BGCE)
+        pooled_BPSE = self.pool(torch.cat([number_BG, number_BG[:, -1:] + 1], dim=1))
+        self.kv_BSE = pooled_BPSE[rows, n_closed_B]
+        return read_states(q_lin_BGCS, pooled_BPSE[:, :-1], segment_ids_BGC >= 0)
+
+    def write(self, row_BP: Tensor, number_BP: Tensor, kv_BPSE: Tensor, summary_BPS: Tensor) -> None:
+        """Keep k v and the summary of closed chunks by their numbers; a number of -1 is left out."""
+        length = int(number_BP.max()) + 1
+        if length > self.kv_BLSE.shape[1]:
+            self.kv_BLSE, self.summary_BLS = with_room(self.kv_BLSE, length), with_room(self.summary_BLS, length)
+        kept_BP = number_BP >= 0
+        row = row_BP.expand_as(number_BP)[kept_BP]
+        self.kv_BLSE[row, number_BP[kept_BP]] = kv_BPSE[kept_BP]
+        self.summary_BLS[row, number_BP[kept_BP]] = summary_BPS[kept_BP].to(self.summary_BLS.dtype)
+
+    def pool(self, number_BP: Tensor) -> Tensor:
+        """What enters the chunks of these numbers: the weighted sum of k v over the closed chunks before each, BPSE."""
+        rows = torch.arange(len(number_BP), device=number_BP.device)
+        chunk_L = torch.arange(self.kv_BLSE.shape[1], device=number_BP.device)
+        last_BPS = self.summary_BLS[rows[:, None], (number_BP - 1).clamp(min=0, max=len(chunk_L) - 1)]
+        distance_BPL = chunk_L - number_BP[..., None]
+        a_BPL = self.weigh(last_BPS, self.summary_BLS, distance_BPL).masked_fill(distance_BPL >= 0, 0.0)
+        return torch.einsum("bpl,blse->bpse", a_BPL.to(self.kv_BLSE.dtype), self.kv_BLSE)

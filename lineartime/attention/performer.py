@@ -1,0 +1,119 @@
+"""Performer's core: linear attention with a ReLU kernel, as a reference op, a memory of constant size, and a core."""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.config import ModelConfig
+from lineartime.decoding.cache import Cache, DecodeInputs
+from lineartime.layers import SequenceInfo, by_document, rotate_heads
+from lineartime.ops.dtypes import at_least_float32
+
+KERNEL_EPSILON = 1e-3
+"""Added to every feature, of queries and keys alike: it keeps the sum that is divided by above zero."""
+BLOCK = 128
+"""Tokens whose prefix sums are taken at once by "matmul" and "blocks"."""
+
+
+def relu_features(x: Tensor) -> Tensor:
+    """phi(x) = relu(x) + 1e-3, float32 at least: Performer's generalised attention without a random projection."""
+    return torch.relu(at_least_float32(x)) + KERNEL_EPSILON
+
+
+def with_ones(v_BTHK: Tensor) -> Tensor:
+    """v with a column of ones behind it, float32 at least: one state then holds numerator and denominator."""
+    v_BTHK = at_least_float32(v_BTHK)
+    return torch.cat([v_BTHK, torch.ones_like(v_BTHK[..., :1])], dim=-1)
+
+
+def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool,
+                        prefix_sum: str = "blocks") -> Tensor:
+    """phi(q_t) sum_s phi(k_s) v_s / phi(q_t) sum_s phi(k_s), over s <= t when causal: `[B, T, H, K]`.
+
+    One document; q and k are rotated already. prefix_sum: how the causal sums are taken, see `prefix_read`; the results
+    are equal up to rounding."""
+    fq, fk, v1 = relu_features(q_BTHK), relu_features(k_BTHK), with_ones(v_BTHK)
+    if causal:
+        y = prefix_read(fq, fk, v1, prefix_sum)[0]
+    else:
+        y = torch.einsum("bthm,bhmk->bthk", fq, torch.einsum("bthm,bthk->bhmk", fk, v1))
+    return (y[..., :-1] / y[..., -1:]).to(v_BTHK.dtype)
+
+
+def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: str,
+                initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK.
+
+    prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by products with triangles of
+    ones, in blocks (the paper's Performer-Matmul). "blocks": no state per token, but one per block, and masked products
+    inside a block. An exclusive sum is a shifted inclusive one: subtracting would let later tokens in by rounding."""
+    n_rows, n_tokens, n_heads, width = fq_BTHM.shape
+    if initial is None:
+        initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])
+    if prefix_sum == "scan":
+        state_BTHMK = torch.einsum("bthm,bthk->bthmk", fk_BTHM, v_BTHK).cumsum(1) + initial[:, None]
+        return torch.einsum("bthm,bthmk->bthk", fq_BTHM, state_BTHMK), state_BTHMK[:, -1]
+    missing = -n_tokens % BLOCK
+    fq, fk, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, BLOCK)) for x in (fq_BTHM, fk_BTHM, v_BTHK))
+    ones_CC = torch.ones(BLOCK, BLOCK, dtype=v.dtype, device=v.device).tril()
+    sum_BGHMK = at_least_float32(torch.einsum("bgchm,bgchk->bghmk", fk, v)).cumsum(1) + initial[:, None]
+    before_BGHMK = torch.cat([initial[:, None], sum_BGHMK[:, :-1]], dim=1)
+    if prefix_sum == "matmul":
+        added = torch.einsum("bgchm,bgchk->bgchmk", fk, v)
+        state = torch.einsum("cj,bgjhmk->bgchmk", ones_CC, added) + before_BGHMK[:, :, None]
+        y = torch.einsum("bgchm,bgchmk->bgchk", fq, state)
+    else:
+        a_BGHCJ = torch.einsum("bgchm,bgjhm->bghcj", fq, fk) * ones_CC
+        y = torch.einsum("bghcj,bgjhk->bgchk", a_BGHCJ, v) + torch.einsum("bgchm,bghmk->bgchk", fq, before_BGHMK)
+    return y.flatten(1, 2)[:, :n_tokens], sum_BGHMK[:, -1]
+
+
+@dataclasses.dataclass
+class PrefixState(Cache):
+    """The memory of one layer: the sum of phi(k) [v, 1] over the current document; it does not grow."""
+
+    kv_BHMK: Tensor
+
+
+@dataclasses.dataclass
+class Performer:
+    """`performer_attention`, a document at a time."""
+
+    config: ModelConfig
+
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """The heads' results side by side: `[B, T, D]`."""
+        heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
+        parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks")
+                 for qkv in by_document(heads, info)]
+        return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
+
+    def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
+        """The memory of rows that have had no token, of `weight`'s dtype and device."""
+        k = self.config.qk_width
+        return PrefixState(at_least_float32(weight.new_zeros(n_rows, self.config.n_heads, k, k + 1)))
+
+    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
+               inputs: DecodeInputs, cache: Cache) -> Tensor:
+        """`attend` for the next tokens of rows whose past is in `cache`; causal only. A state begins again with each
+        document."""
+        assert isinstance(cache, PrefixState)
+        fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))
+        v1 = with_ones(v_BNHK)
+        if inputs.single_token:
+            if inputs.any_begins:
+                cache.kv_BHMK.masked_fill_(inputs.begins_BN[:, :1, None, None], 0.0)
+            cache.kv_BHMK += torch.einsum("bnhm,bnhk->bhmk", fk, v1)
+            y = torch.einsum("bnhm,bhmk->bnhk", fq, cache.kv_BHMK)
+            return (y[..., :-1] / y[..., -1:]).to(v_BNHK.dtype).flatten(2)
+        out = torch.zeros_like(v_BNHK)
+        states = list(cache.kv_BHMK.split(1))
+        for row in range(len(v_BNHK)):
+            for start, stop, begins in inputs.documents(row):
+                q, k, v = (x[row : row + 1, start:stop] for x in (fq, fk, v1))
+                y, states[row] = prefix_read(q, k, v, "blocks", None if begins else states[row])
+                out[row, start:stop] = (y[0, ..., :-1] / y[0, ..., -1:]).to(out.dtype)
+        cache.kv_BHMK = torch.cat(states)
+        return out.flatten(2)

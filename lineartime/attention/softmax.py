@@ -1,0 +1,67 @@
+"""The Transformers' core: softmax attention, by PyTorch's fused kernels."""
+
+import dataclasses
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.config import ModelConfig
+from lineartime.decoding.cache import Cache, DecodeInputs, KeyValueCache
+from lineartime.layers import SequenceInfo, by_document, fold_heads, rotate_heads, unfold_heads
+
+
+@dataclasses.dataclass
+class Softmax:
+    """softmax(q k^T / sqrt(K)) v, a document at a time: no mask of T x T anywhere."""
+
+    config: ModelConfig
+
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """The heads' results side by side: `[B, T, D]`. On CUDA in a half type the documents are one call of
+        variable-length attention."""
+        q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
+            return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
+        parts = []
+        for qkv in by_document((q_BTHK, k_BTHK, v_BTHK), info):
+            q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in qkv)
+            out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=self.config.causal)
+            parts.append(out_BHTK.transpose(1, 2))
+        return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
+
+    def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
+        """The memory of rows that have had no token, of `weight`'s dtype and device."""
+        return empty_key_value_cache(n_rows, self.config, weight)
+
+    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
+               inputs: DecodeInputs, cache: Cache) -> Tensor:
+        """`attend` for the next tokens of rows whose past is in `cache`; causal only."""
+        assert isinstance(cache, KeyValueCache)
+        h = self.config.n_heads
+        q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h)
+                               for x in (rotate_heads(q_BNHK, info), rotate_heads(k_BNHK, info), v_BNHK))
+        k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h))
+        q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
+        mask_B1NL = None if inputs.visible is None else inputs.visible[:, None]
+        return unfold_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1NL).flatten(0, 1), h)
+
+
+def empty_key_value_cache(n_rows: int, config: ModelConfig, weight: Tensor) -> KeyValueCache:
+    """Keys and values of rows that have had no token; heads are entries of the batch."""
+    empty_BL = weight.new_zeros(n_rows * config.n_heads, 0, config.qk_width)
+    return KeyValueCache(empty_BL, empty_BL.clone(), config.n_heads)
+
+
+def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: list[int], causal: bool) -> Tensor:
+    """Attention of each document to itself, all rows laid end to end, by one call of CUDA's variable-length kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cumulative = torch.tensor(cu_seqlens, dtype=torch.int32, device=q_BTHK.device)
+    longest = max(stop - start for start, stop in itertools.pairwise(cu_seqlens))
+    q_THK, k_THK, v_THK = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
+    window = (-1, 0) if causal else (-1, -1)
+    out_THK = varlen_attn(q_THK, k_THK, v_THK, cumulative, cumulative, longest, longest, window_size=window)
+    assert isinstance(out_THK, Tensor)
+    return out_THK.view_as(q_BTHK)

@@ -1,0 +1,154 @@
+"""The attention of the paper's ablations and variants: none of it is needed for FLASH and FLASH-Quad.
+
+Softmax in place of relu^2, overlapping chunks, [CLS] (Section 4.3), first-to-all (Table 4), one half of mixed chunk
+attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).
+"""
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import (
+    attention_weights,
+    linear_attention,
+    one_document,
+    read_states,
+    same_document,
+    scores,
+    toeplitz,
+    visible_keys,
+)
+
+
+def score_scale(kernel: str, width: int, scale_len: int) -> float:
+    """What q k^T is divided by: n for relu^2, the square root of the head width for softmax."""
+    return float(scale_len) if kernel == "relu2" else width**0.5
+
+
+def with_neighbours(x_BGC: Tensor, causal: bool, fill: int = 0) -> Tensor:
+    """Each chunk behind the one before it, and when not causal before the one after it: `[B, G, 2 C or 3 C, ...]`."""
+    empty = torch.full_like(x_BGC[:, :1], fill)
+    parts = [torch.cat([empty, x_BGC[:, :-1]], dim=1), x_BGC]
+    if not causal:
+        parts.append(torch.cat([x_BGC[:, 1:], empty], dim=1))
+    return torch.cat(parts, dim=2)
+
+
+def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tensor | None, *, scale_len: int,
+                                causal: bool, segment_ids_BGC: Tensor | None = None, kernel: str = "relu2",
+                                overlap: bool = False, cls_softmax: bool = False) -> Tensor:
+    """`reference.quadratic_attention` with the ablations of its scores: `[B, G, C, E]`.
+
+    kernel "softmax": softmax(q k^T / sqrt(S) + b) v. overlap: a chunk's keys are those of the chunk before it too, and
+    when not causal of the chunk after; w is then made for 2 C. cls_softmax: the first query of a row has softmax for
+    its kernel. w: the position bias, or none."""
+    n_queries, width, key_segment_ids_BGM, n_before = *q_BGCS.shape[-2:], None, 0
+    if overlap:
+        segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
+        k_BGCS, v_BGCE = with_neighbours(k_BGCS, causal), with_neighbours(v_BGCE, causal)
+        key_segment_ids_BGM, n_before = with_neighbours(segment_ids_BGC, causal, fill=-1), n_queries
+    visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC, key_segment_ids_BGM, n_before)
+    score_BGCM = scores(q_BGCS, k_BGCS, score_scale(kernel, width, scale_len), w)
+    a_BGCM = attention_weights(score_BGCM, visible, kernel)
+    if cls_softmax:
+        score_B11M = scores(q_BGCS[:, :1, :1], k_BGCS[:, :1], score_scale("softmax", width, scale_len), None)
+        if w is not None:
+            score_B11M = score_B11M + toeplitz(w, n_queries, k_BGCS.shape[-2])[:1]
+        cls_B11M = attention_weights(score_B11M, None if visible is None else visible[:, :1, :1], "softmax")
+        first_B1CM = torch.cat([cls_B11M, a_BGCM[:, :1, 1:]], dim=2)
+        a_BGCM = torch.cat([first_B1CM, a_BGCM[:, 1:]], dim=1)
+    return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGCE.dtype), v_BGCE)
+
+
+def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
+                                  v_BGCE: Tensor, w: Tensor | None, *, scale_len: int, causal: bool,
+                                  segment_ids_BGC: Tensor | None = None, document_mask: str = "exact",
+                                  pooling: str = "mean", parts: str = "both", kernel: str = "relu2",
+                                  overlap: bool = False, cls_softmax: bool = False,
+                                  a_BGG: Tensor | None = None) -> Tensor:
+    """`reference.mixed_chunk_attention` with the ablations of either half: `[B, G, C, E]`.
+
+    w, kernel, overlap, cls_softmax: see `ablated_quadratic_attention`. document_mask: "exact" keeps documents apart in
+    both halves, "paper" is the listing. parts: "local" or "global" keeps one half alone (the paper's LocalOnly and
+    GlobalOnly). a_BGG: the weights of chunks, for pooling "attention"."""
+    if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
+        segment_ids_BGC = one_document(v_BGCE)
+    out_BGCE = None
+    if parts != "global":
+        within = segment_ids_BGC
+        if segment_ids_BGC is not None and document_mask == "paper":
+            within = (segment_ids_BGC >= 0).long() - 1
+        out_BGCE = ablated_quadratic_attention(
+            q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal, segment_ids_BGC=within,
+            kernel=kernel, overlap=overlap, cls_softmax=cls_softmax)
+    if parts == "local":
+        assert out_BGCE is not None
+        return out_BGCE
+    if a_BGG is not None:
+        assert segment_ids_BGC is not None
+        lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
+    elif document_mask == "exact":
+        lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
+                                    pooling=pooling)
+    else:
+        assert segment_ids_BGC is not None
+        lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
+                                          segment_ids_BGC=segment_ids_BGC)
+    return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
+
+
+def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
+    """The first token of each chunk attends to its whole document by softmax (Section 4.3): `[B, G, E]`."""
+    k_BTS, v_BTE = k_BGCS.flatten(1, 2), v_BGCE.flatten(1, 2)
+    visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
+    score_BGT = at_least_float32(torch.einsum("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
+    return torch.einsum("bgt,bte->bge", attention_weights(score_BGT, visible_BGT, "softmax").to(v_BTE.dtype), v_BTE)
+
+
+def learned_chunk_weights(summary_q_BPS: Tensor, summary_k_BLS: Tensor, bias_BPL: Tensor, *, scale_len: int) -> Tensor:
+    """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, P, L]`, float32 at least.
+
+    scale_len: n, the number of chunks in a training row. What is visible is the caller's."""
+    score_BPL = at_least_float32(torch.einsum("bps,bls->bpl", summary_q_BPS / scale_len, summary_k_BLS))
+    return attention_weights(score_BPL + bias_BPL, None)
+
+
+def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
+    """k^T v of each chunk divided by its number of tokens: kv_BGSE, float32 at least."""
+    valid_BGC = segment_ids_BGC >= 0
+    kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+    return kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
+
+
+def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,
+                              segment_ids_BGC: Tensor) -> Tensor:
+    """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the chunk's tokens as in Code 8:
+    `[B, G, C, E]`. For rows that are one document."""
+    kv_BGSE = chunk_means(k_BGCS, v_BGCE, segment_ids_BGC)
+    pooled_BGSE = torch.einsum("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
+    return read_states(q_BGCS, pooled_BGSE, segment_ids_BGC >= 0)
+
+
+def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
+    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / their number over the chunks whose range of
+    documents overlaps, earlier ones only when causal.
+    It leaks: two documents that share a chunk with a third see each other."""
+    low_BG, high_BG = segment_ids_BGC.amin(-1), segment_ids_BGC.amax(-1)
+    overlap_BGG = (low_BG[:, :, None] <= high_BG[:, None, :]) & (high_BG[:, :, None] >= low_BG[:, None, :])
+    if causal:
+        overlap_BGG = overlap_BGG.tril(-1)
+    return overlap_BGG.double() / overlap_BGG.sum(-1, keepdim=True).clamp(min=1)
+
+
+def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
+                           segment_ids_BGC: Tensor) -> Tensor:
+    """The linear half of Code 8 as printed, chunk-range mask and all. Returns `[B, G, C, E]`.
+
+    The listing knows no padding: here padded tokens count for their chunk's length and contribute nothing."""
+    valid_BGC = segment_ids_BGC >= 0
+    in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
+    kv_BGSE = (at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+               / q_BGCS.shape[-2])
+    w_BGG = chunk_weights(in_order, causal).to(kv_BGSE.dtype)
+    pooled_BGSE = torch.einsum("bhse,bgh->bgse", kv_BGSE, w_BGG)
+    return torch.einsum("bgcs,bgse->bgce", q_BGCS, pooled_BGSE.to(q_BGCS.dtype))
