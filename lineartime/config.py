@@ -253,7 +253,8 @@ def layer_config(config: ModelConfig | None, preset: str, fields: dict[str, Any]
     Raises UsageError for what is no configuration, for an unknown field or a value that makes no sense."""
     require(config is None or isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name",
             repr(config), "such as d_model=512")
-    return replace_fields(config or PRESETS[preset], fields)
+    alone = replace(PRESETS[preset], abs_pos="learned")  # a layer has no absolute positions: any width will do
+    return replace_fields(config or alone, fields)
 
 
 @dataclass(frozen=True)

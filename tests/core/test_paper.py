@@ -43,9 +43,10 @@ def gated_attention_unit(var: Weights, n: int, causal: bool, norm_type: str, *, 
     """A layer of the listing's sizes, its own weights on the meta device: they must all come from the listing."""
     d, s = var["dense/kernel"].shape[0], var["gamma"].shape[1]
     with torch.device("meta"):
-        made = AblatedGatedAttentionUnit if document_mask == "paper" else GatedAttentionUnit
+        made = AblatedGatedAttentionUnit if chunks and document_mask == "paper" else GatedAttentionUnit
+        fields = {"chunk_size": n, "document_mask": document_mask} if chunks else {"attn_scale_len": n}
         return made(d_model=d, expansion_factor=var["dense_1/kernel"].shape[0] // d, query_key_dim=s, causal=causal,
-                    norm=norm_type, document_mask=document_mask, **{"chunk_size" if chunks else "attn_scale_len": n})
+                    norm=norm_type, **fields)
 
 
 def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, norm_type: str,
