@@ -3,7 +3,8 @@
     python docs/site.py pages FOLDER     copy the pages; a source file that a page links to becomes a page too
     python docs/site.py check FOLDER     every link and anchor of the built HTML leads somewhere
 
-On a code host a link such as ../lineartime/gau.py opens the file. A site has no files, so there it opens a page with the file's text.
+On a code host a link such as ../lineartime/gau.py opens the file. A site has no files, so there it opens a page with
+the file's text.
 """
 
 import re
@@ -47,6 +48,7 @@ def copy_pages(out: Path) -> None:
             return match["before"] + path + anchor
 
         write(out / page.relative_to(ROOT), LINK.sub(link, page.read_text(encoding="utf-8")))
+    write(out / "docs" / "site.css", (ROOT / "docs" / "site.css").read_text(encoding="utf-8"))
 
 
 def write_source(path: Path, out: Path) -> None:

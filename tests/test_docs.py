@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -134,3 +136,24 @@ def test_every_module_is_in_the_reference() -> None:
 def test_every_page_is_in_the_site() -> None:
     shown = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert {page.relative_to(ROOT).as_posix() for page in PAGES} <= set(shown)
+
+
+def site(verb: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """docs/site.py, which `make docs` calls before and after the site's builder."""
+    return subprocess.run([sys.executable, ROOT / "docs" / "site.py", verb, folder], capture_output=True, text=True)
+
+
+def test_a_linked_source_file_becomes_a_page(tmp_path: Path) -> None:
+    assert site("pages", tmp_path / "pages").returncode == 0
+    assert "(../lineartime/config.py.md)" in (tmp_path / "pages/docs/guide.md").read_text(encoding="utf-8")
+    assert "class ModelConfig" in (tmp_path / "pages/lineartime/config.py.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("link", "broken"), [
+    ("b/", False), ("b/#here", False), ("#top", False), ("b/#there", True), ("c/", True), ("#bottom", True)])
+def test_a_broken_link_of_the_site_is_an_error(tmp_path: Path, link: str, broken: bool) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "index.html").write_text(f'<h1 id="top"></h1><a href="{link}">b</a>')
+    (tmp_path / "b" / "index.html").write_text('<h1 id="here"></h1>')
+    done = site("check", tmp_path)
+    assert (done.returncode == 1 and f"index.html: {link}" in done.stderr) if broken else done.returncode == 0
