@@ -9,8 +9,9 @@ help:
 	@echo "make types   mypy"
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
 	@echo "make gpu     on a GPU: STAGE=tests, kernels, step, decode or tables (the paper's); into OUT=out/gpu, resumable"
+	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
-	@echo "make clean   remove .venv and caches, not what was trained (out/)"
+	@echo "make clean   remove environments and caches, not what was trained (out/)"
 
 train: .venv/installed
 	.venv/bin/lineartime prepare --sample --out out/jane-eyre/data --vocab-size 1024 --held-out 0.1
@@ -29,6 +30,19 @@ types: .venv/installed
 bench bench-all: .venv/installed
 	.venv/bin/lineartime benchmark run $@ --json $(or $(ROWS),out/bench.jsonl) $(BENCH_ARGS)
 
+# An environment of its own: the site's builder reads the sources and does not import them, so torch need not be there.
+docs: .venv-docs/installed
+	.venv-docs/bin/python docs/site.py pages out/docs/pages
+	PATH=$(CURDIR)/.venv-docs/bin:$$PATH .venv-docs/bin/zensical build --clean --strict
+	.venv-docs/bin/python docs/site.py check out/docs/site
+
+.venv-docs/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(TOO_OLD)" >&2; exit 1; }
+	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear .venv-docs; fi
+	.venv-docs/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt \
+		$$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
 # The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.
 gpu:
@@ -46,7 +60,7 @@ env: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types bench bench-all gpu env clean
+.PHONY: help train test lint types bench bench-all gpu docs env clean

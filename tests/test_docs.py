@@ -1,59 +1,159 @@
-"""The pages of docs/ name files, functions and tests that are there, and their examples run."""
+"""README and the pages of docs/ name files, functions and tests that are there, and their examples run."""
 
 import ast
 import re
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
-SOURCES = {path.name: path for folder in ("tests", "lineartime") for path in sorted((ROOT / folder).rglob("*.py"))
-           if path.name != "__init__.py"}
-NAME = re.compile(r"`(\w+\.py):{1,2}([\w.]+)`")
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+SOURCES = sorted(path for folder in ("tests", "lineartime", "tools") for path in (ROOT / folder).rglob("*.py"))
+LINK = re.compile(r"\[(?P<label>`[^`]+`|[^\]\[]+)\](?:\((?P<target>[^)\s]+)\)|\[(?P<key>\w+)\])")
+NAME = re.compile(r"`([\w/]+\.py):{1,2}([\w.]+)`")
+FILE = re.compile(r"`?([\w/.-]+\.(?:py|toml|sh|md|jsonl))(?::{1,2}([\w.]+))?`?")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-def defined(tree: ast.AST) -> set[str]:
-    """What a module or class defines: `name`, and `Class.name` below."""
+@cache
+def defined(path: Path) -> set[str]:
+    """What a file defines: `name`, and `Class.name` below."""
+    return names_below(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def names_below(tree: ast.AST) -> set[str]:
     names: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names |= {node.name} | {f"{node.name}.{below}" for below in defined(node)}
+            names |= {node.name} | {f"{node.name}.{below}" for below in names_below(node)}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def ends_in(path: Path, name: str) -> bool:
+    """Whether `name`, a file's name with as many of its folders as are given, is that of this file."""
+    return f"/{path.as_posix()}".endswith(f"/{name}")
+
+
+def links(text: str) -> list[tuple[str, str]]:
+    """The label and the target of each link; a target of the form [label][key] is looked up."""
+    given = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
+    return [(link["label"], link["target"] or given[link["key"]]) for link in LINK.finditer(text)]
+
+
+def wrong_names(text: str, folder: Path) -> list[str]:
+    """The names `file.py:function` of a page that are not defined in the file that the name's link leads to or, where
+    it is no link, in the only file of that name; and labels that are another file's name than their link's."""
+    wrong = []
+    for label, target in links(text):
+        named = FILE.fullmatch(label)
+        if named is None or "://" in target:
+            continue
+        path = (folder / target.split("#")[0]).resolve()
+        if not ends_in(path, named[1].lstrip("./")) or (named[2] and named[2] not in defined(path)):
+            wrong.append(f"{label} -> {target}")
+    for file, name in NAME.findall(LINK.sub("", text)):
+        found = [path for path in SOURCES if ends_in(path, file)]
+        if len(found) != 1 or name not in defined(found[0]):
+            wrong.append(f"{file}:{name}, in {len(found)} files of this name")
+    return wrong
+
+
+@every_page
 def test_names_are_defined(page: Path) -> None:
-    names = NAME.findall(page.read_text())
-    files = {file for file, _ in names if file in SOURCES}
-    known = {file: defined(ast.parse(SOURCES[file].read_text())) for file in files}
-    assert [f"{file}:{name}" for file, name in names if name not in known.get(file, ())] == []
+    assert wrong_names(page.read_text(encoding="utf-8"), page.parent) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(("text", "n_wrong"), [
+    ("[`gau.py:GatedAttentionUnit.forward`](lineartime/gau.py)", 0),
+    ("[`gau.py:GatedAttentionUnit.forward`](lineartime/mhsa.py)", 1),
+    ("[`gau.py:GatedAttentionUnit.backward`][gau]\n\n[gau]: lineartime/gau.py", 1),
+    ("[benchmark/rows.py](lineartime/reproduce/rows.py)", 1),
+    ("[rows.py](lineartime/reproduce/rows.py)", 0),
+    ("`test_docs.py::wrong_names`, `reproduce/rows.py:ROWS`", 0),
+    ("`rows.py:ROWS`", 1), ("`nowhere.py:ROWS`", 1), ("`test_docs.py::test_of_nothing`", 1)])
+def test_a_name_is_held_to_the_file_that_its_link_leads_to(text: str, n_wrong: int) -> None:
+    assert len(wrong_names(text, ROOT)) == n_wrong
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings, as code hosts and the site's builder make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+            for line in text.splitlines() if line.startswith("#")}
+
+
+@every_page
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text()
+    """`make docs` holds the site to the same."""
+    text = page.read_text(encoding="utf-8")
     used, given = set(re.findall(r"\]\[(\w+)\]", text)), dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
     assert used == set(given)
     targets = re.findall(r"\]\(([^)\s]+)\)", text) + list(given.values())
-    headings = {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-                for line in text.splitlines() if line.startswith("#")}
-    local = [target for target in targets if "://" not in target]
-    assert [target for target in local if target.startswith("#") and target[1:] not in headings] == []
-    assert [target for target in local if not (page.parent / target.split("#")[0]).exists()] == []
+    for target in targets:
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_examples_run(page: Path) -> None:
     """The Python of a page, from top to bottom."""
     names: dict[str, object] = {}
-    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         exec(compile(code, str(page), "exec"), names)
 
 
 def test_there_are_pages() -> None:
-    assert {page.name for page in PAGES} >= {"paper.md", "walk.md"}
-    assert len(NAME.findall((ROOT / "docs" / "paper.md").read_text())) > 100
+    assert {page.name for page in PAGES} >= {"README.md", "guide.md", "paper.md", "walk.md"}
+    assert len(NAME.findall((ROOT / "docs" / "paper.md").read_text(encoding="utf-8"))) > 100
+    assert (ROOT / "README.md").stat().st_size <= 10_000
+
+
+def test_every_module_is_in_the_reference() -> None:
+    """All that a program can import but kernels, which docs/kernels.md explains, and what the measuring verbs call."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    modules = set()
+    for path in (ROOT / "lineartime").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        source = path.read_text(encoding="utf-8")
+        defines = "__all__" in source if path.name == "__init__.py" else path.name != "__main__.py"
+        if defines and parts[1] not in ("cli", "benchmark", "reproduce", "report") and "@triton.jit" not in source:
+            modules.add(".".join(part for part in parts if part != "__init__"))
+    assert set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)) == modules
+
+
+def test_every_page_is_in_the_site() -> None:
+    shown = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES} <= set(shown)
+
+
+def site(verb: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """docs/site.py, which `make docs` calls before and after the site's builder."""
+    return subprocess.run([sys.executable, ROOT / "docs" / "site.py", verb, folder], capture_output=True, text=True)
+
+
+def test_a_linked_source_file_becomes_a_page(tmp_path: Path) -> None:
+    assert site("pages", tmp_path / "pages").returncode == 0
+    assert "(../lineartime/config.py.md)" in (tmp_path / "pages/docs/guide.md").read_text(encoding="utf-8")
+    assert "class ModelConfig" in (tmp_path / "pages/lineartime/config.py.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("link", "broken"), [
+    ("b/", False), ("b/#here", False), ("#top", False), ("b/#there", True), ("c/", True), ("#bottom", True)])
+def test_a_broken_link_of_the_site_is_an_error(tmp_path: Path, link: str, broken: bool) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "index.html").write_text(f'<h1 id="top"></h1><a href="{link}">b</a>')
+    (tmp_path / "b" / "index.html").write_text('<h1 id="here"></h1>')
+    done = site("check", tmp_path)
+    assert (done.returncode == 1 and f"index.html: {link}" in done.stderr) if broken else done.returncode == 0

@@ -1,6 +1,6 @@
 """Compiled layers against the reference: the same loss and the same gradient of every parameter.
 
-PyTorch's compiler writes C++ for a CPU, so these take seconds each and need a compiler on the machine, as README says.
+PyTorch's compiler writes C++ for a CPU, so these take seconds each and need a compiler, as docs/guide.md says.
 """
 
 import math
