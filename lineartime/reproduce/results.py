@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lineartime.errors import DataError, UsageError
 from lineartime.reproduce.records import Record, read_records
@@ -160,9 +161,10 @@ def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
     return timed.iloc[in_best.argsort(kind="stable")]
 
 
-def of_cell(frame: pd.DataFrame, row: str, column: str) -> pd.DataFrame:
-    """A cell's lines of a frame, perhaps none."""
-    return frame[(frame.index.get_level_values("row") == row) & (frame.index.get_level_values("column") == column)]
+def of_cell(frame: Any, row: str, column: str | None = None) -> Any:
+    """A cell's lines of a data frame or series, perhaps none; those of all columns where none is named."""
+    lines = frame[frame.index.get_level_values("row") == row]
+    return lines if column is None else lines[lines.index.get_level_values("column") == column]
 
 
 def spread(values: pd.Series) -> pd.DataFrame:
