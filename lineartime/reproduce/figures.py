@@ -157,9 +157,8 @@ def digest(results: Results, what: str) -> str:
 
 def line(name: str, x: Iterable[float], values: pd.DataFrame) -> Line:
     """values: of each point what its seeds have; drawn are mean, least and most."""
-    heights = values.agg(["mean", "min", "max"], axis=1)
-    return Line(name, tuple((float(place), *map(float, point)) for place, point in zip(x, heights.to_numpy(),
-                                                                                     strict=True)))
+    return Line(name, tuple((float(place), float(mean), float(least), float(most)) for place, (mean, least, most)
+                            in zip(x, values.agg(["mean", "min", "max"], axis=1).to_numpy(), strict=True)))
 
 
 def cost_panels(results: Results) -> list[Lines]:
@@ -206,8 +205,8 @@ def latency_panels(results: Results) -> list[Lines]:
     ms = steps[["median", "q1", "q3"]].astype(float).div(per, axis=0)
     lines = []
     for row in results.rows:
-        points = [(float(context), *map(float, of_cell(ms, row, column).iloc[0]))
-                  for column, context in contexts.items() if (row, column) in ms.index]
+        points = sorted((float(contexts[column]), float(median), float(q1), float(q3))
+                        for (_, column), median, q1, q3 in of_cell(ms, row).itertuples() if column in contexts)
         lines += [Line(row, tuple(points))] if points else []
     return [Lines("Time of a training step", "tokens of context" + (" x rows" if of_step else ""),
                   "ms" if of_step else "ms per 1,000 tokens", tuple(lines), "contexts",
@@ -219,7 +218,8 @@ def position_panels(results: Results) -> list[Lines]:
     panels = []
     for column in own_columns(results):
         spans = {row: positions_of(results, row, column) for row in results.rows}
-        lines = [line(row, [middle(*span) for span in found.index], found) for row, found in spans.items() if len(found)]
+        lines = [line(row, [middle(*span) for span in found.index], found)
+                 for row, found in spans.items() if len(found)]
         panels.append(Lines(title_of(results, column), "position, tokens", "held-out nats per token", tuple(lines),
                             "positions"))
     return panels
@@ -251,11 +251,12 @@ def speedup_panels(results: Results) -> list[Lines]:
         by_step = [(columns[name].context, *each) for name, *each in step.itertuples()]
         printed = [(column.context, read_paper()[results.table.name].value("speedup", rival, name))
                    for name, column in columns.items()]
-        lines = not_empty([Line("to the same quality", tuple(by_quality)), Line("by the time of a step", tuple(by_step))])
+        lines = not_empty([Line("to the same quality", tuple(sorted(by_quality))),
+                           Line("by the time of a step", tuple(sorted(by_step)))])
         if lines:
             lines += not_empty([Line("the paper's", tuple((x, y, y, y) for x, y in printed if y))])
-        panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast", lines, "contexts", contexts, level=1.0,
-                            level_name="as fast"))
+        panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast", lines, "contexts", contexts,
+                            level=1.0, level_name="as fast"))
     return panels
 
 
@@ -312,7 +313,7 @@ def not_empty(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 def values_of(results: Results, values: pd.Series, column: str) -> tuple[tuple[str, tuple[float, ...]], ...]:
     """Of each row the numbers of its seeds, perhaps none."""
-    return tuple((row, tuple(of_cell(values, row, column).tolist())) for row in results.rows)
+    return tuple((row, tuple(of_cell(values, row, column).tolist())) for row in results.table.models)
 
 
 def title_of(results: Results, column: str, named: bool = False) -> str:

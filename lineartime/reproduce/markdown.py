@@ -1,4 +1,4 @@
-"""The paper's tables with our numbers beside its own, as Markdown: made of records and `paper.toml`, and nothing else."""
+"""The paper's tables with our numbers beside its own, as Markdown, made of records and `paper.toml` alone."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -52,7 +52,7 @@ def range_text(least: str, most: str) -> str:
 
 
 def seeds_texts(values: pd.Series, text: Callable[[float], str]) -> Texts:
-    return {each.Index: seeds_text(*each[1:], text) for each in spread(values).itertuples()}
+    return {cell: seeds_text(mean, least, most, n, text) for cell, mean, least, most, n in spread(values).itertuples()}
 
 
 def speedup_texts(results: Results, reference: str) -> Texts:
@@ -134,9 +134,11 @@ GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))
 def tables_shown(records: Sequence[Record], names: Sequence[str], scales: Sequence[ScaleName]) -> list[Results]:
     """Tables, by default all, at the scales, by default all, that have records of them; one without any is shown
     once."""
+    scales = scales or SCALE_NAMES[::-1]
+    recorded = {record.get("scale") for record in records}
     shown = []
     for name in names or TABLES:
-        at_scales = [results_of(name, scale, records) for scale in scales or reversed(SCALE_NAMES)]
+        at_scales = [results_of(name, scale, records) for scale in scales if scale in recorded or scale == scales[0]]
         shown += [results for results in at_scales if results.cells.known.any()] or at_scales[:1]
     return shown
 
@@ -148,15 +150,17 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     table, paper = results.table, read_paper()[results.table.name]
     parts = [f"### {table.title}, {results.scale.name} scale", *(f"![{alt}]({path})" for alt, path in pictures)]
     if not results.cells.known.any():
-        return "\n\n".join([*parts, f"Of this table {NOT_RUN}: anything. {command_text(results)} runs it."]) + "\n"
+        return "\n\n".join([*parts, f"This table was {NOT_RUN} at this scale: {command_text(results)}."]) + "\n"
     measures = MEASURES[table.name]
     if table.name == "gap":
         parts += gap_grids(results, paper)
     if table.name == "speedup":
         parts.append(speedup_grid(results, paper))
     elif len(table.columns) == 1:
-        parts.append(grid("", results.rows, [(title_of(measure, results), *by_row(results, paper, measure, column))
-                                             for measure in measures for column in results.columns]))
+        (column,) = table.columns
+        parts.append(grid("", results.rows, [
+            (title_of(measure, results), *by_row(results, paper, measure, measure.texts(results), column))
+            for measure in measures]))
     else:
         parts += [measured(results, paper, measure) for measure in measures]
     return "\n\n".join([*parts, *notes(results, paper)]) + "\n"
@@ -187,7 +191,8 @@ def grid(title: str, rows: Sequence[str], columns: Sequence[Column], fold: bool 
 
 def measured(results: Results, paper: Paper, measure: Measure) -> str:
     """Models by columns. Either all columns have the paper's numbers or none has."""
-    made = [(column, *by_row(results, paper, measure, column)) for column in results.columns]
+    texts = measure.texts(results)
+    made = [(column, *by_row(results, paper, measure, texts, column)) for column in results.columns]
     none = [""] * len(results.rows) if any(theirs for _, theirs, _ in made) else None
     return grid(title_of(measure, results), results.rows,
                 [(label, theirs or none, ours) for label, theirs, ours in made], not measure.at_hand)
@@ -197,11 +202,12 @@ def title_of(measure: Measure, results: Results) -> str:
     return measure.title.format(reference=results.table.reference)
 
 
-def by_row(results: Results, paper: Paper, measure: Measure, column: str) -> tuple[list[str] | None, list[str]]:
+def by_row(results: Results, paper: Paper, measure: Measure, texts: Texts, column: str,
+           ) -> tuple[list[str] | None, list[str]]:
     """The paper's numbers of a column, None without any, and ours.
 
     A speed-up by time of a step that is not printed is worked out from the times that are."""
-    reference, texts = results.table.reference, measure.texts(results)
+    reference = results.table.reference
     printed, ours = [], []
     for row in results.rows:
         theirs = paper.printed(measure.name, row, column)

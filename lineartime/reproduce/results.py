@@ -10,16 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import DataError, UsageError
+import numpy as np
+import pandas as pd
+
+from lineartime.errors import DataError
 from lineartime.reproduce.records import Record, read_records
 from lineartime.reproduce.scales import SCALES, Cell, Scale, key_of
 from lineartime.reproduce.tables import TABLES, ScaleName, Table
-
-try:
-    import numpy as np
-    import pandas as pd
-except ImportError:
-    raise UsageError("no pandas", "the report makes its tables with it", "pip install 'lineartime[report]'") from None
 
 CELL = ["row", "column"]
 
@@ -158,7 +155,7 @@ def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
     runs = timed.groupby(["column", "run"]).time.agg(["size", "max"]).reset_index().sort_values(["size", "max", "run"])
     best = runs.groupby("column").run.last()
     in_best = timed.run == best.reindex(timed.index.get_level_values("column")).to_numpy()
-    return timed.iloc[in_best.argsort(kind="stable")]
+    return pd.concat([timed[~in_best], timed[in_best]])
 
 
 def of_cell(frame: Any, row: str, column: str | None = None) -> Any:
@@ -169,7 +166,7 @@ def of_cell(frame: Any, row: str, column: str | None = None) -> Any:
 
 def spread(values: pd.Series) -> pd.DataFrame:
     """Of each cell that has any: mean, least and most of its seeds, and their number."""
-    return values.dropna().groupby(level=CELL, sort=False).agg(["mean", "min", "max", "size"])
+    return pd.DataFrame(values.dropna().groupby(level=CELL, sort=False).agg(["mean", "min", "max", "size"]))
 
 
 def curve_of(results: Results, row: str, column: str) -> pd.DataFrame:
@@ -227,7 +224,7 @@ def speedups(results: Results, reference: str) -> pd.DataFrame:
             records = of_cell(results.trained, row, column).record
             own = [cost / steps_to(loss, pd.Series(dict(record["curve"]))) for record in records]
             found[row, column] = {"value": cost / steps_to(loss, ours.mean(axis=1)), "seeds": own}
-    index = pd.MultiIndex.from_tuples(found, names=CELL) if found else None
+    index = pd.MultiIndex.from_tuples(list(found), names=CELL)
     return pd.DataFrame(list(found.values()), index, ["value", "seeds"])
 
 
