@@ -10,14 +10,23 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from lineartime.benchmark.markdown import number, span_of, tokens
-from lineartime.errors import ResourceError
-from lineartime.plot import COLOURS, DASHED, drawing, label_plainly, label_positions, middle, scale_logarithmically
+from lineartime.plot import (
+    COLOURS,
+    DASHED,
+    draw_into,
+    drawing,
+    label_plainly,
+    label_positions,
+    middle,
+    scale_logarithmically,
+)
 from lineartime.reproduce.markdown import GAPS
 from lineartime.reproduce.paper import read_paper
 from lineartime.reproduce.results import (
@@ -324,16 +333,8 @@ def title_of(results: Results, column: str, named: bool = False) -> str:
 
 def draw_all(tables: Iterable[Results], folder: Path) -> list[Path]:
     """Every picture of these tables, into a folder that is made if need be. Raises ResourceError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ResourceError("cannot make the folder", folder, e.strerror) from None
-    drawn = []
-    for results in tables:
-        for name, what in files_of(results):
-            draw(results, what, folder / name)
-            drawn.append(folder / name)
-    return drawn
+    return draw_into(folder, {name: partial(draw, results, what) for results in tables
+                              for name, what in files_of(results)})
 
 
 def draw(results: Results, what: str, path: Path) -> None:

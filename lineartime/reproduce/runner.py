@@ -127,7 +127,7 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
         n_rows = sum(len(time_steps(column, place, stop)) for column in columns)
         for row in run_all(jobs, rows, place, stop):
             n_rows += 1
-            place.tell(f"  {row['settings']['model']}, context {row['settings']['context']:,}: {outcome(row)}")
+            place.tell(f"  {row['settings']['model']}, context {row['settings']['context']:,}: {result_text(row)}")
     return n_rows
 
 
@@ -183,7 +183,7 @@ def run_all(jobs: Sequence[Job], rows: Sequence[Record], place: Place, stop: Sto
     stop.check(STOPPED)
 
 
-def outcome(row: Record) -> str:
+def result_text(row: Record) -> str:
     """A run's result in words."""
     if "failed" in row:
         return row["failed"]
