@@ -254,26 +254,20 @@ def speedup_panels(results: Results) -> list[Lines]:
     panels, columns = [], results.table.columns
     contexts = tuple((column.context, tokens(column.context)) for column in columns.values())
     for rival in (row for row in results.table.models if row != "FLASH"):
-        quality, step = of_flash(speedups(results, rival)), of_flash(step_speedups(results, rival))
-        by_quality = [(columns[name].context, value, min([value, *seeds]), max([value, *seeds]))
-                      for name, value, seeds in quality.dropna().itertuples()]
-        by_step = [(columns[name].context, *each) for name, *each in step.itertuples()]
-        printed = [(column.context, read_paper()[results.table.name].value("speedup", rival, name))
-                   for name, column in columns.items()]
-        lines = not_empty([Line("to the same quality", tuple(sorted(by_quality))),
-                           Line("by the time of a step", tuple(sorted(by_step)))])
-        if lines:
-            lines += not_empty([Line("the paper's", tuple((x, y, y, y) for x, y in printed if y))])
-        panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast", lines, "contexts", contexts,
-                            level=1.0, level_name="as fast"))
+        quality, step = (of_cell(found, "FLASH").droplevel("row")
+                         for found in (speedups(results, rival), step_speedups(results, rival)))
+        reached = {name: pd.Series([value, *seeds]) for name, value, seeds in quality.dropna().itertuples()}
+        paper = {name: read_paper()[results.table.name].value("speedup", rival, name) for name in columns}
+        heights = {"to the same quality": [(name, each[0], each.min(), each.max()) for name, each in reached.items()],
+                   "by the time of a step": list(step.itertuples()),
+                   "the paper's": [(name, value, value, value) for name, value in paper.items() if value]}
+        lines = tuple(Line(label, tuple(sorted((columns[name].context, float(value), float(low), float(high))
+                                               for name, value, low, high in found)))
+                      for label, found in heights.items() if found)
+        panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast",
+                            lines if len(step) or reached else (), "contexts", contexts, level=1.0,
+                            level_name="as fast"))
     return panels
-
-
-def of_flash(speedup: pd.DataFrame) -> pd.DataFrame:
-    """By column. Seeds that never get there are left out."""
-    if "seeds" in speedup:
-        speedup = speedup.assign(seeds=[[seed for seed in seeds if not math.isnan(seed)] for seeds in speedup.seeds])
-    return of_cell(speedup, "FLASH").droplevel("row")
 
 
 def perplexity_dots(results: Results) -> list[Dots]:
@@ -314,10 +308,6 @@ def own_columns(results: Results) -> list[str]:
     """Those with a cell that the scale runs and has records of: not where runs of other tables are all there is."""
     own = results.cells[results.cells.planned & results.cells.known]
     return [column for column in results.columns if column in own.index.get_level_values("column")]
-
-
-def not_empty(lines: Iterable[Line]) -> tuple[Line, ...]:
-    return tuple(line for line in lines if line.points)
 
 
 def values_of(results: Results, values: pd.Series, column: str) -> tuple[tuple[str, tuple[float, ...]], ...]:

@@ -189,7 +189,7 @@ def result_text(row: Record) -> str:
         return row["failed"]
     if row["kind"] == "finetune":
         return f"F1 {row['f1']:.2f}, EM {row['exact_match']:.2f}"
-    return f"{min(loss for _, loss in row['curve']):.4f} nats per token after {row['train_s']['wall']:,.0f} s"
+    return f"{row['held_out']['loss']:.4f} nats per token after {row['train_s']['wall']:,.0f} s"
 
 
 def run_job(job: Job, rows: Sequence[Record], place: Place, over: Callable[[], bool]) -> list[Record]:
