@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from lineartime.benchmark.markdown import number, span_of, tokens
+from lineartime.benchmark.markdown import joined, number, tokens, unique
 from lineartime.plot import (
     COLOURS,
     DASHED,
@@ -155,7 +155,7 @@ def alt_text(results: Results, what: str) -> str:
     seeds = sorted(set(results.trained.groupby(level=CELL).size()))
     if what == "latency" or not seeds:
         return words
-    return f"{words}. {span_of(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'}"
+    return f"{words}. {' to '.join(unique(map(str, (seeds[0], seeds[-1]))))} {'seed' if seeds == [1] else 'seeds'}"
 
 
 def digest(results: Results, what: str) -> str:
@@ -194,7 +194,7 @@ def cost_panel(results: Results, column: str, seconds: pd.Series, unit_s: float,
             crossings += [s * steps_to(best, curve.mean(axis=1))] if row != reference else []
             timed = results.steps.record[row, column]
             clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
-    return Lines(title_of(results, column), f"{span_of(clocks)}, {units}" if clocks else "", "minus log perplexity",
+    return Lines(title_of(results, column), f"{joined(unique(clocks))}, {units}", "minus log perplexity",
                  tuple(lines), "quality", level=None if math.isnan(best) else -float(best),
                  level_name=f"best of {reference}",
                  crossings=tuple(float(place) for place in crossings if not math.isnan(place)))

@@ -262,7 +262,8 @@ def notes(results: Results, paper: Paper) -> list[str]:
     if len(trained):
         seeds = sorted(set(trained.index.get_level_values("seed")))
         words.append("Perplexity and loss: the whole held-out split at the end of training, " + (
-            f"the mean of seeds {joined(map(str, seeds))} (the least and the most)." if len(seeds) > 1 else
+            f"the mean of seeds {joined(map(str, seeds))} (the least and the most); without a range, of seed {seeds[0]} "
+            "alone." if len(seeds) > 1 else
             f"seed {seeds[0]} alone, so nothing tells how far seeds differ."))
     if TO_QUALITY in by_step or table.name == "speedup":
         words.append(f"Speed-up to the same quality, as the paper defines it: the time of {whose} training to its best "
