@@ -262,7 +262,7 @@ def notes(results: Results, paper: Paper) -> list[str]:
     if len(trained):
         seeds = sorted(set(trained.index.get_level_values("seed")))
         words.append("Perplexity and loss: the whole held-out split at the end of training, " + (
-            f"the mean of seeds {joined(map(str, seeds))} (the least and the most); without a range, of seed {seeds[0]} "
+            f"the mean of seeds {joined(map(str, seeds))} (the least and the most); without a range, seed {seeds[0]} "
             "alone." if len(seeds) > 1 else
             f"seed {seeds[0]} alone, so nothing tells how far seeds differ."))
     if TO_QUALITY in by_step or table.name == "speedup":
