@@ -54,7 +54,7 @@ env: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(TOO_OLD)" >&2; exit 1; }
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
-	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,peers]'
+	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,peers,report]'
 	@.venv/bin/python -c 'import triton' 2>/dev/null || \
 		.venv/bin/python -m pip install --disable-pip-version-check --no-input '$(TRITON)'
 	@touch $@

@@ -17,7 +17,7 @@ from lineartime.benchmark.goals import Target, reach, read_targets, targets_tabl
 from lineartime.benchmark.markdown import losses, number, ratio_table, speed_section
 from lineartime.benchmark.rows import ratio, read_rows, tables_of
 from lineartime.errors import DataError, UsageError
-from lineartime.report.pages import fill_pages, filled, shown_tables
+from lineartime.report.pages import fill_pages, filled, speed_places
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"commit": "0123456789abcdef", "command": "lineartime benchmark run made-up", "cpu": "Made-up CPU", "cores": 2,
@@ -304,14 +304,14 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page.parent.mkdir()
     page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\n<!-- targets: begin -->\n"
                     "<!-- targets: end -->\nafter\n")
-    written = fill_pages([page], images, cells, 0, [target()])
+    written = fill_pages([page], images, speed_places(cells, 0, [target()]))
     text = page.read_text()
     assert text.startswith("before\n<!-- speed: begin -->\n\n**Where")
     assert text.endswith("<!-- targets: end -->\nafter\n")
     assert "met by 25%" in text and "\nold\n" not in text
     pictures = [path for path in written if path.suffix == ".png"]
     assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
-    fill_pages([page], images, cells, 0, [target()])
+    fill_pages([page], images, speed_places(cells, 0, [target()]))
     assert page.read_text() == text
 
 
@@ -319,7 +319,8 @@ def test_a_place_shows_the_tables_it_names_and_every_loss(tmp_path):
     other = [row | {"cell": "other", "run": "2"} for row in two_contexts()]
     other[1] |= made("transformer++", 50, cell="other", run="2")
     text = "<!-- speed small: begin -->\n<!-- speed: end -->\n"
-    made_text = filled(text, tmp_path / "p.md", tmp_path, cells_of(tmp_path, two_contexts() + other), 0, [])
+    cells = cells_of(tmp_path, two_contexts() + other)
+    made_text, _ = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells, 0, []))
     assert "### A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)" in made_text
     assert "(other)\n" not in made_text and "(other):" in made_text
 
@@ -331,7 +332,7 @@ def test_a_page_without_a_whole_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError, match="no whole place for the tables") as raised:
-        fill_pages([page], images, cells_of(tmp_path, two_contexts()), 0, [])
+        fill_pages([page], images, speed_places(cells_of(tmp_path, two_contexts()), 0, []))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
@@ -339,8 +340,8 @@ def test_a_picture_knows_its_rows(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- speed: begin -->\n<!-- speed: end -->\n")
     cells = cells_of(tmp_path, two_contexts())
-    fill_pages([page], tmp_path, cells, 0, [])
-    (table,) = shown_tables(page.read_text(), cells)
+    fill_pages([page], tmp_path, speed_places(cells, 0, []))
+    (table,) = tables_of(cells)
     ((time, _), (memory, _)) = files_of(table)
     assert header(tmp_path / time) == digest(table, "time") != header(tmp_path / memory)
     assert imread(tmp_path / time).shape[1] > 1000
@@ -375,10 +376,10 @@ def test_the_projects_pages_are_what_its_rows_give(page):
     cells, n_old = read_rows(ROOT / "lineartime/results/speed.jsonl")
     text = (ROOT / page).read_text()
     targets = read_targets(ROOT / "lineartime/benchmark/goals.toml")
-    assert filled(text, ROOT / page, ROOT / "docs" / "images", cells, n_old, targets) == text
-    for table in shown_tables(text, cells):
-        for name, what in files_of(table):
-            assert header(ROOT / "docs" / "images" / name) == digest(table, what), name
+    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells, n_old, targets))
+    assert made == text
+    for name, draw in drawn.items():
+        assert header(ROOT / "docs" / "images" / name) == digest(*draw.args), name
 
 
 def command(*arguments):
