@@ -83,8 +83,8 @@ def test_feed_forward(norm: str, activation: str) -> None:
         return x * (0.5 * (1 + torch.erf(x / 2**0.5)) if activation == "gelu" else torch.sigmoid(x))
 
     for glu in (False, True):
-        layer = FeedForward(d_model=D, n_heads=H, expansion_factor=2, ffn="glu" if glu else "mlp", activation=activation,
-                            norm=norm)
+        layer = FeedForward(d_model=D, n_heads=H, expansion_factor=2, norm=norm, activation=activation,
+                            ffn="glu" if glu else "mlp")
         w = random_layer(layer)
         inner = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
         e = layer.config.d_inner
