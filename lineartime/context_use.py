@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineartime.data.prepare import TokenStream
+from lineartime.data.tokens import TokenStream
 from lineartime.errors import DataError, NumericsError
 from lineartime.evaluation import by_position
 from lineartime.model import LanguageModel, token_losses
-from lineartime.settings import require
+from lineartime.settings import require, require_precision
 
 TOKENS_AT_ONCE = 1 << 15
 """Rows shorter than this are scored together."""
@@ -81,6 +81,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     all that a token sees inside its chunk is the same. progress is called with the number of tokens read. Raises
     UsageError for contexts that make no sense or a model that is not causal, DataError where no document is long
     enough, NumericsError where a loss is not finite."""
+    require_precision(precision)
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from lineartime.atomic_io import write_atomically
 from lineartime.benchmark import figures as pictures
 from lineartime.benchmark.goals import Target, targets_table
 from lineartime.benchmark.markdown import speed_section
@@ -22,7 +23,6 @@ from lineartime.reproduce.markdown import table_section
 from lineartime.reproduce.results import Outcomes, outcomes_of
 from lineartime.reproduce.rows import Row
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.run import write_atomically
 from lineartime.settings import require_name
 
 Content = Callable[[list[str]], str]

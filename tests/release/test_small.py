@@ -13,7 +13,8 @@ from test_cli import call as call  # a fixture
 
 import lineartime
 from lineartime.config import parse_setting, run_config
-from lineartime.data.prepare import open_split, prepare
+from lineartime.data.prepare import prepare
+from lineartime.data.tokens import open_split
 from lineartime.evaluation import evaluate
 from lineartime.settings import read_toml
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import text_files
 from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config, run_config
-from lineartime.data.prepare import SAMPLE, read_manifest
+from lineartime.data.prepare import SAMPLE
+from lineartime.data.tokens import read_manifest
 from lineartime.errors import DataError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.reproduce import runner, scales
 from lineartime.reproduce.rows import measured_together, read_rows, rows_of
