@@ -3,7 +3,7 @@
 import dataclasses
 import lzma
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,6 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
             f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
     model.check_length(context)
     batch_rows = batch_rows or min(8, max(1, 65_536 // context))
-    device = model.embed.weight.device
     was_training = model.training
     model.eval()
     nll_T, count_T, n_read = np.zeros(context), np.zeros(context, dtype=np.int64), 0
@@ -116,12 +115,10 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
 
     def score() -> None:
         nonlocal n_read
-        batch = [torch.from_numpy(np.stack(part)).to(device) for part in zip(*waiting, strict=True)]
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            losses = token_losses(model, *batch) if causal else masked_token_losses(model, *batch)
+        losses = losses_of(model, [np.stack(part) for part in zip(*waiting, strict=True)], precision)
         asked_BT = np.ones(losses.shape, bool) if causal else np.stack([targets_T for _, targets_T in waiting]) >= 0
-        losses_BT = np.zeros(asked_BT.shape)
-        losses_BT[asked_BT] = losses.double().cpu().numpy().flatten()
+        losses_BT: np.ndarray = np.zeros(asked_BT.shape)
+        losses_BT[asked_BT] = losses.flatten()
         nll_T[: losses_BT.shape[1]] += losses_BT.sum(0)
         count_T[: losses_BT.shape[1]] += asked_BT.sum(0)
         n_read += asked_BT.size
@@ -144,6 +141,14 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     share = n_tokens / stream.n_tokens
     return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share),
                       by_position(nll_T, count_T), None if causal else n_read, stream.word_count)
+
+
+def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str) -> np.ndarray:
+    """`token_losses` of rows, or `masked_token_losses` of inputs and targets, in nats: float64 on the CPU."""
+    on_device = [torch.from_numpy(part).to(model.embed.weight.device) for part in batch]
+    with torch.autocast(on_device[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        losses = (token_losses if model.config.causal else masked_token_losses)(model, *on_device)
+    return losses.double().cpu().numpy()
 
 
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:

@@ -26,9 +26,12 @@ from lineartime.generation.generate import generate
 from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
-from lineartime.plot import PLOT_FILE, plot_run
-from lineartime.run import METRICS_FILE, RESULT_FILE, Run
+from lineartime.plot import plot_run
+from lineartime.run import RESULT_FILE, Run
 from lineartime.runtime import peak_bytes, pick_device
+
+Progress = Callable[[str, int, int | None], None]
+"""What is told of the progress: what is done, how much of it is, and how much there is, None where nobody knows."""
 
 SAMPLE_FILE = "sample.txt"
 SAVED = "the last step is saved; the same command evaluates"
@@ -110,6 +113,15 @@ class StopSignal:
         """Raise Stopped if a stop has been asked for."""
         if self.number is not None:
             raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
+
+    def watch(self, note: str, progress: Progress | None, what: str, total: int | None) -> Callable[[int], None]:
+        """A callback for what is counted: it reports the progress, and raises Stopped if a stop has been asked for."""
+        def counted(done: int) -> None:
+            if progress is not None:
+                progress(what, done, total)
+            self.check(note)
+
+        return counted
 
     @contextmanager
     def listening(self) -> Iterator["StopSignal"]:
@@ -246,46 +258,29 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
 class TrainResult:
     """A complete run: what `train` returns."""
 
+    out: Path
+    """The run's folder, which `load_model` opens: `latest` is its newest checkpoint, `metrics.jsonl` has a line for
+    each step and each evaluation, `loss.png` the curves."""
     config: RunConfig
     scores: dict[str, Any]
-    """The content of its result file: "steps", "held_out" (`Evaluation.to_dict` of the whole held-out split),
-    "peak_mib", and "xz_bits_per_byte" of short text."""
+    """The content of `result.json`: "steps", "held_out" (`Evaluation.to_dict` of the whole held-out split), "peak_mib",
+    and "xz_bits_per_byte" of short text."""
     sample: str
     """Text from the trained model, or of one that is not causal masked text that it has filled."""
     already: bool
     """Whether the run was complete before, and nothing was done."""
 
-    @property
-    def out(self) -> Path:
-        """The run's folder, which `load_model` opens."""
-        return Path(self.config.out)
-
-    @property
-    def weights(self) -> Path:
-        """The newest checkpoint."""
-        return self.out / "latest"
-
-    @property
-    def metrics(self) -> Path:
-        """A line of JSON for each step and each evaluation."""
-        return self.out / METRICS_FILE
-
-    @property
-    def plot(self) -> Path:
-        """The curves of the run, PNG."""
-        return self.out / PLOT_FILE
-
 
 def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
           stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
-          progress: Callable[[str, int, int | None], None] | None = None) -> TrainResult:
+          progress: Progress | None = None) -> TrainResult:
     """Train a model on prepared text, or continue an unfinished run; then score the held-out split, and write a sample,
     the result file and a plot into the run's folder `config.out`.
 
     config: a run, or a flat table of settings (`model`, `data`, `out` and any field of the configurations, see
     `config_for_data`). device: by default cuda where there is one. stop: asks for a save and an end, see
-    `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress is
-    called with what is done, how much of it is, and how much there is, in tokens.
+    `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress: of
+    the evaluation at the end, in tokens.
     Raises UsageError for wrong settings and where another run is in the folder, DataError for the data, CheckpointError
     for damage, NumericsError where a loss or gradient is not finite, ResourceError for memory, disk and a run in use,
     Stopped after saving."""
@@ -307,24 +302,18 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     if not already:
         plot_run(out)
     sample = out / SAMPLE_FILE
-    return TrainResult(config, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
+    return TrainResult(out, config, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
 
 
-def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal,
-           progress: Callable[[str, int, int | None], None] | None) -> dict[str, Any]:
+def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progress: Progress | None) -> dict[str, Any]:
     """Score the held-out split and write a sample; returns what goes into the result file.
 
     Its "peak_mib" is the most memory that this process had in training: after a resume, that of the last one."""
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / TOKENIZER_FILE)
-
-    def told(n_tokens: int) -> None:
-        if progress is not None:
-            progress("evaluating", n_tokens, held_out.n_tokens)
-        stop.check(SAVED)
-
     evaluation = evaluate(model, held_out, context=config.model.context, precision=config.train.precision,
-                          batch_rows=config.micro_batch_rows, progress=told)
+                          batch_rows=config.micro_batch_rows,
+                          progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(), "peak_mib": peak_mib}
     model.eval()
     if not config.model.causal:

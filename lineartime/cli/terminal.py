@@ -48,10 +48,11 @@ class Terminal:
     """Progress of the library's functions on stderr: one live bar at a time where that is a terminal, and of training
     elsewhere a line now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stay: bool = False) -> None:
+        """stay: whether what is done stays in sight, as training always does."""
         from rich.console import Console
 
-        self.console = Console(stderr=True)
+        self.console, self.stay = Console(stderr=True), stay
         self.bar: Progress | None = None
         self.what, self.last_line, self.held_out = "", 0.0, ""
 
@@ -62,7 +63,7 @@ class Terminal:
         self.close()
 
     def close(self) -> None:
-        """Take the bar away, or leave it where it is of training."""
+        """End the live bar."""
         if self.bar is not None:
             self.bar.stop()
         self.bar, self.what, self.last_line, self.held_out = None, "", 0.0, ""
@@ -76,8 +77,8 @@ class Terminal:
             of = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
             left = [TextColumn("left"), TimeRemainingColumn()] if total is not None else []
             self.bar = Progress(TextColumn(f"{what} {of}"), BarColumn(), TextColumn("{task.description}"),
-                                TimeElapsedColumn(), *left, console=self.console, transient=what != "step",
-                                disable=not self.console.is_terminal)
+                                TimeElapsedColumn(), *left, console=self.console,
+                                transient=not self.stay and what != "step", disable=not self.console.is_terminal)
             self.task = self.bar.add_task("", total=total)
             self.bar.start()
             self.what = what

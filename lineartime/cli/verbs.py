@@ -13,7 +13,7 @@ from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
 from lineartime.cli.arguments import Device, Setting, ShippedModel, numbers, pick_device, whole_numbers
 from lineartime.cli.terminal import Terminal, TextStreamer, prompt_progress, say, shown_log, summary
-from lineartime.config import PRESETS, model_config, parse_setting, run_config
+from lineartime.config import PRESETS, model_config, parse_setting
 from lineartime.errors import LineartimeError, ResourceError, UsageError
 from lineartime.release.pretrained import model_folder
 from lineartime.settings import read_toml, require_precision
@@ -62,7 +62,7 @@ def prepare(
     """Tokenise text once into shards that training reads."""
     from lineartime.data.prepare import prepare
 
-    with Terminal() as terminal:
+    with Terminal(stay=True) as terminal:
         manifest = prepare(inputs or [], out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
                            held_out=held_out, validation=validation or [], test=test or [], field=text_field, task=task,
                            hub=hub, documents=documents, mlm=mlm, jobs=jobs or os.cpu_count() or 1,
@@ -99,10 +99,9 @@ def train(
         if value is not None:
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
-    run_config(given)  # wrong settings are refused before anything heavy is imported
     from lineartime.data.tokens import config_for_data
 
-    config = config_for_data(given)
+    config = config_for_data(given)  # what is wrong is refused before torch is imported
     from lineartime.training import StopSignal, train
 
     with StopSignal().listening() as stop, Terminal() as terminal:
@@ -131,9 +130,9 @@ def say_trained(done: "TrainResult") -> None:
                 f"{'better' if scores['bits_per_byte'] < xz else 'worse'}")
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")
-    say(f"weights  {done.weights}  (open with lineartime.load_model or transformers)")
-    say(f"plot     {done.plot}")
-    say(f"metrics  {done.metrics}, {out / 'result.json'}")
+    say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
+    say(f"plot     {out / 'loss.png'}")
+    say(f"metrics  {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
     say(f"next     {generate}lineartime evaluate {out} --data {config.data} --split validation")
 

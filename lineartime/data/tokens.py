@@ -257,7 +257,8 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
 
     Raises UsageError as `run_config` does, and for a vocabulary that is too small for the data or data without [MASK]
     for a model that is not causal; UsageError and DataError as `read_manifest` does."""
-    run_config(dict(settings))  # wrong settings are refused before the data are looked for
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    run_config(settings)  # wrong settings are refused before the data are looked for
     manifest = read_manifest(Path(settings["data"]))
     config = run_config({"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document, **settings})
     require(config.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",

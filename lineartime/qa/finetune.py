@@ -32,7 +32,6 @@ from lineartime.qa.spans import (
     Rows,
     Windows,
     answer_questions,
-    predict,
     separator_of,
     span_logits,
     span_losses,
@@ -42,7 +41,7 @@ from lineartime.qa.spans import (
 from lineartime.run import CONFIG_FILE, RESULT_FILE, RUN_FILE, WEIGHTS_FILE, Run, different, load_model
 from lineartime.runtime import pick_device
 from lineartime.settings import replace_fields, require
-from lineartime.training import StopSignal, fit_once
+from lineartime.training import Progress, StopSignal, fit_once
 
 LEARNING_RATES = (1e-4, 7e-5, 5e-5)
 CONTEXT, CHUNK_SIZE = 4096, 128
@@ -152,19 +151,11 @@ class Questions:
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """Of the first validation questions, as many as `eval_tokens` holds: EM, F1, nats per window."""
         train, asked = self.config.train, [question for question in self.validation if question.accepted]
-        was_training = model.training
-        model.eval()
-        answers: dict[str, str] = {}
-        loss, n_windows = 0.0, 0
-        for prediction in predict(model, self.tokenizer, asked, self.windows, precision=train.precision,
-                                  batch_rows=self.config.micro_batch_rows, progress=progress):
-            answers[prediction.question.id] = prediction.answer
-            loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
-            if n_windows * self.windows.context >= train.eval_tokens:
-                break
-        model.train(was_training)
+        answers, loss, _ = answer_questions(model, self.tokenizer, asked, self.windows, precision=train.precision,
+                                            batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
+                                            progress=progress)
         scores = score([question for question in asked if question.id in answers], answers)
-        return {"loss": loss / max(n_windows, 1), "exact_match": scores.exact_match, "f1": scores.f1}
+        return {"loss": loss, "exact_match": scores.exact_match, "f1": scores.f1}
 
 
 @dataclass(frozen=True)
@@ -188,8 +179,9 @@ class FineTuning:
     """Fields of ModelConfig (see CHANGEABLE) and of TrainConfig."""
 
     def __post_init__(self) -> None:
-        for name in ("run", "out"):
-            object.__setattr__(self, name, Path(getattr(self, name)))
+        for name in ("run", "out", "evidence"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
         require(len(self.learning_rates) > 0, "no learning rate", "learning_rates")
         require(len(set(self.learning_rates)) == len(self.learning_rates), "the same learning rate twice",
                 ", ".join(f"{rate:g}" for rate in self.learning_rates))
@@ -229,16 +221,16 @@ def name_of(rate: float) -> str:
 
 def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
              on_step: Callable[[dict[str, Any]], None] | None = None,
-             progress: Callable[[str, int, int | None], None] | None = None) -> dict[str, Any]:
+             progress: Progress | None = None) -> dict[str, Any]:
     """Fine-tune once per learning rate, or go on where that stopped; returns the content of `DIR/result.json`: "best"
     (the best run's folder in `plan.out`), scores by learning rate, those of word overlap, and counts of questions.
 
     With "already" in it the folder was complete before. device: by default cuda where there is one. stop: asks for a
     save and an end, see `StopSignal.listening`. on_step is called with each line of the metrics and the number of
-    "steps". progress is called with what is done, how much of it is, and how much there is (None where nobody knows).
-    Raises UsageError for a pretrained run or settings that cannot be used and where another fine-tuning is in the
-    folder, DataError for questions that cannot, Stopped after saving; and whatever `fit` raises."""
-    stop, tell = stop or StopSignal(), progress or (lambda what, done, total: None)
+    "steps". progress: of questions read and answered. Raises UsageError for a pretrained run or settings that cannot be
+    used and where another fine-tuning is in the folder, DataError for questions that cannot, Stopped after saving; and
+    whatever `fit` raises."""
+    stop = stop or StopSignal()
     if not isinstance(device, torch.device):
         device = pick_device(device, tell=True)
     pretrained, tokenizer, facts = load_model(plan.run)
@@ -252,13 +244,9 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     validation = list(read_questions(plan.validation, plan.evidence))
     if not any(question.accepted for question in validation):
         raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
-
-    def read(n: int) -> None:
-        tell("reading questions", n, None)
-        stop.check(f"{note}; the same command goes on")
-
     rows = training_rows(tokenizer, read_questions(plan.questions, plan.evidence), plan.windows,
-                         negatives=plan.negatives, seed=plan.settings.get("seed", 0), progress=read)
+                         negatives=plan.negatives, seed=plan.settings.get("seed", 0),
+                         progress=stop.watch(f"{note}; the same command goes on", progress, "reading questions", None))
     if not rows.counts.windows_with_answer:
         raise DataError("no window holds an answer", ", ".join(map(str, plan.questions)),
                         f"of {rows.counts.questions} questions {rows.counts.unlabelled} have no label, "
@@ -279,10 +267,8 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         """The run of one learning rate, and its scores on all validation questions; nothing is done twice."""
         objective = Questions(each, rows, validation, tokenizer, plan.windows)
         files = {TOKENIZER_FILE: tokenizer.json, CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
-
-        def answered(n: int) -> None:
-            tell("answering", n, len(validation))
-            stop.check("what is trained is saved; the same command resumes")
+        answered = stop.watch("what is trained is saved; the same command resumes", progress, "answering",
+                              len(validation))
 
         def scored(run: Run, model: LanguageModel) -> dict[str, Any]:
             answers, loss, n_windows = answer_questions(

@@ -347,21 +347,15 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
     yield from finished()
 
 
-class Answers(NamedTuple):
-    """What `answer_questions` returns."""
-
-    answers: dict[str, str]
-    """By question id, "" where nothing was found."""
-    loss: float
-    """Nats per window of the questions that have a label."""
-    n_windows: int
-
-
 def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: Windows, *,
-                     batch_rows: int = 8, precision: str = "float32",
-                     progress: Callable[[int], None] | None = None) -> Answers:
-    """The answers to all questions, as `predict` finds them. progress is called with the number of questions that are
+                     batch_rows: int = 8, precision: str = "float32", max_tokens: int | None = None,
+                     progress: Callable[[int], None] | None = None) -> tuple[dict[str, str], float, int]:
+    """What `predict` finds: the answers by question id ("" where there is none), nats per window of the questions that
+    have a label, and the number of windows.
+
+    max_tokens: stop after the question whose windows reach so many. progress is called with the number of questions
     answered, each time that windows were read."""
+    was_training = model.training
     model.eval()
     answers: dict[str, str] = {}
     loss, n_windows, n_labelled = 0.0, 0, 0
@@ -375,7 +369,10 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
         answers[prediction.question.id] = prediction.answer
         loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
         n_labelled += prediction.n_windows if prediction.question.answers else 0
-    return Answers(answers, loss / max(n_labelled, 1), n_windows)
+        if max_tokens is not None and n_windows * windows.context >= max_tokens:
+            break
+    model.train(was_training)
+    return answers, loss / max(n_labelled, 1), n_windows
 
 
 def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequence[Question], *,
@@ -392,10 +389,9 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
     require_precision(precision)
     windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
-    found = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows, precision=precision,
-                             progress=progress)
-    scores = {"context": windows.context, "windows": found.n_windows, "loss": found.loss}
-    return scores | score_answers(questions, found.answers), found.answers
+    answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,
+                                                precision=precision, progress=progress)
+    return {"context": windows.context, "windows": n_windows, "loss": loss} | score_answers(questions, answers), answers
 
 
 def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_tokens: int) -> Span | None:

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from test_cli import Call, assert_refused
-from test_cli import call as call  # a fixture
 
 import lineartime.data.corpora
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
 from fake_hub import Hub
 from lineartime.cli.verbs import summary
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
