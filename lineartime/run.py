@@ -60,14 +60,13 @@ class Run:
         self.waiting = ""
         """Lines of metrics that could not be written yet."""
 
-    def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> tuple[int, str | None]:
-        """Load the newest whole checkpoint.
-
-        Returns the steps done (0 without one) and a warning if a newer one is damaged. Raises CheckpointError."""
+    def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> int:
+        """Load the newest whole checkpoint, with a warning if a newer one is damaged; returns the steps done, 0 without
+        one. Raises CheckpointError."""
         newest = checkpoint.newest(self.out)
         if newest is None:
             self.truncate_metrics(0)
-            return 0, None
+            return 0
         loaded = checkpoint.load(newest.path)
         if loaded.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
@@ -81,10 +80,10 @@ class Run:
                 optimizer.state[p] = {"step": torch.tensor(float(loaded.step), device=p.device),
                                       **{kind: moments[f"{kind}.{name}"].to(p.device) for kind in MOMENTS}}
         self.truncate_metrics(loaded.step)
-        if not newest.damaged:
-            return loaded.step, None
-        bad = "; ".join(f"step {step}: {reason}" for step, reason in newest.damaged.items())
-        return loaded.step, f"going back to step {loaded.step}, newer checkpoints are damaged ({bad})"
+        if newest.damaged:
+            bad = "; ".join(f"step {step}: {reason}" for step, reason in newest.damaged.items())
+            logger.warning(f"going back to step {loaded.step}, newer checkpoints are damaged ({bad})")
+        return loaded.step
 
     def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:

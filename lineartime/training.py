@@ -1,6 +1,5 @@
 """Training: one loop. A batch is a function of (seed, step), so a run is its weights, its optimizer and one integer."""
 
-import logging
 import math
 import signal
 import time
@@ -35,8 +34,6 @@ Progress = Callable[[str, int, int | None], None]
 
 SAMPLE_FILE = "sample.txt"
 SAVED = "the last step is saved; the same command evaluates"
-
-logger = logging.getLogger(__name__)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
@@ -163,9 +160,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
     optimizer = make_optimizer(model, config)
-    done, warning = run.resume(model, optimizer)
-    if warning:
-        logger.warning(warning)
+    done = run.resume(model, optimizer)
     if done:
         run.save(done, model, optimizer, extra_files)  # is there, but perhaps not what a save does after that
     if config.compile:

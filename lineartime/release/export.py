@@ -18,14 +18,7 @@ from lineartime.evaluation import Evaluation, evaluate
 from lineartime.generation.generate import generate
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
-from lineartime.run import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    WEIGHTS_FILE,
-    load_model,
-    read_metrics,
-    read_run,
-)
+from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 
