@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from test_finetune import write_questions
 from typer.testing import CliRunner
 
 import text_files
@@ -22,6 +21,7 @@ from lineartime.reproduce.rows import measured_together, read_rows, rows_of
 from lineartime.reproduce.scales import SCALES, Cell, Questions, Scale, Text, cells_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES
 from lineartime.training import StopSignal
+from made_questions import write_questions
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
 RUNS = Path(__file__).parents[2] / "runs"
