@@ -8,17 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
+    from lineartime.context_use import measure_context_use
+    from lineartime.data.prepare import prepare
+    from lineartime.data.tokens import open_split
+    from lineartime.evaluation import evaluate
     from lineartime.gau import GatedAttentionUnit
+    from lineartime.generation.generate import generate
     from lineartime.mhsa import FeedForward, MultiHeadAttention
     from lineartime.model import LanguageModel
+    from lineartime.qa.finetune import FineTuning, finetune
+    from lineartime.qa.questions import read_questions
+    from lineartime.qa.spans import evaluate_questions
     from lineartime.release.pretrained import model_folder
-    from lineartime.run import load_model
+    from lineartime.run import load_model, load_span_model
+    from lineartime.training import train
 
-__all__ = ["PRESETS", "FeedForward", "GatedAttentionUnit", "LanguageModel", "ModelConfig", "MultiHeadAttention",
-           "TrainConfig", "load_model", "model_config", "model_folder"]
+__all__ = ["PRESETS", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
+           "MultiHeadAttention", "TrainConfig", "evaluate", "evaluate_questions", "finetune", "generate", "load_model",
+           "load_span_model", "measure_context_use", "model_config", "model_folder", "open_split", "prepare",
+           "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
-         "load_model": "run", "model_folder": "release.pretrained"}
+         "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "run",
+         "load_span_model": "run", "evaluate": "evaluation", "measure_context_use": "context_use",
+         "generate": "generation.generate", "FineTuning": "qa.finetune", "finetune": "qa.finetune",
+         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "release.pretrained"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Files that are known by their hash, a folder that is whole or not there, and files of JSON lines that only grow."""
+"""Files that are whole or not there, whenever the process dies: text replaced at once, folders written aside, links,
+files of JSON lines that only grow; and files known by their hash."""
 
 import contextlib
 import fcntl
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from lineartime.errors import DataError, ResourceError
+from lineartime.errors import CheckpointError, DataError, ResourceError
 
 T = TypeVar("T")
 
@@ -50,9 +51,9 @@ def written_aside(out: Path, last: str) -> Iterator[tuple[Path, IO[bytes]]]:
         yield aside, file
         file.flush()
         os.fsync(file.fileno())
-        _fsync_folder(aside)
+        fsync_folder(aside)
         os.rename(aside, out)
-        _fsync_folder(out.parent)
+        fsync_folder(out.parent)
 
 
 @contextlib.contextmanager
@@ -92,12 +93,50 @@ def _locked_folder(folder: Path, lock: str, out: Path) -> Iterator[IO[bytes]]:
             raise
 
 
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def fsync_folder(folder: Path) -> None:
+    """See a folder's entries to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        os.fsync(descriptor)
     finally:
-        os.close(fd)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """The name of a file beside `path` to write, which takes its place at the end: `path` is either old or new.
+    Raises ResourceError."""
+    aside = path.with_name(f".tmp-{path.name}")
+    try:
+        yield aside
+        os.replace(aside, path)
+    except OSError as e:
+        aside.unlink(missing_ok=True)
+        raise ResourceError("cannot write", path, e.strerror) from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file that is either old or new, and see it to the disk. Raises ResourceError."""
+    with replaced(path) as aside, open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) -> None:
+    """Write an object as indented JSON that is either old or new. Raises ResourceError."""
+    write_atomically(path, json.dumps(content, indent=1, ensure_ascii=ascii_only) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that `write_json` wrote. Raises CheckpointError where the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        return content
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError("damaged", path, str(e)) from None
 
 
 def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -122,11 +161,13 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         raise ResourceError("cannot write", path, e.strerror) from None
 
 
-def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
+def read_json_lines(path: Path, parse: Callable[[Any], T], what: str | None) -> list[T]:
     """The lines of a file, each given to `parse`, which raises for what is not `what` ("a row of a run"). A last line
-    that is cut off is left out, as somebody may be writing it. Raises DataError."""
+    that is cut off is left out, as somebody may be writing it. Raises DataError.
+
+    what: None ends the lines at the first that `parse` refuses, wherever it is."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace" if what is None else "strict").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise DataError("cannot read the rows", path, getattr(e, "strerror", None) or str(e)) from None
     parsed = []
@@ -134,6 +175,8 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
         try:
             parsed.append(parse(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            if what is None:
+                break
             if number < len(lines):
                 raise DataError(f"not {what}", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
     return parsed

@@ -1,6 +1,6 @@
 """Checkpoints: directories that are either whole or not there, and the lock on the run they belong to.
 
-`RUN/step-00000042/` holds safetensors files, text documents and `MANIFEST.json`: the format version, the run, the step,
+`RUN/step-00000042/` holds safetensors files, text files and `MANIFEST.json`: the format version, the run, the step,
 and the size and SHA-256 of every other file. A save writes all of it aside, flushes it to the disk and renames it; only
 then may older checkpoints go. A load believes nothing that does not match the manifest.
 """
@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lineartime.atomic_io import fsync_folder
 from lineartime.errors import CheckpointError, ResourceError
 
 FORMAT = 1
@@ -42,8 +43,8 @@ class Checkpoint(NamedTuple):
     run: str
     tensors: dict[str, dict[str, Tensor]]
     """By file stem, then by name; on the CPU."""
-    documents: dict[str, str]
-    """By file name."""
+    files: dict[str, str]
+    """Texts by file name."""
 
 
 class Newest(NamedTuple):
@@ -56,19 +57,19 @@ class Newest(NamedTuple):
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
-         documents: Mapping[str, str], keep: int) -> Path:
+         files: Mapping[str, str], keep: int) -> Path:
     """Write the checkpoint of `step`, then remove what is older than the `keep` newest valid ones. Hold `lock`.
 
     `run` is an id of the run; `tensors` maps a file stem to named tensors on any device (a shared one is passed once),
-    `documents` a file name to text. A valid checkpoint of this run and step that is there already is trusted. Raises
+    `files` a file name to text. A valid checkpoint of this run and step that is there already is trusted. Raises
     ResourceError when the disk is full or fails, earlier checkpoints being untouched; CheckpointError when a checkpoint
     of another run is in the way; ValueError for a name, step or dtype that cannot be stored."""
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
-    files: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in documents.items()}
-    files |= {stem + TENSORS: _layout(named) for stem, named in tensors.items()}
-    for name in files:
-        if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in documents and name.endswith(TENSORS)):
+    contents: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in files.items()}
+    contents |= {stem + TENSORS: _layout(named) for stem, named in tensors.items()}
+    for name in contents:
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in files and name.endswith(TENSORS)):
             raise ValueError(f"not a name for a file of a checkpoint: {name!r}")
     if _step_of(target.name) != step or not 0 < len(run) <= 100:
         raise ValueError(f"not a step or not a run: {step}, {run!r:.100}")
@@ -78,7 +79,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         if not _is_saved(target, run):
             aside = run_dir / f".tmp-{target.name}"
             try:
-                _write_checkpoint(aside, step, run, files)
+                _write_checkpoint(aside, step, run, contents)
                 if os.path.lexists(target):
                     _rename(target, run_dir / f".trash-{target.name}")
                 _rename(aside, target)
@@ -87,10 +88,10 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
                     _remove_tree(aside)
                 raise
         _fsync_dir(run_dir)
-        _point_latest(run_dir, target.name)
+        point(run_dir / "latest", target.name)
         _retain(run_dir, step, keep)
     except OSError as error:
-        needed = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in files.values())
+        needed = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in contents.values())
         raise _save_error(error, target, needed) from error
     return target
 
@@ -127,20 +128,39 @@ def load(path: Path) -> Checkpoint:
     Raises CheckpointError for whatever is wrong with it."""
     path = Path(path)
     tensors: dict[str, dict[str, Tensor]] = {}
-    documents: dict[str, str] = {}
+    files: dict[str, str] = {}
 
     def parse(name: str, data: bytes) -> None:
         if name.endswith(TENSORS):
             tensors[name.removesuffix(TENSORS)] = safetensors.torch.load(data)
         else:
-            documents[name] = data.decode()
+            files[name] = data.decode()
 
     manifest = _checked(path, parse)
-    return Checkpoint(path, manifest["step"], manifest["run"], tensors, documents)
+    return Checkpoint(path, manifest["step"], manifest["run"], tensors, files)
 
 
-def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError, with the first five differences, unless names, shapes and dtypes are the expected ones."""
+def point(link: Path, target: Path | str) -> None:
+    """Let a link name `target` from now on. Links are for people: a file system without them must not stop a run."""
+    aside = link.with_name(f".tmp-{link.name}")
+    with contextlib.suppress(OSError):
+        if os.path.lexists(aside):
+            _unlink(aside)
+        _symlink(target, aside)
+        _rename(aside, link)
+
+
+def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
+    """A stored tensor in the shape of its parameter: a number that older versions stored without a shape has `[1]`."""
+    return stored.reshape(1) if tuple(stored.shape) == () and tuple(shape) == (1,) else stored
+
+
+def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loaded tensors in the shapes of their parameters, see `reshaped`.
+
+    Raises CheckpointError, with the first five differences, unless names, shapes and dtypes are the expected ones."""
+    loaded = {name: reshaped(tensor, expected[name].shape) if name in expected else tensor
+              for name, tensor in loaded.items()}
     wrong = [f"{name} is missing" for name in expected if name not in loaded]
     wrong += [f"{name} is not expected" for name in loaded if name not in expected]
     wrong += [f"{name} is {_kind(loaded[name])}, expected {_kind(tensor)}" for name, tensor in expected.items()
@@ -148,6 +168,7 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError("the checkpoint's tensors are not this model's", ", ".join(wrong[:5]) + more)
+    return loaded
 
 
 @contextlib.contextmanager
@@ -373,13 +394,6 @@ def _remove_tree(path: Path) -> None:
         _rmdir(path)
 
 
-def _point_latest(run_dir: Path, name: str) -> None:
-    """`latest` is for people; a file system that has no links must not stop a run."""
-    with contextlib.suppress(OSError):
-        _symlink(name, run_dir / ".tmp-latest")
-        _rename(run_dir / ".tmp-latest", run_dir / "latest")
-
-
 def _make_dirs(path: Path) -> None:
     if not path.is_dir():
         _make_dirs(path.absolute().parent)
@@ -412,16 +426,8 @@ def _kind(tensor: Tensor) -> str:
 
 # A save changes the disk by these names alone, so that a test can end the process at each change.
 _mkdir, _rename, _symlink, _unlink, _rmdir = os.mkdir, os.rename, os.symlink, os.unlink, os.rmdir
-_write, _fsync = os.write, os.fsync
+_write, _fsync, _fsync_dir = os.write, os.fsync, fsync_folder
 
 
 def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-
-def _fsync_dir(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lineartime.data.prepare import TokenStream
+from lineartime.data.tokens import TokenStream
 from lineartime.errors import DataError, NumericsError
-from lineartime.evaluation import by_position
-from lineartime.model import LanguageModel, token_losses
-from lineartime.settings import require
+from lineartime.evaluation import by_position, losses_of
+from lineartime.model import LanguageModel
+from lineartime.settings import require, require_precision
 
 TOKENS_AT_ONCE = 1 << 15
 """Rows shorter than this are scored together."""
@@ -81,6 +80,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     all that a token sees inside its chunk is the same. progress is called with the number of tokens read. Raises
     UsageError for contexts that make no sense or a model that is not causal, DataError where no document is long
     enough, NumericsError where a loss is not finite."""
+    require_precision(precision)
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
@@ -97,13 +97,13 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     model.eval()
     nll_DL, nll_2T, count_T = [], np.zeros((2, longest)), np.zeros(longest, dtype=np.int64)
     for i in chosen:
-        ids = torch.from_numpy(stream.read(starts[i], starts[i] + n_tokens[i] + 1))
+        ids = stream.read(starts[i], starts[i] + n_tokens[i] + 1)
         nll_L = []
         for context in contexts:
             first = 0 if context in (contexts[0], longest) else after
             loss_T = np.zeros(len(ids) - 1)
             for batch in batches(list(rows_of_document(len(loss_T), context, first))):
-                losses_BT = score(model, torch.stack([ids[start : stop + 1] for start, _, stop in batch]), precision)
+                losses_BT = losses_of(model, [np.stack([ids[start : stop + 1] for start, _, stop in batch])], precision)
                 for (start, begin, stop), row_T in zip(batch, losses_BT, strict=True):
                     loss_T[begin:stop] = row_T[begin - start :]
                 n_read += losses_BT.size
@@ -146,14 +146,6 @@ def batches(rows: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, i
         batch.append(row)
     if batch:
         yield batch
-
-
-def score(model: LanguageModel, rows_BT: Tensor, precision: str) -> np.ndarray:
-    """`token_losses` in float64 on the CPU."""
-    rows_BT = rows_BT.to(model.embed.weight.device)
-    with torch.autocast(rows_BT.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        losses_BT = token_losses(model, rows_BT)
-    return losses_BT.double().cpu().numpy()
 
 
 def describe(use: ContextUse) -> list[str]:

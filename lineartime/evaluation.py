@@ -3,18 +3,20 @@
 import dataclasses
 import lzma
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from lineartime.data.prepare import TokenStream, eval_rows, open_split
-from lineartime.data.tokenizer import load_tokenizer
-from lineartime.errors import NumericsError
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.data.tokens import TokenStream, eval_rows, open_split
+from lineartime.errors import NumericsError, UsageError
 from lineartime.masking import masked_rows
-from lineartime.model import LanguageModel, masked_token_losses, token_losses
+from lineartime.model import LanguageModel, SpanModel, masked_token_losses, token_losses
+from lineartime.run import load_model
+from lineartime.settings import require, require_precision
 
 XZ_LIMIT_BYTES = 1 << 22
 """Text up to this size is compared with `xz` after training: of more it takes longer than a small model's training."""
@@ -68,17 +70,41 @@ class Evaluation:
                 "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
 
 
+def load_with_split(run: Path, data: Path, split: str = "validation") -> tuple[LanguageModel, TokenStream,
+                                                                               dict[str, Any]]:
+    """A run's model, the text that it is to be scored on, and what `load_model` says of it.
+
+    Raises UsageError for a model that answers questions and for text in the tokens of another tokenizer, and as
+    `load_model` and `open_split` do."""
+    model, tokenizer, facts = load_model(run)
+    if isinstance(model, SpanModel):
+        raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
+    stream = open_split(data, split)
+    if stream.tokenizer_sha256 != tokenizer.sha256:
+        raise UsageError("the run and the data have different tokenizers",
+                         f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
+                         f"prepare the data with --tokenizer {facts['checkpoint']}/{TOKENIZER_FILE}")
+    return model, stream, facts
+
+
 @torch.inference_mode()
-def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_rows: int = 8,
+def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None = None, batch_rows: int | None = None,
              max_tokens: int | None = None, precision: str = "float32",
              progress: Callable[[int], None] | None = None) -> Evaluation:
     """Score the tokens of a split, in rows of `context` that overlap by the one token that is only read; of a model
     that is not causal the masked tokens of `masking.masked_rows`, which are the same whatever `batch_rows` is.
 
-    max_tokens: stop after about so many. progress is called with the number of tokens read. The sums are in float64,
-    so that `batch_rows` changes nothing but rounding. Raises NumericsError where a loss is not finite, UsageError where
-    the data has no [MASK] and needs one."""
-    device = model.embed.weight.device
+    context: tokens in a row, by default those of training. batch_rows: rows scored at once, by default 8, fewer from a
+    context of 16K on; the sums are in float64, so that it changes nothing but rounding. max_tokens: stop after about so
+    many. precision: "float32" or "bfloat16". progress is called with the number of tokens read. Raises UsageError for a
+    context that is too long, for another precision and where the data has no [MASK] and needs one, NumericsError where
+    a loss is not finite."""
+    require_precision(precision)
+    context = model.config.context if context is None else context
+    require(context >= 1 and (batch_rows is None or batch_rows >= 1), "wrong value",
+            f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
+    model.check_length(context)
+    batch_rows = batch_rows or min(8, max(1, 65_536 // context))
     was_training = model.training
     model.eval()
     nll_T, count_T, n_read = np.zeros(context), np.zeros(context, dtype=np.int64), 0
@@ -89,12 +115,10 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_r
 
     def score() -> None:
         nonlocal n_read
-        batch = [torch.from_numpy(np.stack(part)).to(device) for part in zip(*waiting, strict=True)]
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            losses = token_losses(model, *batch) if causal else masked_token_losses(model, *batch)
+        losses = losses_of(model, [np.stack(part) for part in zip(*waiting, strict=True)], precision)
         asked_BT = np.ones(losses.shape, bool) if causal else np.stack([targets_T for _, targets_T in waiting]) >= 0
-        losses_BT = np.zeros(asked_BT.shape)
-        losses_BT[asked_BT] = losses.double().cpu().numpy().flatten()
+        losses_BT: np.ndarray = np.zeros(asked_BT.shape)
+        losses_BT[asked_BT] = losses.flatten()
         nll_T[: losses_BT.shape[1]] += losses_BT.sum(0)
         count_T[: losses_BT.shape[1]] += asked_BT.sum(0)
         n_read += asked_BT.size
@@ -119,6 +143,14 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int, batch_r
                       by_position(nll_T, count_T), None if causal else n_read, stream.word_count)
 
 
+def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str) -> np.ndarray:
+    """`token_losses` of rows, or `masked_token_losses` of inputs and targets, in nats: float64 on the CPU."""
+    on_device = [torch.from_numpy(part).to(model.embed.weight.device) for part in batch]
+    with torch.autocast(on_device[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        losses = (token_losses if model.config.causal else masked_token_losses)(model, *on_device)
+    return losses.double().cpu().numpy()
+
+
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:
     """Mean loss in blocks of positions 1-32, 33-64, 65-128, ...: what a longer context is worth."""
     blocks, first, last = [], 0, 32
@@ -135,7 +167,7 @@ def xz_bits_per_byte(data_dir: Path, split: str = "validation") -> float:
     (xz(train + split) - xz(train)) x 8 / bytes.
 
     The text comes back from the tokens, documents end to end. For text that fits in memory."""
-    tokenizer = load_tokenizer(data_dir / "tokenizer.json")
+    tokenizer = load_tokenizer(data_dir / TOKENIZER_FILE)
 
     def text(name: str) -> bytes:
         stream = open_split(data_dir, name)

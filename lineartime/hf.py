@@ -22,6 +22,8 @@ from transformers import (
     TokenizersBackend,
 )
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -30,6 +32,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from lineartime.checkpoint import reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR
 from lineartime.decoding.cache import DecodingState
@@ -82,6 +85,20 @@ class LineartimeTokenizer(TokenizersBackend):
                 setattr(tokenizer, name, there[content])
         tokenizer.add_bos_token = True
         return tokenizer
+
+
+class Reshaped(ConversionOps):
+    """`checkpoint.reshaped`, for `from_pretrained`; what is saved stays as it is."""
+
+    def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+                **kwargs: Any) -> dict[str, Any]:
+        (stored,) = (part[0] if isinstance(part, list) else part for part in input_dict.values())
+        own = dict(kwargs["model"].named_parameters()).get(kwargs["full_layer_name"], stored)
+        return {target_patterns[0]: reshaped(stored, own.shape)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Reshaped()
 
 
 class LineartimeCache(Cache):
@@ -203,6 +220,8 @@ class LineartimeModel(PreTrainedModel):
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """Takes a checkpoint's names as well as those of `state_dict()`: Trainer resumes by this."""
         names = {f"model.{name.removeprefix('model.')}": value for name, value in state_dict.items()}
+        own = self.state_dict()
+        names = {name: reshaped(value, own[name].shape) if name in own else value for name, value in names.items()}
         return super().load_state_dict(names, *args, **kwargs)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -326,6 +345,8 @@ def refuse(arguments: dict[str, Any], known: str = "input_ids, attention_mask, p
                 f"it takes {known}")
 
 
+register_checkpoint_conversion_mapping(
+    "lineartime", [WeightConverter("scalar", "scalar", operations=[Reshaped()])], overwrite=True)
 AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
 AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenizer, exist_ok=True)
 AutoModel.register(LineartimeConfig, LineartimeModel, exist_ok=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from lineartime.data.prepare import TokenStream, require_mask, rows_of_step
 from lineartime.data.tokenizer import Tokenizer
+from lineartime.data.tokens import TokenStream, require_mask, rows_of_step
 from lineartime.model import LanguageModel
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1

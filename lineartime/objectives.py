@@ -1,6 +1,6 @@
 """What a model is trained on: the batch of a step, the loss of a batch, and the held-out score.
 
-A task is an object with the four methods of `Task`; `train.fit` knows nothing else about it."""
+`training.fit` knows nothing of an objective but the four methods of `Objective`."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,13 +9,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from lineartime.config import RunConfig
-from lineartime.data.prepare import TokenStream, batch_rows
+from lineartime.data.tokens import TokenStream, batch_rows
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.masking import NO_TARGET, masked_batch
 from lineartime.model import LanguageModel, masked_token_losses, token_losses
 
 
-class Task(Protocol):
+class Objective(Protocol):
     """What `fit` needs. The arrays of a batch have one entry per row along their first axis, and are cut into
     micro-batches there."""
 

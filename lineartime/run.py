@@ -2,9 +2,9 @@
 
 import errno
 import json
+import logging
 import os
 import secrets
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 
 from lineartime import checkpoint
+from lineartime.atomic_io import read_json, read_json_lines, write_atomically, write_json
 from lineartime.config import QUESTION_ANSWERING, RunConfig, model_config_from_json, model_config_json, to_dict
-from lineartime.data.tokenizer import Tokenizer
-from lineartime.errors import CheckpointError, ResourceError, UsageError
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
-TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter."""
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -44,7 +48,7 @@ class Run:
             raise CheckpointError("a run without its description", out, f"{RUN_FILE} is missing; give another --out")
         if not saved:
             self.id = secrets.token_hex(8)
-            write_atomically(path, json.dumps({"id": self.id, **description}, indent=1) + "\n")
+            write_json(path, {"id": self.id, **description})
         else:
             stored = read_run(out)
             self.id = stored["id"]
@@ -56,42 +60,42 @@ class Run:
         self.waiting = ""
         """Lines of metrics that could not be written yet."""
 
-    def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> tuple[int, str | None]:
-        """Load the newest whole checkpoint.
-
-        Returns the steps done (0 without one) and a warning if a newer one is damaged. Raises CheckpointError."""
+    def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> int:
+        """Load the newest whole checkpoint, with a warning if a newer one is damaged; returns the steps done, 0 without
+        one. Raises CheckpointError."""
         newest = checkpoint.newest(self.out)
         if newest is None:
             self.truncate_metrics(0)
-            return 0, None
+            return 0
         loaded = checkpoint.load(newest.path)
         if loaded.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         expected = {name: p.detach() for name, p in model.named_parameters()}
-        checkpoint.check_tensors(loaded.tensors["model"], expected)
-        moments = {f"{kind}.{name}": p for name, p in expected.items() for kind in ("exp_avg", "exp_avg_sq")}
-        checkpoint.check_tensors(loaded.tensors["optimizer"], moments)
+        weights = checkpoint.check_tensors(loaded.tensors["model"], expected)
+        moments = {f"{kind}.{name}": p for name, p in expected.items() for kind in MOMENTS}
+        moments = checkpoint.check_tensors(loaded.tensors["optimizer"], moments)
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.copy_(loaded.tensors["model"][name])
+                p.copy_(weights[name])
                 optimizer.state[p] = {"step": torch.tensor(float(loaded.step), device=p.device),
-                                      **{kind: loaded.tensors["optimizer"][f"{kind}.{name}"].to(p.device)
-                                         for kind in ("exp_avg", "exp_avg_sq")}}
+                                      **{kind: moments[f"{kind}.{name}"].to(p.device) for kind in MOMENTS}}
         self.truncate_metrics(loaded.step)
-        if not newest.damaged:
-            return loaded.step, None
-        bad = "; ".join(f"step {step}: {reason}" for step, reason in newest.damaged.items())
-        return loaded.step, f"going back to step {loaded.step}, newer checkpoints are damaged ({bad})"
+        if newest.damaged:
+            bad = "; ".join(f"step {step}: {reason}" for step, reason in newest.damaged.items())
+            logger.warning(f"going back to step {loaded.step}, newer checkpoints are damaged ({bad})")
+        return loaded.step
 
-    def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW, documents: dict[str, str]) -> None:
-        """Write a checkpoint: the weights, the optimizer, and what `transformers` needs to open the folder."""
+    def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW,
+             extra_files: dict[str, str]) -> None:
+        """Write a checkpoint: the weights, the optimizer, what `transformers` needs, and the texts `extra_files`, by
+        file name."""
         weights = {name: p.detach() for name, p in model.named_parameters()}
         moments = {f"{kind}.{name}": optimizer.state[p][kind] if p in optimizer.state else torch.zeros_like(p)
-                   for name, p in model.named_parameters() for kind in ("exp_avg", "exp_avg_sq")}
+                   for name, p in model.named_parameters() for kind in MOMENTS}
         with suppress(OSError), open(self.out / METRICS_FILE, "rb") as file:
             os.fsync(file.fileno())  # the lines up to a step are on the disk before its checkpoint
         checkpoint.save(self.out, step, run=self.id, tensors={"model": weights, "optimizer": moments},
-                        documents={CONFIG_FILE: model_config_json(model.config), **documents},
+                        files={CONFIG_FILE: model_config_json(model.config), **extra_files},
                         keep=self.config.train.keep)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -110,7 +114,7 @@ class Run:
                 with suppress(OSError):
                     os.truncate(path, end)
             if not warned:
-                print(f"warning: metrics not written: {path}; {e.strerror}", file=sys.stderr)
+                logger.warning(f"metrics not written: {path}; {e.strerror}")
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines that come again: those after `step`, the held-out line of `step`, one that a kill cut off."""
@@ -123,32 +127,25 @@ class Run:
 
 def read_run(out: Path) -> dict[str, Any]:
     """A run's description. Raises UsageError where there is none, CheckpointError where it is damaged."""
-    try:
-        description = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
-        if not isinstance(description, dict) or not isinstance(description.get("id"), str):
-            raise ValueError("it is no description of a run")
-        return description
-    except FileNotFoundError:
-        raise UsageError("not a run", out, "give the --out folder of `lineartime train`") from None
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError("damaged", out / RUN_FILE, str(e)) from None
+    if not (out / RUN_FILE).exists():
+        raise UsageError("not a run", out, "give the --out folder of `lineartime train`")
+    description = read_json(out / RUN_FILE)
+    if not isinstance(description.get("id"), str):
+        raise CheckpointError("damaged", out / RUN_FILE, "it is no description of a run")
+    return description
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, without one that was cut off."""
-    records = []
-    for line in (out / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            break
-        records.append(record)
-    return records
+    """The lines of a run's metrics, up to one that was cut off. Raises DataError where there are none."""
+    def parse(record: Any) -> dict[str, Any]:
+        if not isinstance(record["step"], int):
+            raise TypeError("a step is a whole number")
+        return record
+
+    return read_json_lines(out / METRICS_FILE, parse, None)
 
 
-def different(old: dict[str, Any], new: dict[str, Any], within: str = "") -> list[str]:
+def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The entries in which two descriptions differ, as `name: old -> new`."""
     changed = []
     for name in sorted({*old, *new}):
@@ -160,20 +157,6 @@ def different(old: dict[str, Any], new: dict[str, Any], within: str = "") -> lis
     return changed
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is either old or new, whenever the process dies. Raises ResourceError."""
-    aside = path.with_name(f".tmp-{path.name}")
-    try:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as e:
-        aside.unlink(missing_ok=True)
-        raise ResourceError("cannot write", path, e.strerror) from None
-
-
 def best_run(out: Path) -> Path:
     """The best run in a folder that `lineartime finetune` completed; any other folder itself.
 
@@ -181,13 +164,10 @@ def best_run(out: Path) -> Path:
     path = out / RESULT_FILE
     if (out / RUN_FILE).exists() or not path.exists():
         return out
-    try:
-        best = json.loads(path.read_text(encoding="utf-8"))["best"]
-        if not isinstance(best, str) or not (out / best / RUN_FILE).exists():
-            raise ValueError("the best run is not there")
-        return out / best
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
+    best = read_json(path).get("best")
+    if not isinstance(best, str) or not (out / best / RUN_FILE).exists():
+        raise CheckpointError("damaged", path, "the best run is not there")
+    return out / best
 
 
 def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
@@ -201,7 +181,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
         facts: dict[str, Any] = {"checkpoint": str(folder)}
-        documents, weights = read_exported(folder)
+        files, weights = read_exported(folder)
     else:
         if not (path / checkpoint.MANIFEST).exists():
             read_run(path)
@@ -211,18 +191,25 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
             folder = newest.path
         loaded = checkpoint.load(folder)
         facts = {"checkpoint": str(folder), "step": loaded.step}
-        documents, weights = loaded.documents, loaded.tensors.get("model", {})
+        files, weights = loaded.files, loaded.tensors.get("model", {})
     try:
-        config = model_config_from_json(documents[CONFIG_FILE])
-        kind = SpanModel if QUESTION_ANSWERING in documents[CONFIG_FILE] else LanguageModel
-        tokenizer = Tokenizer(documents[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
+        config = model_config_from_json(files[CONFIG_FILE])
+        kind = SpanModel if QUESTION_ANSWERING in files[CONFIG_FILE] else LanguageModel
+        tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
     with torch.device("meta"):
         model = kind(config)
-    checkpoint.check_tensors(weights, dict(model.named_parameters()))
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict(checkpoint.check_tensors(weights, dict(model.named_parameters())), assign=True)
     return model.eval(), tokenizer, facts
+
+
+def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+    """`load_model` for a model that was fine-tuned on questions. Raises UsageError for any other."""
+    model, tokenizer, facts = load_model(run)
+    if not isinstance(model, SpanModel):
+        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
+    return model, tokenizer, facts
 
 
 def is_exported(path: Path) -> bool:
@@ -232,15 +219,15 @@ def is_exported(path: Path) -> bool:
 
 
 def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The documents and the weights of an exported folder, bfloat16 made float32. Raises CheckpointError."""
-    documents = {}
+    """The text files and the weights of an exported folder, bfloat16 made float32. Raises CheckpointError."""
+    files = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:
-            documents[name] = (folder / name).read_text(encoding="utf-8")
+            files[name] = (folder / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError("cannot read", folder / name, str(e)) from None
     try:
         weights = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, safetensors.SafetensorError) as e:
         raise CheckpointError("damaged", folder / WEIGHTS_FILE, str(e)) from None
-    return documents, {name: weight.float() for name, weight in weights.items()}
+    return files, {name: weight.float() for name, weight in weights.items()}

@@ -1,6 +1,7 @@
 """The process: settings that speed depends on, chosen by the program and kept with every measurement; its memory."""
 
 import ctypes
+import logging
 import resource
 import signal
 import sys
@@ -8,6 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from lineartime.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Names of `mallopt(3)`."""
@@ -28,6 +33,21 @@ def choose_settings(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         chosen["allocator"] = choose_allocator()
     return chosen
+
+
+def pick_device(device: torch.device | str | None = None, *, tell: bool = False) -> torch.device:
+    """The device asked for ("cpu" or "cuda"), else cuda where there is one, with the process set up for it (see
+    `choose_settings`); tell: a line of the log says how. Raises UsageError for one that is not there."""
+    name = device.type if isinstance(device, torch.device) else device
+    if name not in (None, "cpu", "cuda"):
+        raise UsageError("unknown device", name, "one of cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no such device here", name, "use --device cpu")
+    picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = choose_settings(picked)
+    if tell:
+        logger.info(f"on {picked.type}: " + ", ".join(f"{what} {how}" for what, how in chosen.items()))
+    return picked
 
 
 def choose_allocator() -> str:

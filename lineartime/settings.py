@@ -29,6 +29,12 @@ def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
         raise UsageError(f"unknown {kind}", name, f"did you mean {near[0]}?" if near else f"one of {', '.join(valid)}")
 
 
+def require_precision(precision: str) -> None:
+    """Raise UsageError for a precision of the arithmetic that there is not."""
+    require(precision in ("float32", "bfloat16"), "wrong value", f"precision = {precision}",
+            "it takes float32 or bfloat16")
+
+
 def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
     """`dataclasses.replace`, but an unknown field is a UsageError."""
     names = [f.name for f in dataclasses.fields(config)]

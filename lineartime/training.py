@@ -3,20 +3,37 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lineartime import checkpoint
+from lineartime.atomic_io import read_json, write_atomically, write_json
 from lineartime.config import RunConfig, TrainConfig
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.data.tokens import config_for_data, open_split, read_manifest
 from lineartime.errors import NumericsError, ResourceError, Stopped
+from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
+from lineartime.generation.generate import generate
+from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
-from lineartime.objectives import Task
-from lineartime.run import Run
+from lineartime.objectives import MaskedTokens, NextToken, Objective
+from lineartime.plot import plot_run
+from lineartime.run import RESULT_FILE, Run
+from lineartime.runtime import peak_bytes, pick_device
+
+Progress = Callable[[str, int, int | None], None]
+"""What is told of the progress: what is done, how much of it is, and how much there is, None where nobody knows."""
+
+SAMPLE_FILE = "sample.txt"
+SAVED = "the last step is saved; the same command evaluates"
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
@@ -35,23 +52,23 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
                              eps=config.adam_epsilon, fused=True)
 
 
-def compute_gradient(model: nn.Module, task: Task, batch: Sequence[Tensor], n_rows: int,
+def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig) -> tuple[float, float]:
     """Leave the gradient of a batch's mean loss in `.grad`, clipped; returns loss (nats per target) and gradient norm.
 
-    batch: the tensors of `Task.batch`, taken in micro-batches of `n_rows` rows, each of which counts by its number of
-    targets. With clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged,
+    batch: the tensors of `Objective.batch`, taken in micro-batches of `n_rows` rows, each of which counts by its number
+    of targets. With clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged,
     and the norm returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the
     gradient unusable, where a loss or norm is not finite."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
-    counts = [task.n_targets(*micro_batch) for micro_batch in micro_batches]
+    counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
     total: list[Tensor] = []
     losses, norms = [], []
     for micro_batch, count in zip(micro_batches, counts, strict=True):
         share = count / max(sum(counts), 1)
         with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss = task.losses(model, *micro_batch).sum() / max(count, 1)
+            loss = objective.losses(model, *micro_batch).sum() / max(count, 1)
         model.zero_grad(set_to_none=True)
         loss.backward()
         gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -94,6 +111,15 @@ class StopSignal:
         if self.number is not None:
             raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
 
+    def watch(self, note: str, progress: Progress | None, what: str, total: int | None) -> Callable[[int], None]:
+        """A callback for what is counted: it reports the progress, and raises Stopped if a stop has been asked for."""
+        def counted(done: int) -> None:
+            if progress is not None:
+                progress(what, done, total)
+            self.check(note)
+
+        return counted
+
     @contextmanager
     def listening(self) -> Iterator["StopSignal"]:
         def asked(number: int, frame: FrameType | None) -> None:
@@ -120,24 +146,23 @@ def new_model(config: RunConfig) -> LanguageModel:
     return LanguageModel(config.model)
 
 
-def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str], device: torch.device,
-        stop: StopSignal, on_step: Callable[[dict[str, Any]], None], warn: Callable[[str], None],
+def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: dict[str, str], device: torch.device,
+        stop: StopSignal, on_step: Callable[[dict[str, Any]], None] | None = None,
         score_last: bool = True) -> LanguageModel:
-    """Train `model` on `task` to the last step, from the newest checkpoint if there is one; returns it.
+    """Train `model` on an objective to the last step, from the newest checkpoint if there is one; returns it.
 
-    Every `eval_every` steps `task.evaluate` scores the model. documents: files to keep with every checkpoint. on_step
-    is called with each line of the metrics. score_last: whether the last step is scored too, where it is such a step;
-    it is scored again where the run is resumed from there. Raises Stopped after saving when `stop` was asked,
-    NumericsError before the optimizer has moved, ResourceError when memory runs out."""
+    Every `eval_every` steps `objective.evaluate` scores the model. extra_files: texts to keep with every checkpoint, by
+    file name. on_step is called with each line of the metrics and the number of "steps". score_last: whether the last
+    step is scored too, where it is such a step; it is scored again where the run is resumed from there. Raises Stopped
+    after saving when `stop` was asked, NumericsError before the optimizer has moved, ResourceError when memory runs
+    out."""
     config, context = run.config.train, run.config.model.context
     model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
     optimizer = make_optimizer(model, config)
-    done, warning = run.resume(model, optimizer)
-    if warning:
-        warn(warning)
+    done = run.resume(model, optimizer)
     if done:
-        run.save(done, model, optimizer, documents)  # is there, but perhaps not what a save does after that
+        run.save(done, model, optimizer, extra_files)  # is there, but perhaps not what a save does after that
     if config.compile:
         model.compile_layers()
     model.train()
@@ -148,7 +173,7 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
         if step != saved:
             if not all(t.isfinite().all() for p in model.parameters() for t in (p, *optimizer.state[p].values())):
                 raise NumericsError("the weights are not finite", f"step {step}", advice(saved, config))
-            run.save(step, model, optimizer, documents)
+            run.save(step, model, optimizer, extra_files)
             saved = step
 
     def stop_if_asked(step: int, _: int = 0) -> None:
@@ -158,24 +183,25 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
 
     def log(record: dict[str, Any]) -> None:
         run.log(record)
-        on_step(record)
+        if on_step is not None:
+            on_step(record | {"steps": config.steps})
 
     def score_if_due(step: int) -> None:
         stop_if_asked(step)
         if step and step % config.eval_every == 0:
-            held_out = task.evaluate(model, partial(stop_if_asked, step))
+            held_out = objective.evaluate(model, partial(stop_if_asked, step))
             log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
 
     for step in range(done, config.steps):
         score_if_due(step)  # after a save: a stop in an evaluation, or a kill before its line, repeats it
         started, cpu_started = time.perf_counter(), time.process_time()
-        batch = [torch.from_numpy(part).to(device) for part in task.batch(step)]
+        batch = [torch.from_numpy(part).to(device) for part in objective.batch(step)]
         learning_rate = learning_rate_at(step, config)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         fits = True
         try:
-            loss, norm = compute_gradient(model, task, batch, run.config.micro_batch_rows, config)
+            loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config)
             optimizer.step()
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
@@ -187,7 +213,7 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
             fits = False
         if not fits:  # not above, where the exception still holds the memory of what failed
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
-            raise ResourceError("out of memory", where, suggest_size(model, optimizer, task, batch, run.config))
+            raise ResourceError("out of memory", where, suggest_size(model, optimizer, objective, batch, run.config))
         clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
                  "cpu_s": time.process_time() - cpu_started}
         log({"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
@@ -197,6 +223,105 @@ def fit(run: Run, model: LanguageModel, task: Task, *, documents: dict[str, str]
     if score_last:
         score_if_due(config.steps)
     return model
+
+
+def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None, stop: StopSignal,
+             begin: Callable[[], tuple[LanguageModel, Objective, dict[str, str]]],
+             score: Callable[[Run, LanguageModel], dict[str, Any]], *, on_step: Callable[[dict[str, Any]], None] | None,
+             score_last: bool = True) -> tuple[dict[str, Any], bool]:
+    """A whole run in its folder, or what is left of it: `fit`, then its scores into the result file. Returns the
+    content of that file, and whether it was there before; then nothing is done.
+
+    facts: what identifies the data. begin returns the new model, the objective and the `extra_files` of `fit`; score
+    returns what the result file is to hold. Raises as `Run`, `checkpoint.lock` and `fit` do."""
+    out = Path(config.out)
+    with checkpoint.lock(out):
+        run = Run(out, config, facts)
+        if (out / RESULT_FILE).exists():
+            return read_json(out / RESULT_FILE), True
+        model, objective, extra_files = begin()
+        picked = device if isinstance(device, torch.device) else pick_device(device, tell=True)
+        model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, on_step=on_step,
+                    score_last=score_last)
+        stop.check(SAVED)
+        result = score(run, model)
+        write_json(out / RESULT_FILE, result)
+    return result, False
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A complete run: what `train` returns."""
+
+    out: Path
+    """The run's folder, which `load_model` opens: `latest` is its newest checkpoint, `metrics.jsonl` has a line for
+    each step and each evaluation, `loss.png` the curves."""
+    config: RunConfig
+    scores: dict[str, Any]
+    """The content of `result.json`: "steps", "held_out" (`Evaluation.to_dict` of the whole held-out split), "peak_mib",
+    and "xz_bits_per_byte" of short text."""
+    sample: str
+    """Text from the trained model, or of one that is not causal masked text that it has filled."""
+    already: bool
+    """Whether the run was complete before, and nothing was done."""
+
+
+def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
+          stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
+          progress: Progress | None = None) -> TrainResult:
+    """Train a model on prepared text, or continue an unfinished run; then score the held-out split, and write a sample,
+    the result file and a plot into the run's folder `config.out`.
+
+    config: a run, or a flat table of settings (`model`, `data`, `out` and any field of the configurations, see
+    `config_for_data`). device: by default cuda where there is one. stop: asks for a save and an end, see
+    `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress: of
+    the evaluation at the end, in tokens.
+    Raises UsageError for wrong settings and where another run is in the folder, DataError for the data, CheckpointError
+    for damage, NumericsError where a loss or gradient is not finite, ResourceError for memory, disk and a run in use,
+    Stopped after saving."""
+    if not isinstance(config, RunConfig):
+        config = config_for_data(config)
+    run_config, stop = config, stop or StopSignal()
+    data, out = Path(config.data), Path(config.out)
+    manifest = read_manifest(data)
+
+    def begin() -> tuple[LanguageModel, Objective, dict[str, str]]:
+        kind = NextToken if run_config.model.causal else MaskedTokens
+        objective = kind(run_config, open_split(data, "train"), open_split(data, "validation"))
+        tokenizer_json = (data / TOKENIZER_FILE).read_text(encoding="utf-8")
+        return new_model(run_config), objective, {TOKENIZER_FILE: tokenizer_json}
+
+    result, already = fit_once(
+        config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256}, device, stop, begin,
+        lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
+    if not already:
+        plot_run(out)
+    sample = out / SAMPLE_FILE
+    return TrainResult(out, config, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
+
+
+def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progress: Progress | None) -> dict[str, Any]:
+    """Score the held-out split and write a sample; returns what goes into the result file.
+
+    Its "peak_mib" is the most memory that this process had in training: after a resume, that of the last one."""
+    config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
+    held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / TOKENIZER_FILE)
+    evaluation = evaluate(model, held_out, context=config.model.context, precision=config.train.precision,
+                          batch_rows=config.micro_batch_rows,
+                          progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens))
+    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(), "peak_mib": peak_mib}
+    model.eval()
+    if not config.model.causal:
+        write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, held_out))
+        return result
+    if open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(data)
+    length = min(200, (config.model.max_len or 201) - 1)
+    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
+    stop.check(SAVED)
+    write_atomically(run.out / SAMPLE_FILE, tokenizer.decode(ids) + "\n")
+    return result
 
 
 def advice(saved: int, config: TrainConfig) -> str:
@@ -211,8 +336,8 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, task: Task, batch: Sequence[Tensor],
-                 config: RunConfig) -> str:
+def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, objective: Objective,
+                 batch: Sequence[Tensor], config: RunConfig) -> str:
     """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit.
 
     An eighth more is tried, as a new process does not find its memory in the same pieces."""
@@ -225,7 +350,7 @@ def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, task: Task, bat
         try:
             moments += [torch.zeros_like(p) for p in model.parameters() if not optimizer.state[p] for _ in range(2)]
             with suppress(NumericsError):
-                compute_gradient(model, task, [part[: 2 * n_tried] for part in batch], n_tried, config.train)
+                compute_gradient(model, objective, [part[: 2 * n_tried] for part in batch], n_tried, config.train)
             size = n_rows * config.model.context
             return f"micro_batch_tokens = {size} fits; as the unit of local clipping it is yours to change"
         except (RuntimeError, MemoryError) as e:

@@ -41,7 +41,7 @@ from lineartime.errors import NumericsError, UsageError
 from lineartime.info import describe, table
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
-from lineartime.objectives import MaskedTokens, NextToken, Task
+from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.runtime import choose_settings, forget_peak, peak_bytes, release_memory, rss_bytes
 from lineartime.settings import require
 from lineartime.training import compute_gradient, make_optimizer
@@ -245,7 +245,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
     if parsed.compiled:
         compile_(model)
     optimizer = make_optimizer(model, train)
-    task: Task = random_task(fields, n_rows, fields.context, seed)
+    task: Objective = random_task(fields, n_rows, fields.context, seed)
     batch = [torch.from_numpy(part).to(on) for part in task.batch(0)]
 
     def step() -> None:
@@ -350,7 +350,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
                     f"{n_rows} x {n_tokens:,} tokens", "error": error, "worst": worst, "limit": limit}
 
 
-def random_task(config: ModelConfig, n_rows: int, n_tokens: int, seed: int) -> Task:
+def random_task(config: ModelConfig, n_rows: int, n_tokens: int, seed: int) -> Objective:
     """The task of a training run on one batch of random tokens."""
     generator = np.random.default_rng(seed)
     ids = generator.integers(config.vocab_size, size=(n_rows, n_tokens + 1))

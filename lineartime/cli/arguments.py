@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lineartime.cli.terminal import say
 from lineartime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,19 +38,8 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def pick_device(name: str | None, *, tell: bool = False) -> "torch.device":
-    """The device asked for, else cuda where there is one, with the process set up for it (see `machine`); tell: a line
-    says how. Raises UsageError for one that is not there."""
-    import torch
+def pick_device(name: str | None) -> "torch.device":
+    """`runtime.pick_device`, which imports torch."""
+    from lineartime.runtime import pick_device
 
-    from lineartime.runtime import choose_settings
-
-    if name is not None and name not in ("cpu", "cuda"):
-        raise UsageError("unknown device", name, "one of cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no such device here", name, "use --device cpu")
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = choose_settings(device)
-    if tell:
-        say(f"on {device.type}: " + ", ".join(f"{what} {how}" for what, how in chosen.items()))
-    return device
+    return pick_device(name)

@@ -98,9 +98,9 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None,
     if html is None and png is None:
         print("\n".join(map(table_section, shown)), end="")
         return
+    from lineartime.atomic_io import write_atomically
     from lineartime.report.html import page
     from lineartime.reproduce.figures import alt_text, draw_all, files_of
-    from lineartime.run import write_atomically
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = png or Path(scratch)

@@ -1,14 +1,13 @@
 """What a person sees while something runs: lines, bars, text as it comes."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lineartime.config import RunConfig
-
 if TYPE_CHECKING:
-    from lineartime.evaluation import Evaluation
+    from rich.progress import Progress
 
 
 def say(line: str) -> None:
@@ -20,67 +19,94 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class TrainingBar:
-    """Progress of a run: a live bar on a terminal, a line now and then elsewhere; both on stderr."""
+class Lines(logging.Handler):
+    """What the library logs, a line each: news on stdout, warnings on stderr."""
 
-    def __init__(self, config: RunConfig):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING:
+            say(record.getMessage())
+        else:  # kernels that do not run are a note
+            kind = "note" if record.name.startswith("lineartime.ops") else "warning"
+            note(f"{kind}: {record.getMessage()}")
+
+
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Print what the library logs."""
+    logger, lines = logging.getLogger("lineartime"), Lines()
+    level = logger.level
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(level)
+
+
+class Terminal:
+    """Progress of the library's functions on stderr: one live bar at a time where that is a terminal, and of training
+    elsewhere a line now and then."""
+
+    def __init__(self, *, stay: bool = False) -> None:
+        """stay: whether what is done stays in sight, as training always does."""
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        console = Console(stderr=True)
-        self.steps, self.live, self.last_line, self.held_out = config.train.steps, console.is_terminal, 0.0, ""
-        self.bar = Progress(TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(),
-                            TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"),
-                            TimeRemainingColumn(), console=console, disable=not self.live)
-        self.task = self.bar.add_task("starting", total=self.steps)
+        self.console, self.stay = Console(stderr=True), stay
+        self.bar: Progress | None = None
+        self.what, self.last_line, self.held_out = "", 0.0, ""
 
-    def __enter__(self) -> "TrainingBar":
-        self.bar.start()
+    def __enter__(self) -> "Terminal":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.bar.stop()
+        self.close()
 
-    def warn(self, message: str) -> None:
-        self.bar.console.print(f"warning: {message}", highlight=False, soft_wrap=True)
+    def close(self) -> None:
+        """End the live bar."""
+        if self.bar is not None:
+            self.bar.stop()
+        self.bar, self.what, self.last_line, self.held_out = None, "", 0.0, ""
 
-    def show(self, record: dict[str, Any]) -> None:
-        """Take in a line of the metrics."""
-        step, clock = record["step"], record["clock"]
+    def begin(self, what: str, total: int | None) -> "Progress":
+        """The live bar of one thing, in place of that of another."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        if self.bar is None or self.what != what:
+            self.close()
+            of = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
+            left = [TextColumn("left"), TimeRemainingColumn()] if total is not None else []
+            self.bar = Progress(TextColumn(f"{what} {of}"), BarColumn(), TextColumn("{task.description}"),
+                                TimeElapsedColumn(), *left, console=self.console,
+                                transient=not self.stay and what != "step", disable=not self.console.is_terminal)
+            self.task = self.bar.add_task("", total=total)
+            self.bar.start()
+            self.what = what
+        return self.bar
+
+    def count(self, what: str, done: int, total: int | None) -> None:
+        """`progress` of the library."""
+        self.begin(what, total).update(self.task, completed=done)
+
+    def counting(self, what: str, total: int | None = None) -> "Callable[[int], None]":
+        """`progress` of a function that only counts."""
+        return lambda done: self.count(what, done, total)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """`on_step` of the library: take in a line of the metrics."""
+        step, steps, clock = record["step"], record["steps"], record["clock"]
+        bar = self.begin("step", steps)
         if "held_out" in record:
             self.held_out = f"  held-out {record['held_out']['loss']:.3f}"
             return
         words = f"loss {record['loss']:.3f}{self.held_out}  {clock['tokens_per_s']:,.0f} tokens/s"
-        self.bar.update(self.task, completed=step, description=words)
-        if not self.live and (clock["time"] - self.last_line >= 10 or step == self.steps):
+        bar.update(self.task, completed=step, description=words)
+        if not self.console.is_terminal and (clock["time"] - self.last_line >= 10 or step == steps):
             self.last_line = clock["time"]
-            print(f"step {step}/{self.steps}  {words}", file=sys.stderr, flush=True)
+            note(f"step {step}/{steps}  {words}")
 
 
-class Terminal:
-    """What a person sees of questions being read, trained on and answered."""
-
-    def say(self, line: str) -> None:
-        say(line)
-
-    def training(self, config: RunConfig) -> "TrainingBar":
-        return TrainingBar(config)
-
-    @contextmanager
-    def counting(self, what: str, total: int | None) -> "Iterator[Callable[[int], None]]":
-        """A bar on stderr where that is a terminal."""
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        words = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
-        with Progress(TextColumn(f"{what} {words}"), BarColumn(), TimeElapsedColumn(), console=console,
-                      disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda n: bar.update(task, completed=n)
-
-
-class Stream:
+class TextStreamer:
     """Rows' text as their tokens come: printed at once for one row, at the end for several; cut at a stop text."""
 
     def __init__(self, tokenizer: "Any", prompts: list[str], stops: list[str]):
@@ -124,39 +150,19 @@ def prompt_progress(longest: int) -> "Any":
                                 end="" if n_read < longest else "\n", file=sys.stderr, flush=True)
 
 
-def evaluate_with_bar(model: "Any", stream: "Any", context: int, precision: str, batch_rows: int,
-                      stop: "Any" = None) -> "Evaluation":
-    """`evaluate.evaluate` with a progress bar on stderr that a stop signal interrupts."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from lineartime.evaluation import evaluate as score
-
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("evaluating", total=stream.n_tokens)
-
-        def progress(n_tokens: int) -> None:
-            bar.update(task, completed=n_tokens)
-            if stop is not None:
-                stop.check("the last step is saved; the same command evaluates")
-
-        return score(model, stream, context=context, batch_rows=batch_rows, precision=precision, progress=progress)
-
-
-def summary(name: str, result: "Evaluation", task: str | None) -> str:
-    """A score in words; it begins with the measure of the task that the data was prepared as."""
-    if result.n_read is not None:
-        return (f"{name:<8} masked {result.loss:.3f} nats per masked token, perplexity {result.perplexity:.1f} "
-                f"({result.n_tokens:,} of {result.n_read:,} tokens masked)")
-    words = "the published word count" if result.word_count == "published" else "counted words"
+def summary(name: str, scores: dict[str, Any], task: str | None) -> str:
+    """`Evaluation.to_dict` in words; they begin with the measure of the task that the data was prepared as."""
+    loss, perplexity, tokens = scores["loss"], scores["perplexity"], f"{scores['n_tokens']:,}"
+    if "masked" in scores:
+        return (f"{name:<8} masked {loss:.3f} nats per masked token, perplexity {perplexity:.1f} "
+                f"({tokens} of {scores['n_read']:,} tokens masked)")
+    by_word, bits = scores["word_perplexity"], f"{scores['bits_per_byte']:.3f} bits per byte"
     if task == "pg19":
-        return (f"{name:<8} perplexity {result.word_perplexity:.1f} per word ({result.n_words:,} words, {words}) and "
-                f"{result.perplexity:.1f} per token, {result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats "
-                f"per token ({result.n_tokens:,} tokens)")
+        words = "the published word count" if scores["word_count"] == "published" else "counted words"
+        return (f"{name:<8} perplexity {by_word:.1f} per word ({scores['n_words']:,} words, {words}) and "
+                f"{perplexity:.1f} per token, {bits}, {loss:.3f} nats per token ({tokens} tokens)")
     if task == "wiki40b":
-        return (f"{name:<8} perplexity {result.perplexity:.1f} per token and {result.word_perplexity:.1f} per word, "
-                f"{result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats per token "
-                f"({result.n_tokens:,} tokens)")
-    return (f"{name:<8} {result.bits_per_byte:.3f} bits per byte, {result.loss:.3f} nats per token, perplexity "
-            f"{result.perplexity:.1f} per token and {result.word_perplexity:.1f} per word ({result.n_tokens:,} tokens)")
+        return (f"{name:<8} perplexity {perplexity:.1f} per token and {by_word:.1f} per word, {bits}, {loss:.3f} nats "
+                f"per token ({tokens} tokens)")
+    return (f"{name:<8} {bits}, {loss:.3f} nats per token, perplexity {perplexity:.1f} per token and {by_word:.1f} per "
+            f"word ({tokens} tokens)")

@@ -12,16 +12,14 @@ from lineartime.cli import benchmark as cli_speed
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
 from lineartime.cli.arguments import Device, Setting, ShippedModel, numbers, pick_device, whole_numbers
-from lineartime.cli.terminal import Stream, Terminal, TrainingBar, evaluate_with_bar, prompt_progress, say, summary
-from lineartime.config import PRESETS, RunConfig, model_config, parse_setting, run_config
+from lineartime.cli.terminal import Terminal, TextStreamer, prompt_progress, say, shown_log, summary
+from lineartime.config import PRESETS, model_config, parse_setting
 from lineartime.errors import LineartimeError, ResourceError, UsageError
 from lineartime.release.pretrained import model_folder
-from lineartime.settings import read_toml
+from lineartime.settings import read_toml, require_precision
 
 if TYPE_CHECKING:
-    from lineartime.data.prepare import TokenStream
-    from lineartime.model import LanguageModel
-    from lineartime.qa.questions import Question
+    from lineartime.training import TrainResult
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
@@ -62,12 +60,13 @@ def prepare(
     jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
 ) -> None:
     """Tokenise text once into shards that training reads."""
-    from lineartime.data import prepare as data
+    from lineartime.data.prepare import prepare
 
-    manifest = data.prepare(list(inputs or []), out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
-                            held_out=held_out, validation=list(validation or []), test=list(test or []),
-                            field=text_field, task=task, hub=hub, documents=documents, mlm=mlm,
-                            jobs=jobs or os.cpu_count() or 1, progress=True)
+    with Terminal(stay=True) as terminal:
+        manifest = prepare(inputs or [], out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
+                           held_out=held_out, validation=validation or [], test=test or [], field=text_field, task=task,
+                           hub=hub, documents=documents, mlm=mlm, jobs=jobs or os.cpu_count() or 1,
+                           progress=terminal.count)
     if manifest.already_prepared:
         say(f"already prepared: {out} holds this text with these settings; nothing to do.")
         return
@@ -100,96 +99,42 @@ def train(
         if value is not None:
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
-    run_config(given)
-    from lineartime.data.prepare import read_manifest, require_mask
+    from lineartime.data.tokens import config_for_data
 
-    manifest = read_manifest(Path(given["data"]))
-    given.setdefault("vocab_size", manifest.vocab_size)
-    given.setdefault("end_of_document", manifest.end_of_document)
-    config = run_config(given)
-    if config.model.vocab_size < manifest.vocab_size:
-        raise UsageError("vocab_size is smaller than the tokenizer's",
-                         f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
+    config = config_for_data(given)  # what is wrong is refused before torch is imported
+    from lineartime.training import StopSignal, train
+
+    with StopSignal().listening() as stop, Terminal() as terminal:
+        done = train(config, device=device, stop=stop, on_step=terminal.step, progress=terminal.count)
+    if done.already:
+        say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
+        say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
+            "or any other setting.")
+        return
+    say_trained(done)
+
+
+def say_trained(done: "TrainResult") -> None:
+    """Scores, a sample, and where everything is."""
+    from lineartime.data.tokens import read_manifest
+
+    config, out, scores = done.config, done.out, done.scores["held_out"]
+    say(summary("held-out", scores, read_manifest(Path(config.data)).settings.get("task")))
     if not config.model.causal:
-        require_mask(manifest.mask, given["data"])
-    train_and_report(config, device)
-
-
-def train_and_report(config: RunConfig, device: str | None) -> None:
-    """The whole of `lineartime train` after its arguments: fit, evaluate, sample, plot, say where everything is."""
-    from lineartime import checkpoint
-    from lineartime.data.prepare import open_split, read_manifest
-    from lineartime.objectives import MaskedTokens, NextToken
-    from lineartime.plot import plot_run
-    from lineartime.run import RESULT_FILE, Run, write_atomically
-    from lineartime.training import StopSignal, fit, new_model
-
-    out, data = Path(config.out), Path(config.data)
-    with StopSignal().listening() as stop, checkpoint.lock(out):
-        manifest = read_manifest(data)
-        run = Run(out, config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256})
-        if (out / RESULT_FILE).exists():
-            say(f"complete: {out} was trained to step {config.train.steps}; nothing to do.")
-            say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
-                "or any other setting.")
-            return
-        make_task = NextToken if config.model.causal else MaskedTokens
-        task = make_task(config, open_split(data, "train"), open_split(data, "validation"))
-        tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
-        where = pick_device(device, tell=True)
-        with TrainingBar(config) as bar:
-            model = fit(run, new_model(config), task, documents={"tokenizer.json": tokenizer_json},
-                        device=where, stop=stop, on_step=bar.show, warn=bar.warn)
-        stop.check("the last step is saved; the same command evaluates")
-        result = finish(run, model, data, stop)
-        write_atomically(out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
-        plot = plot_run(out)
+        say(f"sample   {out / 'sample.txt'}, with masks, with what the model puts there, and as it is:\n"
+            + "".join(f"         {line[:200]}\n" for line in done.sample.splitlines()[:3]).rstrip())
+    else:
+        if "xz_bits_per_byte" in done.scores:
+            xz = done.scores["xz_bits_per_byte"]
+            say(f"         xz -9e, which has seen the training text: {xz:.3f} bits per byte; the model is "
+                f"{'better' if scores['bits_per_byte'] < xz else 'worse'}")
+        say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
-    say(f"plot     {plot}")
-    say(f"metrics  {out / 'metrics.jsonl'}, {out / RESULT_FILE}")
+    say(f"plot     {out / 'loss.png'}")
+    say(f"metrics  {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
-    say(f"next     {generate}lineartime evaluate {out} --data {data} --split validation")
-
-
-def finish(run: "Any", model: "Any", data: Path, stop: "Any") -> dict[str, Any]:
-    """Score the held-out split and write a sample; returns what goes into the result file.
-
-    Its "peak_mib" is the most memory that this process had in training: after a resume, that of the last one."""
-    from lineartime.data.prepare import open_split
-    from lineartime.data.tokenizer import load_tokenizer
-    from lineartime.evaluation import XZ_LIMIT_BYTES, xz_bits_per_byte
-    from lineartime.generation.generate import generate
-    from lineartime.masking import masked_sample
-    from lineartime.run import write_atomically
-    from lineartime.runtime import peak_bytes
-
-    config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
-    held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / "tokenizer.json")
-    evaluation = evaluate_with_bar(model, held_out, config.model.context, config.train.precision,
-                                   config.micro_batch_rows, stop)
-    say(summary("held-out", evaluation, held_out.task))
-    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(), "peak_mib": peak_mib}
-    if not config.model.causal:
-        text = masked_sample(model.eval(), tokenizer, held_out)
-        write_atomically(run.out / "sample.txt", text)
-        say(f"sample   {run.out / 'sample.txt'}, with masks, with what the model puts there, and as it is:\n"
-            + "".join(f"         {line[:200]}\n" for line in text.splitlines()[:3]).rstrip())
-        return result
-    if open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
-        result["xz_bits_per_byte"] = xz_bits_per_byte(data)
-        better = "better" if evaluation.bits_per_byte < result["xz_bits_per_byte"] else "worse"
-        say(f"         xz -9e, which has seen the training text: {result['xz_bits_per_byte']:.3f} bits per byte; "
-            f"the model is {better}")
-    length = min(200, (config.model.max_len or 201) - 1)
-    model.eval()
-    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
-                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
-    stop.check("the last step is saved; the same command evaluates")
-    text = tokenizer.decode(ids)
-    write_atomically(run.out / "sample.txt", text + "\n")
-    say(f"sample   {' '.join(text.split())[:600]}")
-    return result
+    say(f"next     {generate}lineartime evaluate {out} --data {config.data} --split validation")
 
 
 @app.command()
@@ -231,57 +176,53 @@ def evaluate(
         raise UsageError("two models are named", f"{run} and --model {shipped}", "leave one out")
     if shipped is not None:
         run = model_folder(shipped)
-    if precision not in ("float32", "bfloat16"):
-        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
+    require_precision(precision)
     if questions:
         if data is not None or (run is None) == (score is None) or (score is not None and predictions is not None):
             raise UsageError("too much or too little is named", "evaluate --questions",
                              "name a run, or a file of answers with --score")
-        evaluate_questions(run, questions, evidence, context, stride, max_answer_tokens, batch_rows or 8, precision,
-                           predictions, score, as_json, device)
-        return
-    if run is None or data is None or score is not None or predictions is not None:
+        options = {"context": context, "stride": stride, "max_answer_tokens": max_answer_tokens,
+                   "batch_rows": batch_rows or 8, "precision": precision}
+        evaluate_questions(run, questions, evidence, options, predictions, score, as_json, device)
+    elif run is None or data is None or score is not None or predictions is not None:
         raise UsageError("too much or too little is named", "evaluate",
                          "name a run and --data, or --questions for a fine-tuned run")
-    from lineartime.data.prepare import open_split
-    from lineartime.model import SpanModel
-    from lineartime.run import load_model
+    elif lengths:
+        evaluate_contexts(run, data, split, lengths, precision, out, as_json, device)
+    else:
+        evaluate_text(run, data, split, context, batch_rows, precision, as_json, device)
 
-    model, tokenizer, facts = load_model(run)
-    if isinstance(model, SpanModel):
-        raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
-    stream = open_split(data, split)
-    if stream.tokenizer_sha256 != tokenizer.sha256:
-        raise UsageError("the run and the data have different tokenizers",
-                         f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
-                         f"prepare the data with --tokenizer {facts['checkpoint']}/tokenizer.json")
-    model = model.to(pick_device(device))
-    if lengths:
-        facts |= {"split": split, "trained_context": model.config.context}
-        evaluate_contexts(model, stream, lengths, precision, facts, out, as_json)
-        return
-    context = context or model.config.context
-    model.check_length(context)
-    result = evaluate_with_bar(model, stream, context, precision,
-                               batch_rows or min(8, max(1, 65_536 // context)))
+
+def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_rows: int | None, precision: str,
+                  as_json: bool, device: str | None) -> None:
+    """Every token of a split, or its masked tokens."""
+    from lineartime.evaluation import evaluate, load_with_split
+
+    model, stream, facts = load_with_split(run, data, split)
+    with Terminal() as terminal:
+        result = evaluate(model.to(pick_device(device)), stream, context=context, batch_rows=batch_rows,
+                          precision=precision, progress=terminal.counting("evaluating", stream.n_tokens))
     if as_json:
-        print(json.dumps({**facts, "split": split, "context": context, **result.to_dict()}))
+        print(json.dumps({**facts, "split": split, "context": context or model.config.context, **result.to_dict()}))
         return
-    say(summary(split, result, stream.task))
+    say(summary(split, result.to_dict(), stream.task))
     unit = "nats per token" if result.n_read is None else "nats per masked token"
     for first, last, loss in result.loss_by_position:
         say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
 
 
-def evaluate_contexts(model: "LanguageModel", stream: "TokenStream", contexts: list[int], precision: str,
-                      facts: dict[str, Any], out: Path | None, as_json: bool) -> None:
+def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], precision: str, out: Path | None,
+                      as_json: bool, device: str | None) -> None:
     """The same tokens scored at several contexts."""
+    from lineartime.atomic_io import write_atomically
     from lineartime.context_use import describe, measure_context_use
-    from lineartime.run import write_atomically
+    from lineartime.evaluation import load_with_split
 
-    with Terminal().counting("tokens read", None) as count:
-        use = measure_context_use(model, stream, contexts, precision=precision, progress=count)
-    text = json.dumps({**facts, **use.to_dict()})
+    model, stream, facts = load_with_split(run, data, split)
+    with Terminal() as terminal:
+        use = measure_context_use(model.to(pick_device(device)), stream, contexts, precision=precision,
+                                  progress=terminal.counting("tokens read"))
+    text = json.dumps({**facts, "split": split, "trained_context": model.config.context, **use.to_dict()})
     if out is not None:
         write_atomically(out, text + "\n")
     if as_json:
@@ -293,62 +234,42 @@ def evaluate_contexts(model: "LanguageModel", stream: "TokenStream", contexts: l
         say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
 
 
-def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, context: int | None,
-                       stride: int | None, max_answer_tokens: int, batch_rows: int, precision: str,
+def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, options: dict[str, Any],
                        predictions: Path | None, scored: Path | None, as_json: bool, device: str | None) -> None:
     """The answers of a fine-tuned run, or those in a file, scored by the official rules and beside word overlap."""
-    import dataclasses
-
-    from lineartime.qa.metrics import check_predictions, guess_by_overlap, score
+    from lineartime.atomic_io import write_json
+    from lineartime.qa.metrics import check_predictions, score_answers
     from lineartime.qa.questions import read_json, read_questions
 
     asked = list(read_questions(questions, evidence))
-    facts: dict[str, Any] = {}
     if scored is not None:
-        answers = check_predictions(read_json(scored), str(scored))
+        result = score_answers(asked, check_predictions(read_json(scored), str(scored)))
     else:
-        assert run is not None
-        answers, facts = answer_questions(run, asked, context, stride, max_answer_tokens, batch_rows, precision, device)
-    if predictions is not None:
-        from lineartime.run import write_atomically
+        from lineartime.qa.spans import evaluate_questions
+        from lineartime.run import load_span_model
 
-        write_atomically(predictions, json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
-    without = sum(not question.documents for question in asked)
-    result: dict[str, Any] = {**facts, "questions": len(asked), "questions_without_document": without}
-    if any(question.accepted for question in asked):
-        result |= dataclasses.asdict(score(asked, answers))
-        guesses = {question.id: guess_by_overlap(question) for question in asked}
-        result["word_overlap"] = dataclasses.asdict(score(asked, guesses))
-    elif scored is not None or predictions is None:
+        assert run is not None
+        model, tokenizer, facts = load_span_model(run)
+        with Terminal() as terminal:
+            scores, answers = evaluate_questions(model.to(pick_device(device)), tokenizer, asked, **options,
+                                                 progress=terminal.counting("answering", len(asked)))
+        result = facts | scores
+        if predictions is not None:
+            write_json(predictions, answers, ascii_only=False)
+    if "f1" not in result and predictions is None:
         raise UsageError("no question has an answer to compare with", ", ".join(map(str, questions)),
                          "--predictions FILE writes answers without scoring them")
     if as_json:
         print(json.dumps(result))
         return
     if "f1" in result:
+        overlap, without = result["word_overlap"], result["questions_without_document"]
         say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
             + (f", {result['n_missing']:,} of them without a prediction" if result["n_missing"] else "")
             + (f"; {without:,} have no document" if without else ""))
-        overlap = result["word_overlap"]
         say(f"EM {overlap['exact_match']:.2f}, F1 {overlap['f1']:.2f} by word overlap, without a model")
     if predictions is not None:
         say(f"answers  {predictions}")
-
-
-def answer_questions(run: Path, asked: list["Question"], context: int | None, stride: int | None,
-                     max_answer_tokens: int, batch_rows: int, precision: str,
-                     device: str | None) -> tuple[dict[str, str], dict[str, Any]]:
-    """The answers of a fine-tuned run by id, and what there is to say about them."""
-    from lineartime.qa.finetune import load_span_model, predict_all
-    from lineartime.qa.spans import Windows
-    from lineartime.training import StopSignal
-
-    model, tokenizer, facts = load_span_model(run)
-    windows = Windows(context or model.config.context, stride, max_answer_tokens)
-    model.check_length(windows.context)
-    answers, loss, n_windows = predict_all(model.to(pick_device(device)), tokenizer, asked, windows, batch_rows,
-                                           precision, StopSignal(), Terminal())
-    return answers, {**facts, "context": windows.context, "windows": n_windows, "loss": loss}
 
 
 @app.command()
@@ -374,14 +295,13 @@ def finetune(
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
     given = dict(parse_setting(text) for text in settings or [])
     rates = numbers(learning_rates)
-    from lineartime.qa.finetune import FineTuning
-    from lineartime.qa.finetune import finetune as run_all
+    from lineartime.qa.finetune import FineTuning, finetune
     from lineartime.training import StopSignal
 
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
                       max_answer_tokens, negatives, epochs, given)
-    with StopSignal().listening() as stop:
-        result = run_all(plan, pick_device(device, tell=True), stop, Terminal())
+    with StopSignal().listening() as stop, Terminal() as terminal:
+        result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count)
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
     best, overlap = result["best"], result["word_overlap"]
@@ -416,24 +336,25 @@ def answer(
     if batch_rows < 1 or document.count("-") > 1:
         raise UsageError("wrong value", f"batch_rows = {batch_rows}, document = {', '.join(document)}",
                          "batch_rows takes whole numbers from 1, and stdin is read once")
+    from lineartime.data.read_text import check_text
     from lineartime.errors import DataError
-    from lineartime.qa.questions import Document, Question, check_text, read_utf8
+    from lineartime.qa.questions import Document, Question, read_utf8
 
     check_text(question, "the question", "--question")
     documents = tuple(Document("stdin", read_prompts(["-"], [])[0]) if name == "-" else
                       Document(name, read_utf8(Path(name))) for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))
-    from lineartime.qa.finetune import load_span_model
     from lineartime.qa.spans import Windows, predict
+    from lineartime.run import load_span_model
 
     model, tokenizer, facts = load_span_model(run)
     windows = Windows(context or model.config.context, stride, max_answer_tokens)
     model.check_length(windows.context)
-    with Terminal().counting("windows read", None) as count:
+    with Terminal() as terminal:
         asked = [Question("", question, documents, (), ())]
         (found,) = predict(model.to(pick_device(device)), tokenizer, asked, windows, batch_rows=batch_rows,
-                           progress=count)
+                           progress=terminal.counting("windows read"))
     span = found.span
     if span is None:
         raise DataError("the tokenizer finds nothing in the document", ", ".join(document))
@@ -476,14 +397,12 @@ def generate(
     One prompt streams to the terminal; several are decoded together and printed one after another."""
     if seed < 0:
         raise UsageError("seed must not be negative", f"{seed}")
-    if precision not in ("float32", "bfloat16"):
-        raise UsageError("wrong value", f"precision = {precision}", "it takes float32 or bfloat16")
+    require_precision(precision)
     run, prompts = model_and_prompts(arguments or [], shipped)
     texts = read_prompts(prompts, prompt_file or [])
     import torch
 
-    from lineartime.generation.generate import check_sampling
-    from lineartime.generation.generate import generate as continue_prompts
+    from lineartime.generation.generate import check_sampling, generate
     from lineartime.run import load_model
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
@@ -493,10 +412,10 @@ def generate(
                          if type(model).__name__ == "LanguageModel" else "this one answers: see `lineartime answer`")
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
-    stream = Stream(tokenizer, texts, stop or [])
-    continue_prompts(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
-                     temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over, capture=capture,
-                     on_prompt=prompt_progress(max(len(row) for row in ids)))
+    stream = TextStreamer(tokenizer, texts, stop or [])
+    generate(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
+             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over, capture=capture,
+             on_prompt=prompt_progress(max(len(row) for row in ids)))
     stream.finish()
 
 
@@ -541,13 +460,14 @@ def export(
 ) -> None:
     """Make a run into a folder to give away: weights in bfloat16, and a model card with held-out scores."""
     from lineartime.qa.questions import read_utf8
-    from lineartime.release.export import export as export_run
+    from lineartime.release.export import export
 
     text = read_utf8(about) if about is not None else ""
-    made = export_run(run, out, data=data, about=text, prompt=prompt, device=pick_device(device),
-                      score=lambda model, stream: evaluate_with_bar(model, stream, model.config.context, "float32", 8))
+    with Terminal() as terminal:
+        made = export(run, out, data=data, about=text, prompt=prompt, device=pick_device(device),
+                      progress=terminal.count)
     for split, evaluation in made.scores.items():
-        say(summary(split, evaluation, made.task))
+        say(summary(split, evaluation.to_dict(), made.task))
     say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
         "transformers)")
     say(f"card     {out / 'README.md'}")
@@ -593,7 +513,8 @@ def main() -> None:
     arguments = sys.argv[1:] or ["--help"]
     debug = "--debug" in arguments
     try:
-        code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
+        with shown_log():
+            code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
     except LineartimeError as e:
         code = fail(e, e.exit_code, debug)
     except KeyboardInterrupt as e:

@@ -101,17 +101,16 @@ def check_kinds(task: str | None, sources: Iterable[Source]) -> list[str]:
     return []
 
 
-_Show = Callable[[str, Iterable[Any], int | None, Callable[[Any], int]], Iterator[Any]]
-
-
 @contextlib.contextmanager
-def hub_files(task: str, out: Path, *, documents: int | None, field: str, show: _Show) -> Iterator[list[Path]]:
+def hub_files(task: str, out: Path, *, documents: int | None, field: str,
+              show: Callable[..., Iterator[Any]]) -> Iterator[list[Path]]:
     """The splits of a data set on the hub as files of their text, `train.jsonl` and so on, in a folder beside `out`
     that is gone afterwards.
 
     `prepare` reads text several times and the network should be read once: this takes as much disk as the text.
-    `documents` takes the first so many of each split. Raises UsageError where `datasets` is not installed, DataError
-    where the data set cannot be read or is not what it should be."""
+    `documents` takes the first so many of each split; `show` passes records on and reports progress.
+    Raises UsageError where `datasets` is not installed, DataError where the data set cannot be read or is not what it
+    should be."""
     library = hub_library()
     (name, config), convert = HUB[task], converter(task)
     with scratch_folder(out) as folder:

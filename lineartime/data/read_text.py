@@ -127,22 +127,29 @@ def _json_texts(path: Path, field: str, max_line_bytes: int) -> Iterator[tuple[s
 
 def _text_of_line(line: bytes, field: str, where: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8").removeprefix(BYTE_ORDER_MARK),
-                            object_pairs_hook=_object, parse_constant=_no_constant)
+        text = line.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as e:
         raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line") from None
-    except RecursionError:
-        raise DataError("not valid JSON", where, "it is nested too deeply") from None
-    except json.JSONDecodeError as e:
-        raise DataError("not valid JSON", f"{where}, column {e.colno}", e.msg) from None
-    except ValueError as e:
-        raise DataError("not valid JSON", where, str(e)) from None
+    record = parse_json(text, where, object_pairs_hook=_object, parse_constant=_no_constant)
     if not isinstance(record, dict):
         raise DataError("not a JSON object", where)
     if field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "none"
         raise DataError(f"no field {field!r}", where, f"the line has {names}")
     return checked(record[field], f"field {field!r}", where)
+
+
+def parse_json(text: str, where: object, **hooks: Any) -> Any:
+    """`json.loads`. Raises DataError, with the line where the text has several, for what is not JSON."""
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise DataError("not valid JSON", where, "it is nested too deeply") from None
+    except json.JSONDecodeError as e:
+        line = "" if hooks else f":{e.lineno}"
+        raise DataError("not valid JSON", f"{where}{line}, column {e.colno}", e.msg) from None
+    except ValueError as e:
+        raise DataError("not valid JSON", where, str(e)) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -160,34 +167,52 @@ def checked(text: Any, what: str, where: str) -> str:
     """`text`, if it is a string of valid Unicode. Raises DataError."""
     if not isinstance(text, str):
         raise DataError(f"{what} is not a string", where)
+    check_text(text, what, where)
+    return text
+
+
+def check_text(text: str, what: str, where: str) -> None:
+    """Raise DataError for a string that is no valid Unicode: JSON can spell half a character."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
-    return text
 
 
 def _parquet_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
     """Where each text stands, and the text."""
+    import pyarrow
+
+    def chosen(schema: Any) -> list[str]:
+        if schema.names.count(field) != 1:
+            raise DataError(f"no column {field!r}", path, f"its columns are {', '.join(schema.names)}")
+        kind = schema.field(field).type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise DataError(f"column {field!r} is not text", path, f"it is {kind}")
+        return [field]
+
+    for where, record in parquet_records(path, chosen):
+        yield where, checked(record[field], f"column {field!r}", where)
+
+
+def parquet_records(path: Path, choose: Callable[[Any], list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a parquet file, a few in memory at a time: where each stands, and the columns that `choose` names,
+    given the file's schema. Raises DataError for a file that cannot be read, and what `choose` raises."""
     import pyarrow
     from pyarrow import parquet
 
     row = 0
     try:
         with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            if names.count(field) != 1:
-                raise DataError(f"no column {field!r}", path, f"its columns are {', '.join(names)}")
-            kind = file.schema_arrow.field(field).type
-            if pyarrow.types.is_dictionary(kind):
-                kind = kind.value_type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise DataError(f"column {field!r} is not text", path, f"it is {kind}")
-            for batch in file.iter_batches(batch_size=16, columns=[field], use_threads=False):
-                for value in batch.column(0):
-                    where = f"{path}, row {row}"
-                    yield where, checked(value.as_py(), f"column {field!r}", where)
+            columns = choose(file.schema_arrow)
+            for batch in file.iter_batches(batch_size=16, columns=columns, use_threads=False):
+                for i in range(batch.num_rows):
+                    yield f"{path}, row {row}", {name: batch.column(name)[i].as_py() for name in columns}
                     row += 1
+    except FileNotFoundError:
+        raise DataError("cannot read", path, "no such file") from None
     except UnicodeDecodeError:
         raise DataError("not valid UTF-8", f"{path}, row {row}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:

@@ -15,6 +15,7 @@ from lineartime.data.read_text import PIECE, cut
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
 
+TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 MASK, SEPARATOR = "[MASK]", "[SEP]"
 """What data for masked language modelling has besides; the end-of-document token does the work of [CLS]."""

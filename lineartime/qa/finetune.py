@@ -6,23 +6,22 @@ folder stands for once `DIR/result.json` is there."""
 import dataclasses
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.atomic_io import hash_of
+from lineartime.atomic_io import hash_of, read_json, write_atomically, write_json
 from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
 from lineartime.config import to_dict as fields_of
-from lineartime.data.prepare import places_of_step
-from lineartime.data.tokenizer import Tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokens import places_of_step
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
@@ -32,25 +31,17 @@ from lineartime.qa.questions import Question, read_questions
 from lineartime.qa.spans import (
     Rows,
     Windows,
-    predict,
+    answer_questions,
     separator_of,
     span_logits,
     span_losses,
     stack_rows,
     training_rows,
 )
-from lineartime.run import (
-    RESULT_FILE,
-    RUN_FILE,
-    TOKENIZER_FILE,
-    WEIGHTS_FILE,
-    Run,
-    different,
-    load_model,
-    write_atomically,
-)
+from lineartime.run import CONFIG_FILE, RESULT_FILE, RUN_FILE, WEIGHTS_FILE, Run, different, load_model
+from lineartime.runtime import pick_device
 from lineartime.settings import replace_fields, require
-from lineartime.training import StopSignal, fit
+from lineartime.training import Progress, StopSignal, fit_once
 
 LEARNING_RATES = (1e-4, 7e-5, 5e-5)
 CONTEXT, CHUNK_SIZE = 4096, 128
@@ -59,6 +50,8 @@ CHANGEABLE = ("context", "chunk_size", "cls_softmax", "first_to_all", "attn_scal
 """Fields of the pretrained model's configuration that fine-tuning may change."""
 PREDICTIONS_FILE = "predictions.json"
 BEST = "best"
+
+logger = logging.getLogger(__name__)
 
 
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
@@ -132,7 +125,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 
 class Questions:
-    """The task of `fit`: where the answer begins and where it ends in each window."""
+    """The objective of `fit`: where the answer begins and where it ends in each window."""
 
     def __init__(self, config: RunConfig, rows: Rows, validation: Sequence[Question], tokenizer: Tokenizer,
                  windows: Windows):
@@ -158,19 +151,11 @@ class Questions:
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """Of the first validation questions, as many as `eval_tokens` holds: EM, F1, nats per window."""
         train, asked = self.config.train, [question for question in self.validation if question.accepted]
-        was_training = model.training
-        model.eval()
-        answers: dict[str, str] = {}
-        loss, n_windows = 0.0, 0
-        for prediction in predict(model, self.tokenizer, asked, self.windows, precision=train.precision,
-                                  batch_rows=self.config.micro_batch_rows, progress=progress):
-            answers[prediction.question.id] = prediction.answer
-            loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
-            if n_windows * self.windows.context >= train.eval_tokens:
-                break
-        model.train(was_training)
+        answers, loss, _ = answer_questions(model, self.tokenizer, asked, self.windows, precision=train.precision,
+                                            batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
+                                            progress=progress)
         scores = score([question for question in asked if question.id in answers], answers)
-        return {"loss": loss / max(n_windows, 1), "exact_match": scores.exact_match, "f1": scores.f1}
+        return {"loss": loss, "exact_match": scores.exact_match, "f1": scores.f1}
 
 
 @dataclass(frozen=True)
@@ -194,6 +179,9 @@ class FineTuning:
     """Fields of ModelConfig (see CHANGEABLE) and of TrainConfig."""
 
     def __post_init__(self) -> None:
+        for name in ("run", "out", "evidence"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
         require(len(self.learning_rates) > 0, "no learning rate", "learning_rates")
         require(len(set(self.learning_rates)) == len(self.learning_rates), "the same learning rate twice",
                 ", ".join(f"{rate:g}" for rate in self.learning_rates))
@@ -231,26 +219,20 @@ def name_of(rate: float) -> str:
     return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
 
 
-class Display(Protocol):
-    """What a person sees of it; see `terminal.Terminal`."""
+def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
+             on_step: Callable[[dict[str, Any]], None] | None = None,
+             progress: Progress | None = None) -> dict[str, Any]:
+    """Fine-tune once per learning rate, or go on where that stopped; returns the content of `DIR/result.json`: "best"
+    (the best run's folder in `plan.out`), scores by learning rate, those of word overlap, and counts of questions.
 
-    def say(self, line: str) -> None: ...
-
-    def training(self, config: RunConfig) -> AbstractContextManager[Any]:
-        """A bar with the methods `show` and `warn` for `fit`."""
-        ...
-
-    def counting(self, what: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
-        """A bar for something that is counted."""
-        ...
-
-
-def finetune(plan: FineTuning, device: torch.device, stop: StopSignal, display: Display) -> dict[str, Any]:
-    """Fine-tune once per learning rate, or go on where that stopped; returns the content of `DIR/result.json`.
-
-    With "already" in it the folder was complete before. Raises UsageError for a pretrained run or settings that cannot
-    be used and where another fine-tuning is in the folder, DataError for questions that cannot, Stopped after saving;
-    and whatever `fit` raises."""
+    With "already" in it the folder was complete before. device: by default cuda where there is one. stop: asks for a
+    save and an end, see `StopSignal.listening`. on_step is called with each line of the metrics and the number of
+    "steps". progress: of questions read and answered. Raises UsageError for a pretrained run or settings that cannot be
+    used and where another fine-tuning is in the folder, DataError for questions that cannot, Stopped after saving; and
+    whatever `fit` raises."""
+    stop = stop or StopSignal()
+    if not isinstance(device, torch.device):
+        device = pick_device(device, tell=True)
     pretrained, tokenizer, facts = load_model(plan.run)
     separator = separator_of(tokenizer)
     require(separator < pretrained.config.vocab_size, "[SEP] is outside the model's vocabulary", str(plan.run),
@@ -259,27 +241,20 @@ def finetune(plan: FineTuning, device: torch.device, stop: StopSignal, display: 
     config = span_config(pretrained, plan.context, changes)
     span_model(pretrained, config, 0)  # what does not fit is refused before the questions are read
     note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
-    seed = plan.settings.get("seed", 0)
     validation = list(read_questions(plan.validation, plan.evidence))
     if not any(question.accepted for question in validation):
         raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
-    with display.counting("reading questions", None) as count:
-
-        def progress(n: int) -> None:
-            count(n)
-            stop.check(f"{note}; the same command goes on")
-
-        rows = training_rows(tokenizer, read_questions(plan.questions, plan.evidence), plan.windows,
-                             negatives=plan.negatives, seed=seed, progress=progress)
+    rows = training_rows(tokenizer, read_questions(plan.questions, plan.evidence), plan.windows,
+                         negatives=plan.negatives, seed=plan.settings.get("seed", 0),
+                         progress=stop.watch(f"{note}; the same command goes on", progress, "reading questions", None))
     if not rows.counts.windows_with_answer:
         raise DataError("no window holds an answer", ", ".join(map(str, plan.questions)),
                         f"of {rows.counts.questions} questions {rows.counts.unlabelled} have no label, "
                         f"{rows.counts.without_document} no document, {rows.counts.answer_not_found} an answer "
                         "that no document holds")
-    pretrained_sha256 = hash_of(Path(facts["checkpoint"]) / WEIGHTS_FILE)["sha256"]
-    description = {"pretrained_sha256": pretrained_sha256, "rows_sha256": rows.sha256(),
-                   "tokenizer_sha256": tokenizer.sha256, "validation_sha256": questions_sha256(validation),
-                   **dataclasses.asdict(plan.windows)}
+    description = {"pretrained_sha256": hash_of(Path(facts["checkpoint"]) / WEIGHTS_FILE)["sha256"],
+                   "rows_sha256": rows.sha256(), "tokenizer_sha256": tokenizer.sha256,
+                   "validation_sha256": questions_sha256(validation), **dataclasses.asdict(plan.windows)}
     configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate), "fine-tuned", "questions",
                                         ", ".join(map(str, plan.questions)), str(plan.out / f"lr-{name_of(rate)}"))
                for rate in plan.learning_rates}
@@ -287,104 +262,59 @@ def finetune(plan: FineTuning, device: torch.device, stop: StopSignal, display: 
              "train": {name: fields_of(each.train) for name, each in configs.items()}}
     if (plan.out / RUN_FILE).exists():
         raise UsageError("another run is here", plan.out, "give another --out")
+
+    def train_one(each: RunConfig) -> dict[str, Any]:
+        """The run of one learning rate, and its scores on all validation questions; nothing is done twice."""
+        objective = Questions(each, rows, validation, tokenizer, plan.windows)
+        files = {TOKENIZER_FILE: tokenizer.json, CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
+        answered = stop.watch("what is trained is saved; the same command resumes", progress, "answering",
+                              len(validation))
+
+        def scored(run: Run, model: LanguageModel) -> dict[str, Any]:
+            answers, loss, n_windows = answer_questions(
+                model, tokenizer, validation, plan.windows, batch_rows=each.micro_batch_rows,
+                precision=each.train.precision, progress=answered)
+            write_json(run.out / PREDICTIONS_FILE, answers, ascii_only=False)
+            return {"steps": each.train.steps, **dataclasses.asdict(score(validation, answers)), "loss": loss,
+                    "n_windows": n_windows}
+
+        return fit_once(each, description, device, stop,
+                        lambda: (span_model(pretrained, config, each.train.seed), objective, files), scored,
+                        on_step=on_step, score_last=False)[0]
+
     with checkpoint.lock(plan.out):
         path = plan.out / RESULT_FILE
         if path.exists():
             return {**completed(path, whole), "already": True}
         counts = dataclasses.asdict(rows.counts)
-        display.say(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
+        logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
                     f"{plan.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
                     f"{counts['answer_not_found']:,} answers not found in the evidence")
         rates = {}
         for name, each in configs.items():
-            display.say(f"learning rate {name}")
-            task = Questions(each, rows, validation, tokenizer, plan.windows)
-            rates[name] = train_one(each, task, pretrained, description, device, stop, display)
-            display.say(f"  EM {rates[name]['exact_match']:.2f}, F1 {rates[name]['f1']:.2f} on "
+            logger.info(f"learning rate {name}")
+            rates[name] = train_one(each)
+            logger.info(f"  EM {rates[name]['exact_match']:.2f}, F1 {rates[name]['f1']:.2f} on "
                         f"{rates[name]['n_questions']:,} validation questions")
         best = max(rates, key=lambda name: (rates[name]["f1"], rates[name]["exact_match"]))
         baseline = score(validation, {question.id: guess_by_overlap(question) for question in validation})
         result = {"best": f"lr-{best}", "learning_rates": rates, "word_overlap": dataclasses.asdict(baseline),
                   "train_questions": counts, "fine_tuning": whole}
-        folder = plan.out / f"lr-{best}"
-        write_atomically(plan.out / PREDICTIONS_FILE, (folder / PREDICTIONS_FILE).read_text(encoding="utf-8"))
-        with suppress(OSError):  # for people, and for transformers; a file system without links must not stop this
-            (plan.out / f".tmp-{BEST}").unlink(missing_ok=True)
-            os.symlink(Path(f"lr-{best}") / "latest", plan.out / f".tmp-{BEST}")
-            os.replace(plan.out / f".tmp-{BEST}", plan.out / BEST)
-        write_atomically(path, json.dumps(result, indent=1) + "\n")
+        answers = plan.out / f"lr-{best}" / PREDICTIONS_FILE
+        write_atomically(plan.out / PREDICTIONS_FILE, answers.read_text(encoding="utf-8"))
+        checkpoint.point(plan.out / BEST, Path(f"lr-{best}") / "latest")
+        write_json(path, result)
     return result
-
-
-def train_one(config: RunConfig, task: Questions, pretrained: LanguageModel, facts: dict[str, Any],
-              device: torch.device, stop: StopSignal, display: Display) -> dict[str, Any]:
-    """The run of one learning rate, and its scores on all validation questions; nothing is done twice."""
-    out = Path(config.out)
-    with checkpoint.lock(out):
-        run = Run(out, config, facts)
-        path = out / RESULT_FILE
-        if path.exists():
-            return read_result(path)
-        documents = {TOKENIZER_FILE: task.tokenizer.json,
-                     "config.json": model_config_json(config.model, QUESTION_ANSWERING)}
-        model = span_model(pretrained, config.model, config.train.seed)
-        with display.training(config) as bar:
-            trained = fit(run, model, task, documents=documents, device=device, stop=stop, on_step=bar.show,
-                          warn=bar.warn, score_last=False)
-        answers, loss, n_windows = predict_all(
-            trained, task.tokenizer, task.validation, task.windows,
-            config.micro_batch_rows, config.train.precision, stop, display)
-        scores = score(task.validation, answers)
-        result = {"steps": config.train.steps, **dataclasses.asdict(scores), "loss": loss, "n_windows": n_windows}
-        write_atomically(out / PREDICTIONS_FILE, json.dumps(answers, indent=1, ensure_ascii=False) + "\n")
-        write_atomically(path, json.dumps(result, indent=1) + "\n")
-        return result
-
-
-def load_span_model(run: Path) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
-    """`run.load_model` for a model that was fine-tuned on questions. Raises UsageError for any other."""
-    model, tokenizer, facts = load_model(run)
-    if not isinstance(model, SpanModel):
-        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
-    return model, tokenizer, facts
-
-
-def predict_all(model: LanguageModel, tokenizer: Tokenizer, questions: Sequence[Question], windows: Windows,
-                batch_rows: int, precision: str, stop: StopSignal,
-                display: Display) -> tuple[dict[str, str], float, int]:
-    """The answers to all questions by id, nats per window of the labelled ones, and how many windows there were."""
-    model.eval()
-    answers: dict[str, str] = {}
-    loss, n_windows, n_labelled = 0.0, 0, 0
-    with display.counting("answering", len(questions)) as count:
-        for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
-                                  progress=lambda _: stop.check("what is trained is saved; the same command resumes")):
-            answers[prediction.question.id] = prediction.answer
-            loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
-            n_labelled += prediction.n_windows if prediction.question.answers else 0
-            count(len(answers))
-    return answers, loss / max(n_labelled, 1), n_windows
 
 
 def completed(path: Path, whole: dict[str, Any]) -> dict[str, Any]:
     """The result of a fine-tuning that is complete. Raises UsageError where it is of another one."""
-    result = read_result(path)
+    result = read_json(path)
     changed = different(result.get("fine_tuning", {}), json.loads(json.dumps(whole)))
     if changed:
         raise UsageError("another fine-tuning is here", path.parent,
                          f"{'; '.join(changed)}. Give another --out, or the same settings")
     return result
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """A result file. Raises CheckpointError where it is damaged."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(result, dict):
-            raise ValueError("it is no result")
-        return result
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
 
 
 def questions_sha256(questions: Sequence[Question]) -> str:

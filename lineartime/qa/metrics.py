@@ -6,13 +6,14 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lineartime.data.read_text import check_text
 from lineartime.errors import DataError
-from lineartime.qa.questions import Question, Rules, check_text
+from lineartime.qa.questions import Question, Rules
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 TO_SPACE = {ord(c): " " for c in string.punctuation + "\u2018\u2019\u00b4`"}
@@ -81,6 +82,16 @@ def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> Scor
     if not n_questions:
         raise DataError("no question has an answer to compare with", "the questions", "scores need labelled questions")
     return Scores(100 * em / n_questions, 100 * overlap / n_questions, n_questions, n_missing)
+
+
+def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> dict[str, Any]:
+    """How many "questions" there are, how many of them "questions_without_document"; and where any has an accepted
+    answer, the fields of `Scores` and under "word_overlap" those of `guess_by_overlap`."""
+    counts = {"questions": len(questions), "questions_without_document": sum(not q.documents for q in questions)}
+    if not any(question.accepted for question in questions):
+        return counts
+    guesses = {question.id: guess_by_overlap(question) for question in questions}
+    return counts | asdict(score(questions, answers)) | {"word_overlap": asdict(score(questions, guesses))}
 
 
 def check_predictions(content: object, where: str) -> dict[str, str]:

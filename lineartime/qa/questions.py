@@ -3,17 +3,16 @@
 A file is known by its content: JSON with "Data" is TriviaQA's, with "data" SQuAD's; `.parquet` has the columns of
 `mandarjoshi/trivia_qa`. `hub:rc.wikipedia/train` in place of a file is that split of that data set on the hub."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lineartime.data.hub import hub_library, hub_records
+from lineartime.data.read_text import BYTE_ORDER_MARK, check_text, parquet_records, parse_json
 from lineartime.errors import DataError, UsageError
 
 Rules = Literal["triviaqa", "squad"]
-BYTE_ORDER_MARK = "\ufeff"
 ON_HUB, HUB = "hub:", "mandarjoshi/trivia_qa"
 UNKNOWN = "<unk>"
 """The answer's value in the parquet form of the test split, which has no answers."""
@@ -84,14 +83,7 @@ def read_utf8(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """A JSON file. Raises DataError where it cannot be read or is not JSON."""
-    try:
-        return json.loads(read_utf8(path))
-    except RecursionError:
-        raise DataError("not valid JSON", path, "it is nested too deeply") from None
-    except json.JSONDecodeError as e:
-        raise DataError("not valid JSON", f"{path}:{e.lineno}, column {e.colno}", e.msg) from None
-    except ValueError as e:
-        raise DataError("not valid JSON", path, str(e)) from None
+    return parse_json(read_utf8(path), path)
 
 
 def _read_file(path: Path, evidence: Path | None) -> Iterator[Question]:
@@ -135,14 +127,6 @@ def strings(record: Any, name: str, where: str, default: list[str] | None = None
             raise DataError(f"field {name!r} is not a list of strings", where, f"entry {i} is {value!r:.40}")
         check_text(value, f"field {name!r}", where)
     return values
-
-
-def check_text(text: str, what: str, where: str) -> None:
-    """Raise DataError for a string that is no valid Unicode: JSON can spell half a character."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
 
 
 def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Question]:
@@ -205,33 +189,22 @@ PAGES = (("entity_pages", "wiki_context", "filename"), ("search_results", "searc
 
 
 def _parquet(path: Path) -> Iterator[Question]:
-    """`mandarjoshi/trivia_qa`, a few rows in memory at a time; documents without text ("nocontext") are left out."""
-    import pyarrow
-    from pyarrow import parquet
+    """`mandarjoshi/trivia_qa`; documents without text ("nocontext") are left out."""
+    pages: list[tuple[str, str, str]] = []
+    needed = ["question", "question_id", "answer"]
 
-    row = 0
-    try:
-        with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            needed = ["question", "question_id", "answer"]
-            for column in needed:
-                if column not in names:
-                    raise DataError(f"no column {column!r}", path, f"its columns are {', '.join(names)}")
-            pages = [page for page in PAGES if page[0] in names]
-            if not pages:
-                raise DataError("no column 'entity_pages' or 'search_results'", path,
-                                f"its columns are {', '.join(names)}")
-            columns = needed + [page[0] for page in pages]
-            for batch in file.iter_batches(batch_size=16, columns=columns, use_threads=False):
-                for record in batch.to_pylist():
-                    yield _parquet_question(record, pages, f"{path}, row {row}")
-                    row += 1
-    except FileNotFoundError:
-        raise DataError("cannot read", path, "no such file") from None
-    except UnicodeDecodeError:
-        raise DataError("not valid UTF-8", f"{path}, row {row}") from None
-    except (pyarrow.ArrowException, OSError, ValueError) as e:
-        raise DataError("cannot read as parquet", path, str(e).splitlines()[0] if str(e) else None) from None
+    def chosen(schema: Any) -> list[str]:
+        there = f"its columns are {', '.join(schema.names)}"
+        for column in needed:
+            if column not in schema.names:
+                raise DataError(f"no column {column!r}", path, there)
+        pages.extend(page for page in PAGES if page[0] in schema.names)
+        if not pages:
+            raise DataError("no column 'entity_pages' or 'search_results'", path, there)
+        return needed + [page[0] for page in pages]
+
+    for where, record in parquet_records(path, chosen):
+        yield _parquet_question(record, pages, where)
 
 
 def _hub(path: str) -> Iterator[Question]:

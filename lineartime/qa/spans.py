@@ -8,7 +8,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.errors import UsageError
-from lineartime.qa.metrics import occurrences, words_of
+from lineartime.model import SpanModel
+from lineartime.qa.metrics import occurrences, score_answers, words_of
 from lineartime.qa.questions import Question
-from lineartime.settings import require
+from lineartime.settings import require, require_precision
 
 SMALLEST_CONTEXT = 16
 TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
@@ -344,6 +345,53 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
     if waiting:
         score()
     yield from finished()
+
+
+def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: Windows, *,
+                     batch_rows: int = 8, precision: str = "float32", max_tokens: int | None = None,
+                     progress: Callable[[int], None] | None = None) -> tuple[dict[str, str], float, int]:
+    """What `predict` finds: the answers by question id ("" where there is none), nats per window of the questions that
+    have a label, and the number of windows.
+
+    max_tokens: stop after the question whose windows reach so many. progress is called with the number of questions
+    answered, each time that windows were read."""
+    was_training = model.training
+    model.eval()
+    answers: dict[str, str] = {}
+    loss, n_windows, n_labelled = 0.0, 0, 0
+
+    def read(_: int) -> None:
+        if progress is not None:
+            progress(len(answers))
+
+    for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
+                              progress=read):
+        answers[prediction.question.id] = prediction.answer
+        loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
+        n_labelled += prediction.n_windows if prediction.question.answers else 0
+        if max_tokens is not None and n_windows * windows.context >= max_tokens:
+            break
+    model.train(was_training)
+    return answers, loss / max(n_labelled, 1), n_windows
+
+
+def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequence[Question], *,
+                       context: int | None = None, stride: int | None = None, max_answer_tokens: int = 30,
+                       batch_rows: int = 8, precision: str = "float32",
+                       progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a fine-tuned model answers, scored by the official rules and beside word overlap: the scores, and the
+    answers by question id.
+
+    context: tokens in a window, by default as in training; stride and max_answer_tokens as in `Windows`. batch_rows:
+    windows read at once. precision: "float32" or "bfloat16". progress is called with the number of questions answered.
+    The scores are "context", "windows", "loss" (nats per labelled window), and those of `metrics.score_answers`. Raises
+    UsageError for wrong values and a context that is too long, DataError for documents that cannot be read."""
+    require_precision(precision)
+    windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
+    model.check_length(windows.context)
+    answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,
+                                                precision=precision, progress=progress)
+    return {"context": windows.context, "windows": n_windows, "loss": loss} | score_answers(questions, answers), answers
 
 
 def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_tokens: int) -> Span | None:

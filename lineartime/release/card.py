@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lineartime.benchmark.markdown import machine_text, markdown, provenance_words
 from lineartime.config import ModelConfig, run_config, to_dict
-from lineartime.data.prepare import Manifest
+from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
 

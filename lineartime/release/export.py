@@ -2,7 +2,6 @@
 
 The card's scores are of the weights that are in the folder, not of those that training ended with."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,23 +11,16 @@ import torch
 from lineartime.atomic_io import written_aside
 from lineartime.benchmark.measure import provenance
 from lineartime.config import model_config_json
-from lineartime.data.prepare import TokenStream, open_split, read_manifest
-from lineartime.data.tokenizer import Tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokens import open_split, read_manifest
 from lineartime.errors import ResourceError, UsageError
-from lineartime.evaluation import Evaluation
+from lineartime.evaluation import Evaluation, evaluate
 from lineartime.generation.generate import generate
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
-from lineartime.run import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    TOKENIZER_FILE,
-    WEIGHTS_FILE,
-    load_model,
-    read_metrics,
-    read_run,
-)
+from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, read_metrics, read_run
 from lineartime.settings import require
+from lineartime.training import Progress, StopSignal
 
 CARD_FILE = "README.md"
 SPLITS = ("validation", "test")
@@ -47,13 +39,14 @@ class Exported(NamedTuple):
 
 
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
-           score: Callable[[LanguageModel, TokenStream], Evaluation]) -> Exported:
+           progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
     `tokenizer.json`, and the card. `lineartime.load_model` and `transformers` open it.
 
     data: the prepared text, by default where the run found it; its held-out splits are scored. about: Markdown that
-    the card begins with. prompt: what the card's sample continues. Raises UsageError for a folder that is there, for
-    what is not a run, a model of questions and other data, CheckpointError for damage, ResourceError for the disk."""
+    the card begins with. prompt: what the card's sample continues. progress: of the scoring, in tokens. Raises
+    UsageError for a folder that is there, for what is not a run, a model of questions and other data, CheckpointError
+    for damage, ResourceError for the disk."""
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
     description = read_run(run)
     model, tokenizer, facts = load_model(run)
@@ -66,7 +59,10 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     weights = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
     model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     model = model.to(device)
-    scores = {split: score(model, open_split(folder, split)) for split in SPLITS if split in manifest.splits}
+    streams = {split: open_split(folder, split) for split in SPLITS if split in manifest.splits}
+    scores = {split: evaluate(model, stream, batch_rows=8,
+                              progress=StopSignal().watch("", progress, "evaluating", stream.n_tokens))
+              for split, stream in streams.items()}
     file = safetensors.torch.save(weights, {"format": "pt"})
     lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
     metrics = [line for line in lines if line["step"] <= facts["step"]]

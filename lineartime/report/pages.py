@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from lineartime.atomic_io import write_atomically
 from lineartime.errors import DataError, UsageError
 from lineartime.plot import draw_into
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.run import write_atomically
 from lineartime.settings import require_name
 
 Pictures = dict[str, Callable[[Path], None]]

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from lineartime import checkpoint
-from lineartime.atomic_io import append_json_lines
+from lineartime.atomic_io import append_json_lines, write_atomically
 from lineartime.benchmark.measure import ROOT, provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import Cell as TimedCell
 from lineartime.benchmark.step import benchmark_step
 from lineartime.config import run_config
-from lineartime.data.prepare import read_manifest
+from lineartime.data.tokens import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.info import describe
 from lineartime.reproduce.records import Kind, Record, measured_together, read_records, records_of
 from lineartime.reproduce.scales import Cell, Questions, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName
-from lineartime.run import RESULT_FILE, read_metrics, read_run, write_atomically
+from lineartime.run import RESULT_FILE, read_metrics, read_run
 from lineartime.runtime import end_with_parent
 from lineartime.training import StopSignal
 

@@ -1,19 +1,18 @@
 """The command line as a person meets it: every verb, every refusal in one line, nothing heavy imported too soon."""
 
-import io
 import json
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lineartime.cli import verbs
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 SMALL = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8",
@@ -24,25 +23,6 @@ def lineartime(*arguments: object, stdin: str = "") -> subprocess.CompletedProce
     """The command in a process of its own."""
     command = [sys.executable, "-m", "lineartime", *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
-
-
-class Call(Protocol):
-    """The command in this process, with text on its stdin: exit code, stdout, stderr."""
-
-    def __call__(self, *arguments: object, stdin: str = "") -> tuple[int, str, str]: ...
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    def run_here(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lineartime", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as stopped:
-            verbs.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return run_here
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +40,6 @@ def run(data: Path) -> Path:
     done = lineartime("train", "flash", "--data", data, "--out", out, "--steps", 3, *SMALL)
     assert done.returncode == 0, done.stderr
     return out
-
-
-def assert_refused(code: int, err: str, expected_code: int, *words: object) -> None:
-    assert code == expected_code, err
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    for word in words:
-        assert str(word) in err
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:

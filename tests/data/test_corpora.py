@@ -16,15 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from test_cli import Call, assert_refused
-from test_cli import call as call  # a fixture
 
 import lineartime.data.corpora
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
 from fake_hub import Hub
 from lineartime.cli.verbs import summary
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
-from lineartime.data.prepare import open_split, prepare, read_manifest
+from lineartime.data.prepare import prepare
 from lineartime.data.tokenizer import load_tokenizer
+from lineartime.data.tokens import open_split, read_manifest
 from lineartime.errors import DataError, UsageError
 from lineartime.evaluation import Evaluation
 from tiny_runs import command
@@ -266,7 +267,7 @@ def test_evaluate_leads_with_the_measure_of_the_task(tmp_path: Path, small_pg19:
 
 def test_other_data_leads_with_bits_per_byte() -> None:
     result = Evaluation(10, 20.0, 5, 30, [])
-    assert summary("test", result, None).startswith("test     0.962 bits per byte")
+    assert summary("test", result.to_dict(), None).startswith("test     0.962 bits per byte")
     assert result.to_dict()["word_count"] == "counted"
 
 

@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lineartime.data.prepare
-from lineartime.data.prepare import Split, batch_rows, eval_rows, open_split, prepare, read_manifest
+from lineartime.data import tokens
+from lineartime.data.prepare import SAMPLE, prepare
 from lineartime.data.tokenizer import load_tokenizer, train_tokenizer
+from lineartime.data.tokens import Split, batch_rows, eval_rows, open_split, read_manifest
 from lineartime.errors import DataError, ResourceError, UsageError
 from text_files import make
 
@@ -110,7 +112,7 @@ def test_any_text_comes_back_from_its_shards(tmp_path_factory, texts, shard_toke
 
 
 def test_a_long_document_is_counted_and_tokenised_as_a_whole(tmp_path, monkeypatch):
-    text = Path(lineartime.data.prepare.SAMPLE).read_text(encoding="utf-8")[:60_000]
+    text = SAMPLE.read_text(encoding="utf-8")[:60_000]
     make(tmp_path, {"a.txt": text, "b.txt": "x" * 9000})
     tokenizer = train_tokenizer([text[:20_000]], 500)
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -123,7 +125,7 @@ def test_a_long_document_is_counted_and_tokenised_as_a_whole(tmp_path, monkeypat
 
 
 def test_the_result_does_not_depend_on_jobs(tmp_path):
-    text = Path(lineartime.data.prepare.SAMPLE).read_text(encoding="utf-8")[:400_000]
+    text = SAMPLE.read_text(encoding="utf-8")[:400_000]
     make(tmp_path, {"a.jsonl": [text[i:i + 3000] for i in range(0, len(text), 3000)], "b.jsonl": [text]})
     inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     results = []
@@ -220,7 +222,7 @@ def test_the_sample_is_prepared_without_inputs(tmp_path):
     train, held_out = stream_of(tmp_path / "out"), stream_of(tmp_path / "out", "validation")
     assert [split.documents for split in manifest.splits.values()] == [1, 1]
     assert train[0] == train[-1] == held_out[0] == held_out[-1] == EOD
-    text = lineartime.data.prepare.SAMPLE.read_bytes()
+    text = SAMPLE.read_bytes()
     assert bytes(train[1:-1]) + bytes(held_out[1:-1]) == text
     assert 0.0995 < (len(held_out) - 2) / len(text) <= 0.1 and train[-2] == ord("\n")
 
@@ -338,7 +340,7 @@ def test_odd_paths_work(tmp_path, monkeypatch):
 SCRIPT = """
 import sys
 from pathlib import Path
-from lineartime.data.prepare import prepare
+from lineartime.data.prepare import SAMPLE, prepare
 prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
 """
 
@@ -376,7 +378,7 @@ def test_two_at_once_do_not_mix(tmp_path):
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from lineartime.data.prepare import prepare
+from lineartime.data.prepare import SAMPLE, prepare
 prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", shard_tokens=1_000_000, jobs=1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
@@ -430,10 +432,10 @@ def test_evaluation_reads_every_target_once_in_order(prepared):
 @settings(max_examples=50)
 def test_rows_are_a_pure_function_of_seed_and_step(pure_stream, seed, steps, rows):
     """Whatever was read before, from however many rows at once: row n of all is the same."""
-    lineartime.data.prepare.epoch_order.cache_clear()
+    tokens.epoch_order.cache_clear()
     in_order = [row for n in range(max(steps) * rows + rows) if n >= min(steps) * rows
                 for row in batch_rows(pure_stream, seed=seed, step=n, rows_per_step=1, context=9).tolist()]
-    lineartime.data.prepare.epoch_order.cache_clear()
+    tokens.epoch_order.cache_clear()
     for step in steps:
         got = batch_rows(pure_stream, seed=seed, step=step, rows_per_step=rows, context=9).tolist()
         first = (step - min(steps)) * rows
@@ -457,8 +459,8 @@ def test_epochs_and_seeds_have_their_own_order(pure_stream):
 
 def test_the_order_stays_what_it_was():
     """Written down once: a change would give a resumed run other batches."""
-    assert lineartime.data.prepare.epoch_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
-    assert lineartime.data.prepare.epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+    assert tokens.epoch_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert tokens.epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
 
 
 def test_a_stream_shorter_than_a_row_names_the_context_that_works(pure_stream):

@@ -22,12 +22,12 @@ RUN = "run-of-the-tests"
 
 
 def state(step):
-    """What the tests save at a step: tensors and documents."""
+    """What the tests save at a step: tensors and files."""
     generator = torch.Generator().manual_seed(step)
     weights = {"w": torch.randn(16, 8, generator=generator), "b": torch.randn(7, generator=generator).bfloat16()}
     moments = {"m.w": torch.randn(16, 8, generator=generator), "step": torch.tensor(step)}
-    documents = {"config.json": '{"d_model": 8}', "state.json": json.dumps({"step": step, "note": "schöne Zahl"})}
-    return {"tensors": {"model": weights, "optimizer": moments}, "documents": documents}
+    files = {"config.json": '{"d_model": 8}', "state.json": json.dumps({"step": step, "note": "schöne Zahl"})}
+    return {"tensors": {"model": weights, "optimizer": moments}, "files": files}
 
 
 def save(run_dir, step, keep=2):

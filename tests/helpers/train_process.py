@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 
 from fork_server import ForkServer
-from lineartime import checkpoint, evaluation, objectives, plot, run, training
+from lineartime import checkpoint, objectives, run, training
 from lineartime.cli import verbs
-from lineartime.generation import generate
 
 WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (training, "compute_gradient"), (objectives, "evaluate"),
-           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (verbs, "finish"), (evaluation, "evaluate"),
-           (evaluation, "xz_bits_per_byte"), (generate, "generate"), (plot, "plot_run")]
+           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (training, "finish"), (training, "evaluate"),
+           (training, "xz_bits_per_byte"), (training, "generate"), (training, "plot_run")]
 
 
 class Events:
@@ -28,7 +27,7 @@ class Events:
     def __init__(self, folder, wait_at):
         self.folder, self.wait_at, self.seen = Path(folder), wait_at, {}
         for owner, name in WATCHED:
-            label = "final evaluate" if owner is evaluation and name == "evaluate" else name
+            label = "final evaluate" if owner is training and name == "evaluate" else name
             setattr(owner, name, self.watched(getattr(owner, name), label))
 
     def watched(self, function, label):
@@ -71,7 +70,7 @@ def with_memory(function, more):
 def do_train(arguments, folder, wait_at=None, memory=None):
     """The command line, with what it prints in the file `printed`, and in training at most `memory` more bytes."""
     if memory is not None:
-        # From the start, as `ulimit -v` would: `machine.choose_settings` asks whether memory is limited.
+        # From the start, as `ulimit -v` would: `runtime.choose_settings` asks whether memory is limited.
         resource.setrlimit(resource.RLIMIT_AS, (2**46, resource.getrlimit(resource.RLIMIT_AS)[1]))
         training.fit = with_memory(training.fit, memory)
     printed = os.open(Path(folder) / "printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -15,7 +15,7 @@ import torch
 from test_questions import parquet, squad, triviaqa
 
 import lineartime
-from lineartime.cli import terminal, verbs
+from lineartime.cli import verbs
 from lineartime.errors import Stopped, UsageError
 from lineartime.model import SpanModel
 from lineartime.qa import finetune
@@ -25,23 +25,10 @@ from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import Windows, training_rows
 from lineartime.run import read_metrics
 from lineartime.training import StopSignal
+from made_questions import write_questions
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
-NAMES = ["Ada", "Byron", "Curie", "Darwin", "Euler", "Fermi", "Gauss", "Hopper"]
 CPU = torch.device("cpu")
-
-
-def write_questions(path, first, n):
-    """SQuAD: who stands where, in a few sentences; every name stands once."""
-    paragraphs = []
-    for i in range(first, first + n):
-        names = [NAMES[(i + k) % len(NAMES)] for k in range(3)]
-        text = " ".join(f"{name} lives in town {i + k}." for k, name in enumerate(names))
-        paragraphs.append({"context": text, "qas": [
-            {"id": f"{i}-{k}", "question": f"Town {i + k}?",
-             "answers": [{"text": name, "answer_start": text.index(name)}]} for k, name in enumerate(names)]})
-    path.write_text(json.dumps({"version": "1.1", "data": [{"title": "towns", "paragraphs": paragraphs}]}))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -96,19 +83,6 @@ def assert_same_outcome(out, done):
         assert (out / name).read_bytes() == (done / name).read_bytes()
 
 
-class Shown(terminal.Terminal):
-    """`at` is called with every line of the metrics."""
-
-    def __init__(self, at=lambda record: None):
-        self.at = at
-
-    def training(self, config):
-        bar, at = super().training(config), self.at
-        show = bar.show
-        bar.show = lambda record: (show(record), at(record))
-        return bar
-
-
 # The whole way
 
 
@@ -147,7 +121,7 @@ def test_the_folder_holds_the_best_run(folder, done, capsys):
 def test_it_learns_what_can_be_learned(folder):
     """Answers are names, and the question has the town's number: the loss falls well below that of a guess."""
     out = folder / "learned"
-    result = finetune.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12), CPU, StopSignal(), Shown())
+    result = finetune.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12))
     first, *_, last = [line["loss"] for line in read_metrics(out / "lr-2e-02") if "loss" in line]
     assert last < first - 0.7
     assert result["learning_rates"]["2e-02"]["f1"] > 10
@@ -178,15 +152,15 @@ def test_a_stop_saves_and_the_same_command_goes_on(folder, done, tmp_path, when)
 
     out = tmp_path / "out"
     with pytest.raises(Stopped):
-        finetune.finetune(plan(folder, out), CPU, stop, Shown(at))
+        finetune.finetune(plan(folder, out), device=CPU, stop=stop, on_step=at)
     assert not (out / "result.json").exists()
     with pytest.raises(UsageError):  # nothing stands for the folder before it is complete
         lineartime.load_model(out)
-    finetune.finetune(plan(folder, out), CPU, StopSignal(), Shown())
+    finetune.finetune(plan(folder, out))
     assert_same_outcome(out, done)
 
 
-@pytest.mark.parametrize("place", ["step", "predict_all", "predictions", "result"])
+@pytest.mark.parametrize("place", ["step", "answer_questions", "predictions", "result"])
 def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_path, monkeypatch, place):
     class Killed(BaseException):
         pass
@@ -198,21 +172,21 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
     def killed(*args, **kwargs):
         raise Killed
 
-    write = finetune.write_atomically
+    write = finetune.write_json
 
-    def write_or_die(path, text):
+    def write_or_die(path, content, **how):
         if path.name == f"{place}.json" and path.parent.name == ("out" if place == "result" else RATES[0]):
             raise Killed
-        write(path, text)
+        write(path, content, **how)
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(finetune, "write_atomically", write_or_die)
-        if place == "predict_all":
-            patch.setattr(finetune, "predict_all", killed)
-        finetune.finetune(plan(folder, out), CPU, StopSignal(), Shown(at))
+        patch.setattr(finetune, "write_json", write_or_die)
+        if place == "answer_questions":
+            patch.setattr(finetune, "answer_questions", killed)
+        finetune.finetune(plan(folder, out), on_step=at)
     assert not (out / "result.json").exists()
-    finetune.finetune(plan(folder, out), CPU, StopSignal(), Shown())
+    finetune.finetune(plan(folder, out))
     assert_same_outcome(out, done)
 
 

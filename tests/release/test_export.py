@@ -12,12 +12,12 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
-from test_cli import Call, assert_refused
-from test_cli import call as call  # a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lineartime
 import lineartime.hf
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
 from lineartime.cli import verbs
 from lineartime.config import parse_setting, run_config, to_dict
 from lineartime.errors import CheckpointError, UsageError

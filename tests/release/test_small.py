@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from test_cli import Call
-from test_cli import call as call  # a fixture
 
 import lineartime
+from command_line import Call
+from command_line import call as call  # a fixture
 from lineartime.config import parse_setting, run_config
-from lineartime.data.prepare import open_split, prepare
+from lineartime.data.prepare import prepare
+from lineartime.data.tokens import open_split
 from lineartime.evaluation import evaluate
 from lineartime.settings import read_toml
 

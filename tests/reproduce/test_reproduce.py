@@ -8,19 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-from test_finetune import write_questions
 from typer.testing import CliRunner
 
 import text_files
 from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config, run_config
-from lineartime.data.prepare import SAMPLE, read_manifest
+from lineartime.data.prepare import SAMPLE
+from lineartime.data.tokens import read_manifest
 from lineartime.errors import DataError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.reproduce import runner, scales
 from lineartime.reproduce.records import measured_together, read_records, records_of
 from lineartime.reproduce.scales import SCALES, Cell, Questions, Scale, Text, cells_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES
 from lineartime.training import StopSignal
+from made_questions import write_questions
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
 RUNS = Path(__file__).parents[2] / "runs"

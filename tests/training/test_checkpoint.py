@@ -45,7 +45,7 @@ def equal(a, b):
 def holds(found, step):
     """Whether a loaded checkpoint is the whole of what the tests save at `step`."""
     saved = state(step)
-    return (found.step == step and found.run == RUN and found.documents == saved["documents"]
+    return (found.step == step and found.run == RUN and found.files == saved["files"]
             and found.tensors.keys() == saved["tensors"].keys()
             and all(equal(found.tensors[stem], saved["tensors"][stem]) for stem in found.tensors))
 
@@ -96,13 +96,13 @@ def named_tensors(draw):
 @settings(max_examples=60)
 def test_a_save_is_loaded_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path_factory, tensors, document, step):
     folder = tmp_path_factory.mktemp("run")
-    first = checkpoint.save(folder / "a", step, run="r", tensors=tensors, documents={"state.json": document}, keep=1)
+    first = checkpoint.save(folder / "a", step, run="r", tensors=tensors, files={"state.json": document}, keep=1)
     assert newest(folder / "a") == (first, step, {})
     loaded = load(first)
-    assert (loaded.path, loaded.step, loaded.run, loaded.documents) == (first, step, "r", {"state.json": document})
+    assert (loaded.path, loaded.step, loaded.run, loaded.files) == (first, step, "r", {"state.json": document})
     assert loaded.tensors.keys() == tensors.keys()
     assert all(equal(loaded.tensors[stem], tensors[stem]) for stem in tensors)
-    second = checkpoint.save(folder / "b", step, run="r", tensors=loaded.tensors, documents=loaded.documents, keep=1)
+    second = checkpoint.save(folder / "b", step, run="r", tensors=loaded.tensors, files=loaded.files, keep=1)
     assert contents(first) == contents(second)
     shutil.rmtree(folder)
 
@@ -114,7 +114,7 @@ def test_special_values_keep_their_bits(tmp_path):
            "empty": torch.zeros(0, 3), "none": torch.zeros(2, 0, dtype=torch.int64), "sliced": torch.arange(10)[::3],
            "one sliced": torch.arange(10)[::3][1:2], "later": torch.arange(10).bfloat16()[3:],
            "parameter": torch.nn.Parameter(torch.ones(2)), "expanded": torch.ones(1, 3).expand(4, 3)}
-    path = checkpoint.save(tmp_path, 1, run="r", tensors={"model": odd}, documents={}, keep=1)
+    path = checkpoint.save(tmp_path, 1, run="r", tensors={"model": odd}, files={}, keep=1)
     assert equal(load(path).tensors["model"], odd)
 
 
@@ -134,13 +134,13 @@ def test_a_write_may_be_short(tmp_path, monkeypatch):
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
     for name in ("../x.json", "/x.json", "a/b", "", ".hidden", MANIFEST, "x.safetensors", "x" * 101, "a\n"):
         with pytest.raises(ValueError, match="not a name"):
-            checkpoint.save(tmp_path / "run", 1, run="r", tensors={}, documents={name: ""}, keep=1)
+            checkpoint.save(tmp_path / "run", 1, run="r", tensors={}, files={name: ""}, keep=1)
     for tensors in ({"x": torch.ones(1, dtype=torch.complex64)}, {"__metadata__": torch.ones(1)}):
         with pytest.raises(ValueError, match="cannot be stored"):
-            checkpoint.save(tmp_path / "run", 1, run="r", tensors={"model": tensors}, documents={}, keep=1)
+            checkpoint.save(tmp_path / "run", 1, run="r", tensors={"model": tensors}, files={}, keep=1)
     for step, run in ((-1, "r"), (10**18, "r"), (1, ""), (1, "r" * 101)):
         with pytest.raises(ValueError, match="not a step or not a run"):
-            checkpoint.save(tmp_path / "run", step, run=run, tensors={}, documents={}, keep=1)
+            checkpoint.save(tmp_path / "run", step, run=run, tensors={}, files={}, keep=1)
     assert not (tmp_path / "run").exists()
 
 
@@ -397,7 +397,7 @@ def test_the_bytes_that_were_checked_are_the_bytes_that_are_parsed(tmp_path, mon
     path = save(tmp_path, 1)
     opened = count_opened(monkeypatch)
     assert holds(load(path), 1)
-    assert sorted(opened) == sorted([str(path), MANIFEST, *state(1)["documents"], "model.safetensors",
+    assert sorted(opened) == sorted([str(path), MANIFEST, *state(1)["files"], "model.safetensors",
                                      "optimizer.safetensors"])
 
 

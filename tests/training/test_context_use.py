@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lineartime.config import ModelConfig, model_config
 from lineartime.context_use import TOKENS_AT_ONCE, ContextUse, batches, describe, measure_context_use, rows_of_document
-from lineartime.data.prepare import TokenStream, open_split, prepare
+from lineartime.data.prepare import prepare
+from lineartime.data.tokens import TokenStream, open_split
 from lineartime.errors import DataError, NumericsError, UsageError
 from lineartime.model import LanguageModel, token_losses
 

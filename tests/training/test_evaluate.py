@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.config import model_config
-from lineartime.data.prepare import TokenStream, eval_rows, open_split, prepare
+from lineartime.data.prepare import prepare
+from lineartime.data.tokens import TokenStream, eval_rows, open_split
 from lineartime.errors import NumericsError
 from lineartime.evaluation import by_position, evaluate, xz_bits_per_byte
 from lineartime.model import LanguageModel

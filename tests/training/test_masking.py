@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.data.prepare import SAMPLE, open_split, prepare
+from lineartime.data.prepare import SAMPLE, prepare
+from lineartime.data.tokens import open_split
 from lineartime.errors import DataError, UsageError
 from lineartime.masking import NO_TARGET, mask_tokens, masked_batch, masked_rows
 from tiny_runs import prepare_text

@@ -14,8 +14,8 @@ from matplotlib.image import imread
 
 from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config, run_config
-from lineartime.data.prepare import open_split
 from lineartime.data.tokenizer import load_tokenizer
+from lineartime.data.tokens import open_split
 from lineartime.errors import NumericsError, UsageError
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.masking import NO_TARGET, mask_tokens, masked_rows, masked_sample

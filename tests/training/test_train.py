@@ -20,13 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime import checkpoint, objectives, training
-from lineartime.cli import verbs
+from lineartime.atomic_io import write_atomically
+from lineartime.cli import terminal, verbs
 from lineartime.config import PRESETS, TrainConfig, model_config, run_config
-from lineartime.data.prepare import batch_rows, open_split, read_manifest
+from lineartime.data.tokens import batch_rows, open_split, read_manifest
 from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
 from lineartime.objectives import NextToken
-from lineartime.run import Run, read_metrics, write_atomically
+from lineartime.run import Run, read_metrics
 from lineartime.training import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
@@ -46,14 +47,27 @@ def configuration(data, out, model="flash", **changes):
     return run_config({"model": model, "data": str(data), "out": str(out), **SETTINGS, **vocabulary, **changes})
 
 
-def run_fit(data, out, *, on_step=lambda record: None, warn=None, stop=None, score_last=True, **changes):
-    """`fit` in this process; what would warn raises, unless `warn` takes it."""
+@pytest.fixture(autouse=True)
+def no_warning(request, caplog):
+    """A warning fails a test, unless it expects one."""
+    yield
+    if "warned" not in request.fixturenames:
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+@pytest.fixture
+def warned():
+    """For a test that expects one."""
+
+
+def run_fit(data, out, *, on_step=None, stop=None, score_last=True, **changes):
+    """`fit` in this process."""
     out.mkdir(exist_ok=True)
     manifest = read_manifest(data)
     run = Run(out, configuration(data, out, **changes), {"data_sha256": manifest.sha256})
     task = NextToken(run.config, open_split(data, "train"), open_split(data, "validation"))
-    return fit(run, new_model(run.config), task, documents={"tokenizer.json": "{}"}, device=CPU,
-               stop=stop or StopSignal(), on_step=on_step, warn=warn or pytest.fail, score_last=score_last)
+    return fit(run, new_model(run.config), task, extra_files={"tokenizer.json": "{}"}, device=CPU,
+               stop=stop or StopSignal(), on_step=on_step, score_last=score_last)
 
 
 def lineartime(monkeypatch, arguments):
@@ -686,7 +700,7 @@ def test_with_little_memory_the_size_it_names_works(data, tmp_path):
         processes.close()
 
 
-def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, capsys, whole):
+def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, warned, capsys, whole):
     out = tmp_path / "run"
 
     def on_step(record):
@@ -697,7 +711,8 @@ def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, 
             (out / "metrics.jsonl").unlink()
             (out / "aside").rename(out / "metrics.jsonl")
 
-    run_fit(data, out, steps=8, on_step=on_step)
+    with terminal.shown_log():
+        run_fit(data, out, steps=8, on_step=on_step)
     printed = capsys.readouterr()
     assert printed.err == f"warning: metrics not written: {out / 'metrics.jsonl'}; No space left on device\n"
     assert printed.out == ""
@@ -771,7 +786,7 @@ def damage(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_newest_checkpoint_costs_a_warning(data, unfinished, tmp_path, monkeypatch, capsys):
+def test_a_damaged_newest_checkpoint_costs_a_warning(data, unfinished, tmp_path, warned, monkeypatch, capsys):
     out = tmp_path / "run"
     shutil.copytree(unfinished, out, symlinks=True)
     damage(out / "step-00000004" / "optimizer.safetensors")

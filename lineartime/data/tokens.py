@@ -1,0 +1,268 @@
+"""Prepared text, read back: its manifest, a split's tokens by place, and the rows of a step.
+
+A prepared folder holds `manifest.json`, `tokenizer.json`, and for each split numbered shards of little-endian uint16 or
+uint32 ids (`train-00000.bin`) and the positions of its end-of-document tokens as uint64 (`train-documents.bin`).
+A split is one stream
+
+    [EOD] document 1 [EOD] document 2 [EOD] ... document n [EOD]
+
+in which every token but the first is a target exactly once; document i lies between the positions i and i + 1."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lineartime.atomic_io import hash_of
+from lineartime.config import RunConfig, run_config
+from lineartime.data.corpora import published_words
+from lineartime.data.tokenizer import TOKENIZER_FILE
+from lineartime.errors import DataError
+from lineartime.settings import require
+
+FORMAT_VERSION = 1
+DATA_MANIFEST = "manifest.json"
+
+
+@dataclass
+class Split:
+    """What a split holds. `tokens` counts targets: each document's tokens and the end-of-document token after it.
+    `words` are separated by white space, `bytes` are of UTF-8; neither counts the end-of-document tokens."""
+
+    documents: int = 0
+    tokens: int = 0
+    words: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Manifest:
+    """What a prepared folder holds: manifest.json, which ends with the SHA-256 of the rest of it."""
+
+    version: int
+    settings: dict[str, Any]
+    sources: list[dict[str, Any]]
+    """Split, name, bytes and SHA-256 of every file of text, in the order of their documents."""
+    tokenizer: dict[str, Any]
+    """SHA-256, vocab_size and end_of_document; with a "[MASK]" token also mask, separator and `Tokenizer.special`."""
+    dtype: str
+    shard_tokens: int
+    splits: dict[str, Split]
+    blank_documents: int
+    """Documents of white space only, which were left out."""
+    notes: list[str]
+    """What a person should know."""
+    files: dict[str, dict[str, Any]]
+    """Bytes and SHA-256 of every other file in the folder."""
+    already_prepared: bool = False
+    """Whether `prepare` found the folder as it should be; not written."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer["vocab_size"]
+
+    @property
+    def end_of_document(self) -> int:
+        return self.tokenizer["end_of_document"]
+
+    @property
+    def mask(self) -> int | None:
+        return self.tokenizer.get("mask")
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        return self.tokenizer["sha256"]
+
+    @property
+    def sha256(self) -> str:
+        """What identifies the folder's content: of all fields, and so of every file."""
+        return _digest(self._fields())
+
+    def to_json(self) -> str:
+        return json.dumps(self._fields() | {"manifest_sha256": self.sha256}, indent=1) + "\n"
+
+    def _fields(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self)
+        del fields["already_prepared"]
+        return fields
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises UsageError where there is no such folder, DataError for a missing, damaged or newer manifest."""
+    folder = Path(folder)
+    path = folder / DATA_MANIFEST
+    require(folder.is_dir(), "no such folder", str(folder), "make one with `lineartime prepare`")
+    try:
+        fields = json.loads(path.read_bytes())
+        digest, version = fields.pop("manifest_sha256"), fields["version"]
+    except FileNotFoundError:
+        raise DataError("no manifest: not a prepared folder", path, "make one with `lineartime prepare`") from None
+    except OSError as e:
+        raise DataError("cannot read", path, e.strerror) from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise DataError("damaged manifest", path, "prepare the data again") from None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise DataError("prepared by a newer lineartime", path, f"it has format {version}, this reads {FORMAT_VERSION}")
+    if digest != _digest(fields):
+        raise DataError("damaged manifest", path, "prepare the data again")
+    return Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
+
+
+def verify_file(folder: Path, manifest: Manifest, name: str, by_hash: bool = True) -> None:
+    expected = manifest.files[name]
+    with contextlib.suppress(OSError, DataError):
+        if (hash_of(folder / name) == expected) if by_hash else ((folder / name).stat().st_size == expected["bytes"]):
+            return
+    raise DataError("damaged or missing file", folder / name, "delete the folder and prepare it again")
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.bin"
+
+
+class TokenStream:
+    """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
+
+    `task` is the data set that it was prepared as. `n_words` is the number to divide by: for a published split of PG-19
+    the published one, and `word_count` then is "published"; else "counted", between white space.
+    `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None where the data was prepared without them; `special`
+    holds all ids that no text has and `ordinary` all others. `document_positions` says where the end-of-document tokens
+    are: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
+
+    def __init__(self, folder: Path, split: str, manifest: Manifest):
+        counts = manifest.splits[split]
+        self.folder, self.split = folder, split
+        self.n_documents, self.n_tokens = counts.documents, counts.tokens
+        self.task: str | None = manifest.settings.get("task")
+        published = published_words(counts.documents, counts.words) if self.task == "pg19" else None
+        self.n_words, self.n_bytes = published or counts.words, counts.bytes
+        self.word_count = "published" if published else "counted"
+        self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
+        self.mask = manifest.mask
+        self.separator: int | None = manifest.tokenizer.get("separator")
+        self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
+        self.ordinary = np.setdiff1d(np.arange(self.vocab_size), self.special)
+        self.tokenizer_sha256 = manifest.tokenizer_sha256
+        self.shard_tokens = manifest.shard_tokens
+        n_shards = -(-len(self) // self.shard_tokens)
+        self._shards = [np.memmap(folder / shard_name(split, i), manifest.dtype, "r") for i in range(n_shards)]
+        self.document_positions = np.memmap(folder / f"{split}-documents.bin", "<u8", "r")
+
+    def __len__(self) -> int:
+        """Tokens in the stream, the first end-of-document token included."""
+        return self.n_tokens + 1
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The int64 ids [start, stop), across shards.
+
+        Raises IndexError outside the stream, DataError for an id outside the vocabulary."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"[{start}, {stop}) of {len(self)} tokens")
+        ids = np.empty(stop - start, np.int64)
+        at = start
+        while at < stop:
+            number, offset = divmod(at, self.shard_tokens)
+            part = self._shards[number][offset:offset + stop - at]
+            if part.max() >= self.vocab_size:
+                where = f"{self.folder / shard_name(self.split, number)}, token "
+                where += f"{offset + int(np.argmax(part >= self.vocab_size))}"
+                raise DataError("a token outside the vocabulary", where, "prepare the data again")
+            ids[at - start:at - start + len(part)] = part
+            at += len(part)
+        return ids
+
+
+def require_mask(mask: int | None, data_dir: Path | str) -> None:
+    """Raise UsageError where the data was prepared without [MASK]."""
+    require(mask is not None, "the tokenizer has no [MASK]", str(data_dir), "prepare with --mlm")
+
+
+def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStream:
+    """The tokens of one split, after its files and the tokenizer have been compared with the manifest: by SHA-256,
+    about a second per GB, or without `verify` by size.
+
+    Raises UsageError where there is no such folder, DataError for a missing split and for what is damaged or newer."""
+    folder = Path(data_dir)
+    manifest = read_manifest(folder)
+    if split not in manifest.splits:
+        raise DataError(f"no {split} split", folder, f"it has {', '.join(manifest.splits)}; "
+                        "prepare with --held-out 0.05, --validation or --test for more")
+    for name in manifest.files:
+        if name == TOKENIZER_FILE or name.startswith(f"{split}-"):
+            verify_file(folder, manifest, name, by_hash=verify)
+    return TokenStream(folder, split, manifest)
+
+
+def batch_rows(stream: TokenStream, *, seed: int, step: int, rows_per_step: int, context: int) -> np.ndarray:
+    """The rows of one training step, int64 [rows_per_step, context + 1]: a pure function of its arguments.
+
+    Row r is `stream.read(r * context, (r + 1) * context + 1)`: the last target of a row is the first input of the next.
+    An epoch reads every full row once, in an order drawn from (seed, epoch); tokens at the end that do not fill a row
+    are left out.
+    Raises DataError where the stream does not fill one row."""
+    rows_IT = np.empty((rows_per_step, context + 1), np.int64)
+    places = rows_of_step(stream, len(stream) - 1, seed=seed, step=step, rows_per_step=rows_per_step, context=context)
+    for i, (_, row) in enumerate(places):
+        rows_IT[i] = stream.read(row * context, (row + 1) * context + 1)
+    return rows_IT
+
+
+def rows_of_step(stream: TokenStream, n_tokens: int, *, seed: int, step: int, rows_per_step: int,
+                 context: int) -> list[tuple[int, int]]:
+    """Epoch and number of the rows of one step, where rows of `context` are cut from `n_tokens`.
+
+    Raises DataError where these do not fill one row."""
+    n_rows = n_tokens // context
+    if n_rows == 0:
+        raise DataError(f"too few tokens for a row of {context:,}", f"{stream.folder}, {stream.split}",
+                        f"the largest context that works is {n_tokens:,}")
+    return places_of_step(n_rows, seed=seed, step=step, rows_per_step=rows_per_step)
+
+
+def places_of_step(n_rows: int, *, seed: int, step: int, rows_per_step: int) -> list[tuple[int, int]]:
+    """Epoch and row of each row of a training step; every epoch takes each row once, in an order of its own."""
+    places = (divmod(step * rows_per_step + i, n_rows) for i in range(rows_per_step))
+    return [(epoch, int(epoch_order(seed, epoch, n_rows)[index])) for epoch, index in places]
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
+    """A permutation, by sorting raw Philox numbers: numpy promises these, and not `permutation`, to stay the same."""
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")
+
+
+def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:
+    """All rows in order, int64 [context + 1], the last one shorter: every token but the first is a target once."""
+    for start in range(0, len(stream) - 1, context):
+        yield stream.read(start, min(start + context + 1, len(stream)))
+
+
+def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
+    """The run that a flat table of settings means (see `run_config`) on its prepared data, which decide the vocabulary
+    and its end-of-document token where the settings do not.
+
+    Raises UsageError as `run_config` does, and for a vocabulary that is too small for the data or data without [MASK]
+    for a model that is not causal; UsageError and DataError as `read_manifest` does."""
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    run_config(settings)  # wrong settings are refused before the data are looked for
+    manifest = read_manifest(Path(settings["data"]))
+    config = run_config({"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document, **settings})
+    require(config.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",
+            f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
+    if not config.model.causal:
+        require_mask(manifest.mask, settings["data"])
+    return config

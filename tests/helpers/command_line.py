@@ -1,0 +1,35 @@
+"""The command line in a test's own process."""
+
+import io
+import sys
+from typing import Protocol
+
+import pytest
+
+from lineartime.cli import verbs
+
+
+class Call(Protocol):
+    """The command in this process, with text on its stdin: exit code, stdout, stderr."""
+
+    def __call__(self, *arguments: object, stdin: str = "") -> tuple[int, str, str]: ...
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    def run_here(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lineartime", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as stopped:
+            verbs.main()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return run_here
+
+
+def assert_refused(code: int, err: str, expected_code: int, *words: object) -> None:
+    assert code == expected_code, err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    for word in words:
+        assert str(word) in err
