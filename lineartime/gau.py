@@ -78,7 +78,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def empty_cache(self, n_rows: int) -> Cache:
         """What decoding remembers of rows that have had no token yet."""
-        config, weight = self.config, self.out_proj.weight
+        config, weight = self.config, self.like
         n, s, e = n_rows * config.n_heads, config.qk_width, config.v_width
         if config.chunk_size is None:
             return KeyValueCache(weight.new_zeros(n, 0, s), weight.new_zeros(n, 0, e), config.n_heads)

@@ -193,6 +193,11 @@ class ResidualLayer(nn.Module):
                         else (self.norm.weight, self.norm.bias))
         return ops.add_norm(x, delta, weight, bias, impl=self.impl)
 
+    @property
+    def like(self) -> Tensor:
+        """A parameter whose dtype and device the layer's caches have: not a matrix, which may be quantised."""
+        return next(self.norm.parameters())
+
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """f: `[B, T, D]` to the same."""
         raise NotImplementedError

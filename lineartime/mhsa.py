@@ -91,7 +91,7 @@ class MultiHeadAttention(ResidualLayer):
 
     def empty_cache(self, n_rows: int) -> Cache:
         """What decoding remembers of rows that have had no token yet."""
-        return self.core.empty_cache(n_rows, self.out_proj.weight)
+        return self.core.empty_cache(n_rows, self.like)
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ def packed_weights(model: LanguageModel) -> Iterator[bool]:
 
     For inference: no gradients, and weights must not change inside, as a copy of them is read, which takes as much
     memory again. Gives whether weights are packed: not in another type, on another device or without oneDNN."""
-    packed = [(module, module.weight, module.bias) for module in model.modules() if isinstance(module, nn.Linear)]
+    packed = [(module, module.weight, module.bias) for module in model.modules()
+              if isinstance(module, nn.Linear) and type(module.weight.data) is Tensor]  # not quantised
     if not can_pack(model.embed.weight):
         packed = []
     for module, weight, bias in packed:
