@@ -16,7 +16,7 @@ from lineartime.settings import require
 
 def gau_config(config: ModelConfig | None, fields: dict[str, object]) -> ModelConfig:
     """The configuration of a GAU layer: FLASH-Quad's by default, FLASH's with a chunk size. Raises UsageError."""
-    config = layer_config(config, "flash" if fields.get("chunk_size") else "flash-quad", fields)
+    config = layer_config(config, "flash-quad" if fields.get("chunk_size") is None else "flash", fields)
     require(config.ffn == "gau", "a GatedAttentionUnit is a layer of a model with ffn = gau", f"ffn = {config.ffn}")
     return config
 
