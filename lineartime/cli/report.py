@@ -30,9 +30,9 @@ def report(
              "may be given again.")] = None,
     images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
     targets: Annotated[bool, typer.Option(
-        "--targets", help="Speed: print what was wanted beside what was reached.")] = False,
+        "--targets", help="Speed: print the goals beside what was reached.")] = False,
     targets_file: Annotated[Path | None, typer.Option(
-        help="Speed: what was wanted; by default the checkout's.")] = None,
+        help="Speed: the goals; by default the package's.")] = None,
 ) -> None:
     """The paper's numbers beside ours, as Markdown, PNG or one HTML page; or `speed`.
     Speed and memory: where FLASH loses first, then ratios, times and memory by context."""
@@ -61,21 +61,21 @@ def refuse(what: str, given: dict[str, object]) -> None:
 def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, into: list[Path] | None,
                  images: Path) -> None:
     """`lineartime report speed`."""
-    from lineartime.benchmark.goals import read_targets, targets_table
+    from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
 
     rows = rows or PACKAGE / "results" / "speed.jsonl"
-    cells, n_old = read_rows(rows)
-    if not cells and not n_old:
+    measured, n_old = read_rows(rows)
+    if not measured and not n_old:
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    wanted = read_targets(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
+    goals = read_goals(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
         from lineartime.report.pages import fill_pages
 
-        say_written(fill_pages(into, images, cells, n_old, wanted))
+        say_written(fill_pages(into, images, measured, n_old, goals))
         return
-    print(targets_table(wanted, cells) if targets else speed_section(cells, n_old), end="")
+    print(goals_table(goals, measured) if targets else speed_section(measured, n_old), end="")
 
 
 def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None, html: Path | None, png: Path | None,

@@ -1,7 +1,7 @@
 """Pages with places for what the rows give: between `<!-- speed: begin -->` and `<!-- speed: end -->`.
 
-`<!-- speed small decode: begin -->` shows only the tables or benchmarks of these names; losses are said of all. A place
-for `targets` gets the table of what was wanted and reached. `<!-- table lm_wiki40b cpu: begin -->` shows a table of the
+`<!-- speed small: begin -->` gets a picture and a short table, made of the tables of these names. A place for `targets`
+gets the table of goals and what was reached. `<!-- table lm_wiki40b cpu: begin -->` shows a table of the
 paper at a scale. Places of the other report are left as they are.
 """
 
@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lineartime.benchmark import figures as pictures
-from lineartime.benchmark.goals import Target, targets_table
-from lineartime.benchmark.markdown import speed_section
-from lineartime.benchmark.rows import Cell, Table, tables_of
+from lineartime.benchmark.goals import Goal, goals_table
+from lineartime.benchmark.markdown import speed_section, tables_shown
+from lineartime.benchmark.rows import Row as Measured
+from lineartime.benchmark.rows import tables_of
 from lineartime.errors import DataError, ResourceError, UsageError
 from lineartime.reproduce import figures as curves
 from lineartime.reproduce.markdown import table_section
@@ -24,6 +25,9 @@ from lineartime.reproduce.rows import Row
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.run import write_atomically
 from lineartime.settings import require_name
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Content = Callable[[list[str]], str]
 """What a place shows, given the names in its mark."""
@@ -49,16 +53,16 @@ def fill_places(text: str, page: Path, contents: Mapping[str, Content], example:
     return made
 
 
-def filled(text: str, page: Path, images: Path, cells: Sequence[Cell], n_old: int, targets: Sequence[Target]) -> str:
-    """A page's text with its places for speed and targets filled. page, images: where both will be, for the links
+def filled(text: str, page: Path, images: Path, rows: Sequence[Measured], n_old: int, goals: Sequence[Goal]) -> str:
+    """A page's text with its places for speed and goals filled. page, images: where both will be, for the links
     between them.
 
     Raises UsageError for a page without a whole place."""
     def speed(names: list[str]) -> str:
-        return speed_section(cells, n_old, shown=names, pictures=lambda table: [
+        return speed_section(rows, n_old, shown=names, pictures=lambda table: [
             link(images / name, page) for name, _ in pictures.files_of(table)])
 
-    return fill_places(text, page, {"speed": speed, "targets": lambda names: targets_table(targets, cells)}, "speed")
+    return fill_places(text, page, {"speed": speed, "targets": lambda names: goals_table(goals, rows)}, "speed")
 
 
 def filled_tables(text: str, page: Path, images: Path, rows: Sequence[Row]) -> str:
@@ -88,10 +92,11 @@ def named_outcomes(names: Sequence[str], page: Path, rows: Sequence[Row]) -> Out
     return outcomes_of(names[0], cast(ScaleName, names[1]), rows)
 
 
-def shown_tables(text: str, cells: Sequence[Cell]) -> list[Table]:
-    """The tables of measurements that a page's places show."""
-    places = [found[3].split() for found in places_of(["speed"]).finditer(text)]
-    return [table for table in tables_of(cells) if any(table.among(names) for names in places)]
+def shown_tables(text: str, rows: Sequence[Measured]) -> "list[DataFrame]":
+    """The tables of measurements whose pictures a page's places show."""
+    tables = tables_of(rows)
+    return [table for found in places_of(["speed"]).finditer(text)
+            for table in tables_shown(tables, found[3].split())[: 1 if found[3] else None]]
 
 
 def shown_outcomes(text: str, page: Path, rows: Sequence[Row]) -> list[Outcomes]:
@@ -99,15 +104,15 @@ def shown_outcomes(text: str, page: Path, rows: Sequence[Row]) -> list[Outcomes]
     return [named_outcomes(found[3].split(), page, rows) for found in places_of(["table"]).finditer(text)]
 
 
-def fill_pages(pages: Sequence[Path], images: Path, cells: Sequence[Cell], n_old: int,
-               targets: Sequence[Target]) -> list[Path]:
+def fill_pages(pages: Sequence[Path], images: Path, rows: Sequence[Measured], n_old: int,
+               goals: Sequence[Goal]) -> list[Path]:
     """Fill the places for speed of every page and draw what they show; returns what was written.
 
     Nothing is written unless every page has its places. Raises DataError, UsageError, ResourceError."""
     texts = read_pages(pages)
-    made = {page: filled(text, page, images, cells, n_old, targets) for page, text in texts.items()}
+    made = {page: filled(text, page, images, rows, n_old, goals) for page, text in texts.items()}
     return write_pages(made, images, {name: partial(pictures.draw, table, what) for text in texts.values()
-                                      for table in shown_tables(text, cells)
+                                      for table in shown_tables(text, rows)
                                       for name, what in pictures.files_of(table)})
 
 
