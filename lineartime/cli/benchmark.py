@@ -13,7 +13,7 @@ from lineartime.config import PRESETS, ModelConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lineartime.benchmark.measure import Row
+    from lineartime.benchmark.rows import Row
 
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
 Models = Annotated[list[str] | None, typer.Argument(help=f"Models: {', '.join(PRESETS)}.")]

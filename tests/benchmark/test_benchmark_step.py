@@ -59,10 +59,10 @@ def here(monkeypatch):
             pass
 
     monkeypatch.setattr(step.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(step, "Worker", Here)
-    monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
-    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": 1e11, "peak_flops_from": "measured GEMM"})
-    monkeypatch.setattr(step, "choose_settings", lambda device: {"chosen": "here"})
+    monkeypatch.setattr(measure, "Worker", Here)
+    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e11, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "choose_settings", lambda device: {"chosen": "here"})
     return asked
 
 
@@ -199,7 +199,7 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     assert turns == ["performer", "flash", "flash", "performer", "performer", "flash"]  # two in a first round
     assert [order for _, order in here if order and "warm" in order] == [{"warm": 0, "release": False}] * 6
     here.clear()
-    monkeypatch.setattr(step, "available_bytes", lambda: 0)
+    monkeypatch.setattr(measure, "available_bytes", lambda: 0)
     rows = benchmark_step(cells("flash", "performer"), repeats=2)
     assert [order for _, order in here if order and "warm" in order] == [{"warm": 1, "release": True}] * 4
     assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
@@ -224,11 +224,11 @@ def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, avai
         def close(self):
             pass
 
-    monkeypatch.setattr(step, "Worker", Slow)
-    monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
-    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": None, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "Worker", Slow)
+    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": None, "peak_flops_from": "measured GEMM"})
     monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(step, "available_bytes", lambda: available)
+    monkeypatch.setattr(measure, "available_bytes", lambda: available)
     rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
     assert max(n for during, n in most if not during) == at_once
     assert {n for during, n in most if during} == {1} and rows[0]["mfu"] is None
@@ -330,7 +330,7 @@ def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_i
 
 
 def test_processes_measure_a_step(monkeypatch):
-    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
     (row,) = benchmark_step(cells("flash"), repeats=2)
     assert row["settings"]["float32_matmul"] == "highest" and 0 < row["mfu"] < 1
     assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2
