@@ -362,7 +362,7 @@ class RandomMasks(MaskedTokens):
         return self.arrays
 
 
-def step_cells(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
+def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig], longest: dict[str, int] | None = None,
                name: str | None = None) -> list[StepCase]:
     """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model.

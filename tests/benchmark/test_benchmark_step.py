@@ -17,7 +17,7 @@ from lineartime.benchmark import measure, peers, step
 from lineartime.benchmark.__main__ import JOBS
 from lineartime.benchmark.cells import read_cells, shaped_config
 from lineartime.benchmark.peers import Peer, build, check_installed, flops_per_token, parse_label
-from lineartime.benchmark.step import benchmark_step, print_step, random_task, step_cells
+from lineartime.benchmark.step import benchmark_step, print_step, random_task, step_cases
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
 from lineartime.errors import NumericsError, UsageError
 from lineartime.info import describe
@@ -33,7 +33,7 @@ def tiny(preset: str, task: str = "wiki40b", context: int = 64) -> ModelConfig:
 
 
 def cells(*labels, contexts=(64,), precisions=("float32",), **options):
-    return step_cells(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
+    return step_cases(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ def test_the_files_cells_can_be_measured():
     assert {"bench", "bench-all"} <= set(file.lists)
     for table in file.named(list(file.lists)):
         config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
-        made = step_cells(table.labels, table.contexts, table.precision, tokens=table.tokens, longest=table.longest,
+        made = step_cases(table.labels, table.contexts, table.precision, tokens=table.tokens, longest=table.longest,
                           config_of=config_of)
         assert made and all(cell.config.context in table.contexts for cell in made)
     assert {label.partition(":")[0] for table in file.tables.values() for label in table.labels} >= set(PRESETS)
@@ -349,7 +349,7 @@ def test_the_files_cells_can_be_measured():
     small = [describe(shaped_config(name, shape=shape)).n_parameters for name in ("flash", "transformer++")]
     assert small[0] == pytest.approx(small[1], rel=0.01)
     paper = file.tables["paper-latency"]
-    rows = step_cells(["flash"], paper.contexts, ["bfloat16"], tokens=paper.tokens, config_of=tiny)
+    rows = step_cases(["flash"], paper.contexts, ["bfloat16"], tokens=paper.tokens, config_of=tiny)
     assert sorted((cell.config.context, cell.n_rows) for cell in rows) == [(512, 4), (1024, 2), (2048, 1), (4096, 1)]
 
 
