@@ -19,11 +19,13 @@ from lineartime.settings import replace_fields
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 """Told apart by people with any colour vision (Okabe and Ito)."""
+DASHED: dict[str, Any] = {"color": "#444444", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ def plot_comparison(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
         panels[0].set_ylabel(", ".join(sorted({curves.unit for curves in runs.values()})))
         for label in scored:
             blocks = runs[label].loss_by_position
-            middle = [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
-            panels[1].plot(middle, [block["loss"] for block in blocks], "o-", color=colour[label], linewidth=1.6,
-                           markersize=4, label=label)
+            panels[1].plot([middle(block["first"], block["last"]) for block in blocks],
+                           [block["loss"] for block in blocks], "o-", color=colour[label], linewidth=1.6, markersize=4,
+                           label=label)
         if scored:
             panels[1].set_title("held-out loss by position in the context")
             label_positions(panels[1])
@@ -175,9 +177,9 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
                           markersize=4, capsize=3, label=f"{label}, {use['n_tokens']:,} tokens of "
                           f"{len(use['documents'])} documents")
             blocks = use["loss_by_position"]
-            middle = [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
+            places = [middle(block["first"], block["last"]) for block in blocks]
             for at, style, context in (("shortest", ":", use["contexts"][0]), ("longest", "-", use["contexts"][-1])):
-                right.plot(middle, [block[at] for block in blocks], "o" + style, color=colour[label], linewidth=1.6,
+                right.plot(places, [block[at] for block in blocks], "o" + style, color=colour[label], linewidth=1.6,
                            markersize=4, label=f"{label}, context {context:,}")
             for axes in (left, right):
                 axes.axvline(use["trained_context"], color=colour[label], linewidth=1, linestyle=(0, (5, 4)), alpha=0.6)
@@ -218,6 +220,31 @@ def label_positions(axes: "Axes") -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K"))
     axes.set_xlabel("position, tokens")
+
+
+def middle(first: int, last: int) -> float:
+    """Of the positions from a first to a last, where position is on a logarithmic scale."""
+    return ((first - 0.5) * (last + 0.5)) ** 0.5
+
+
+def scale_logarithmically(axes: "Axes", contexts: Mapping[int, str]) -> None:
+    """Both axes, with the names of the contexts that were measured and plain numbers."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(contexts), list(contexts.values()))
+    axes.xaxis.set_minor_locator(NullLocator())
+    label_plainly(axes.yaxis)
+
+
+def label_plainly(axis: "Axis") -> None:
+    """1, 2, 5, 10 along a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def draw_learning_rate(axes: "Axes", curves: Curves) -> None:

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from lineartime.benchmark import Row
 from lineartime.benchmark.loss import measure_loss
 from lineartime.benchmark.measure import measure_gemm
 from lineartime.benchmark.memory import read_prompt
 from lineartime.benchmark.op import measure_op
-from lineartime.benchmark.rows import Row
 from lineartime.benchmark.step import reference, training_steps
 from lineartime.errors import LineartimeError
 from lineartime.training import out_of_memory

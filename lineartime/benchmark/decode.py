@@ -10,9 +10,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lineartime.benchmark import measure
+from lineartime.benchmark import Row, measure
 from lineartime.benchmark.measure import Progress, Stopwatch, ignore
-from lineartime.benchmark.rows import Row
 from lineartime.config import ModelConfig, to_dict
 from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, RowCache, larger, tensors_of
 from lineartime.errors import NumericsError, UsageError

@@ -5,17 +5,16 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineartime.benchmark.markdown import TITLES, parameters, title, tokens
 from lineartime.benchmark.rows import KIND, OURS, STEPS, contexts_of, dtypes_of, kinds_of, newest, side_name, size_of
-from lineartime.plot import COLOURS, drawing
+from lineartime.plot import COLOURS, drawing, scale_logarithmically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from pandas import DataFrame
 
 NAME_HEIGHT = 0.058
@@ -82,26 +81,6 @@ def draw(table: "DataFrame", what: str, path: Path) -> None:
         for axes, lines in zip(panels, panels_of.values(), strict=True):
             name_lines(axes, lines, colour)
         figure.suptitle(f"{title(table)}. {hardware}", fontsize=9.5, x=0.008, ha="left", color="#555555")
-
-
-def scale_logarithmically(axes: "Axes", contexts: Mapping[int, str]) -> None:
-    """Both axes, with the names of the contexts that were measured and plain numbers."""
-    from matplotlib.ticker import NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(list(contexts), list(contexts.values()))
-    axes.xaxis.set_minor_locator(NullLocator())
-    label_plainly(axes.yaxis)
-
-
-def label_plainly(axis: "Axis") -> None:
-    """1, 2, 5, 10 along a logarithmic axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def name_lines(axes: "Axes", lines: Sequence[Line], colour: dict[str, str]) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lineartime.benchmark import Row
 from lineartime.benchmark.markdown import kind_text, markdown, number, tokens, unique, without_repeats
-from lineartime.benchmark.rows import OURS, STEPS, Row, compare, import_pandas, size_of, tables_of
+from lineartime.benchmark.rows import OURS, STEPS, compare, size_of, tables_of
 from lineartime.errors import DataError
 
 if TYPE_CHECKING:
@@ -202,15 +203,19 @@ def times_in_one_run(goal: Goal, cells: "DataFrame") -> "Series":
 
 def slope(goal: Goal, cells: "DataFrame") -> Measured:
     """Least squares of log time per token on log context."""
+    import pandas
+
     times = times_in_one_run(goal, cells)
-    x, y = (import_pandas().Series([math.log(n) for n in of], dtype=float) for of in (times.index, times))
-    return (import_pandas().Series([x.cov(y) / x.var()] if len(times) > 1 else [], dtype=float)), ""
+    x, y = (pandas.Series([math.log(n) for n in of], dtype=float) for of in (times.index, times))
+    return (pandas.Series([x.cov(y) / x.var()] if len(times) > 1 else [], dtype=float)), ""
 
 
 def flat(goal: Goal, cells: "DataFrame") -> Measured:
     """Our largest time over the smallest, less 1."""
+    import pandas
+
     times = times_in_one_run(goal, cells)
-    return import_pandas().Series([times.max() / times.min() - 1] if len(times) > 1 else [], dtype=float), ""
+    return pandas.Series([times.max() / times.min() - 1] if len(times) > 1 else [], dtype=float), ""
 
 
 MEASURES: dict[str, "Callable[[Goal, DataFrame], Measured]"] = {

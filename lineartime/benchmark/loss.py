@@ -11,9 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lineartime.benchmark import measure
+from lineartime.benchmark import Row, measure
 from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
-from lineartime.benchmark.rows import Row
 from lineartime.layers import at_least_float32
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.settings import require_name

@@ -6,16 +6,15 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lineartime.benchmark import Row
 from lineartime.benchmark.rows import (
     BENCHMARKS,
     KIND,
     OURS,
     STEPS,
-    Row,
     compare,
     contexts_of,
     dtypes_of,
-    import_pandas,
     kinds_of,
     newest,
     side_name,
@@ -89,11 +88,13 @@ def tables_shown(tables: "Sequence[DataFrame]", names: Sequence[str]) -> "list[D
 
 def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures: Pictures) -> str:
     """A picture and a table of a few lines: FLASH's speed over others, in `tables_shown`."""
+    import pandas
+
     chosen = tables_shown(tables, names)
     if not chosen:
         return "No training steps of two models were measured side by side yet.\n"
     widest = chosen[0]
-    cells = import_pandas().concat(chosen, ignore_index=True)
+    cells = pandas.concat(chosen, ignore_index=True)
     contexts, lines, every = contexts_of(cells), [], []
     for rival, dtype in SUMMARY:
         pairs = compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict("records")

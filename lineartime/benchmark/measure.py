@@ -27,7 +27,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lineartime.atomic_io import read_json_lines
-from lineartime.benchmark.rows import Row
+from lineartime.benchmark import Row
 from lineartime.errors import NumericsError, ResourceError
 from lineartime.info import table
 from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lineartime.benchmark import Row
 from lineartime.benchmark.measure import measured_alone, print_table, provenance, require_positive
-from lineartime.benchmark.rows import Row
 from lineartime.config import ModelConfig, to_dict
 from lineartime.generation.generate import PIECE_TOKENS, prefill
 from lineartime.info import mib

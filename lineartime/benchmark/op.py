@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime import ops
-from lineartime.benchmark import measure
+from lineartime.benchmark import Row, measure
 from lineartime.benchmark.loss import plain
 from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
 from lineartime.benchmark.peers import attention_backend, softmax_attention
-from lineartime.benchmark.rows import Row
 from lineartime.config import ModelConfig, to_dict
 from lineartime.layers import rotary
 from lineartime.ops import reference

@@ -6,18 +6,14 @@ A table is a data frame with a row for each measurement, in the order of time. A
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lineartime.atomic_io import read_json_lines
-from lineartime.errors import UsageError
+from lineartime.benchmark import Row
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-Row = dict[str, Any]
-"""One measurement, as `lineartime benchmark --json` writes it, or what `read_rows` makes of it."""
 
 NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transformer", "transformer+": "Transformer+",
          "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
@@ -37,46 +33,6 @@ KIND = ["side", "variant", "dtype"]
 
 SAME_SIZE = 1.3
 """Runs whose models' numbers of parameters are within this factor share a table; the models of one run always do."""
-
-
-def import_pandas() -> Any:
-    """The module. Raises UsageError where it is not installed."""
-    try:
-        import pandas
-    except ModuleNotFoundError:
-        raise UsageError("reports need pandas", "it is not installed", "pip install 'lineartime[report]'") from None
-    return pandas
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, quartiles, least and most of repeated measurements."""
-
-    median: float
-    q1: float
-    q3: float
-    min: float
-    max: float
-    n: int
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """One median over another; `low` and `high` take each side's one quartile over the other's opposite one."""
-
-    value: float
-    low: float
-    high: float
-
-
-def spread_of(times: Row, tokens: int = 1) -> Spread:
-    """Times as a row has them, over the tokens of what was timed."""
-    return Spread(**{key: times[key] / tokens for key in ("median", "q1", "q3", "min", "max")}, n=times["n"])
-
-
-def ratio_of(a: Spread, b: Spread) -> Ratio:
-    """`a` over `b`."""
-    return Ratio(a.median / b.median, a.q1 / b.q3, a.q3 / b.q1)
 
 
 def side_name(side: str) -> str:
@@ -133,8 +89,9 @@ def tables_of(rows: Sequence[Row]) -> "list[DataFrame]":
     """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and size of model.
 
     Where one context was measured with several numbers of tokens in a step, each number's rank makes a table: the
-    largest ones stand together. Raises UsageError without pandas."""
-    pandas = import_pandas()
+    largest ones stand together."""
+    import pandas
+
     if not rows:
         return []
     cells = pandas.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
@@ -191,7 +148,7 @@ def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant
     one quartile over the other's opposite one; `unmatched` lists the variants that only our side was measured in, where
     none is given. A side that failed in every way is there as it failed, without times."""
     keys = ["context", "dtype"] if by_type else ["context"]
-    table = table.assign(at=table.index, n_run=import_pandas().factorize(table.run)[0])
+    table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
 
     def fastest(side: str, variant: str | None) -> "DataFrame":
         found = table[(table.side == side) & (True if variant is None else table.variant == variant)]

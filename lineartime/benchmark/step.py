@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lineartime.benchmark import measure
+from lineartime.benchmark import Row, measure
 from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
 from lineartime.benchmark.peers import (
     Label,
@@ -27,7 +27,6 @@ from lineartime.benchmark.peers import (
     peer_version,
     without_variants,
 )
-from lineartime.benchmark.rows import Row
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.errors import NumericsError
 from lineartime.info import describe

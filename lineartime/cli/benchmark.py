@@ -13,7 +13,7 @@ from lineartime.config import PRESETS, ModelConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lineartime.benchmark.rows import Row
+    from lineartime.benchmark import Row
 
     ConfigOf = Callable[[str], ModelConfig]
 

@@ -1,6 +1,7 @@
 """The verb that shows what rows say: `lineartime report`, and `lineartime report speed`."""
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -21,8 +22,8 @@ def report(
              "benchmark`. By default all tables.")] = None,
     scale: Annotated[str | None, typer.Option(help="paper, gpu or cpu; by default each that has rows.")] = None,
     rows: Annotated[Path | None, typer.Option(
-        help="Rows of `lineartime reproduce`, or for speed of `lineartime benchmark --json`; by default the "
-             "checkout's.")] = None,
+        help="Rows of `lineartime reproduce`, or for speed of `lineartime benchmark --json`; by default "
+             "the package's.")] = None,
     html: Annotated[Path | None, typer.Option(help="Page that gets all tables and their pictures in one file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Folder that gets the pictures.")] = None,
     into: Annotated[list[Path] | None, typer.Option(
@@ -71,9 +72,9 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
     goals = read_goals(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
-        from lineartime.report.pages import fill_pages
+        from lineartime.report.pages import fill_pages, speed_places
 
-        say_written(fill_pages(into, images, measured, n_old, goals))
+        say_written(fill_pages(into, images, speed_places(measured, n_old, goals)))
         return
     print(goals_table(goals, measured) if targets else speed_section(measured, n_old), end="")
 
@@ -81,19 +82,21 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
 def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None, html: Path | None, png: Path | None,
                   into: list[Path] | None, images: Path) -> None:
     """`lineartime report` of one table or all."""
-    from lineartime.reproduce.markdown import tables_shown, tables_text
+    if find_spec("pandas") is None:
+        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
+    from lineartime.reproduce.markdown import table_section, tables_shown
+    from lineartime.reproduce.records import RECORDS
     from lineartime.reproduce.results import read_results
-    from lineartime.reproduce.rows import ROWS
 
-    results = read_results(rows or ROWS)
+    records = read_results(rows or RECORDS)
     if into:
-        from lineartime.report.pages import fill_table_pages
+        from lineartime.report.pages import fill_pages, table_places
 
-        say_written(fill_table_pages(into, images, results))
+        say_written(fill_pages(into, images, table_places(records)))
         return
-    shown = tables_shown(results, [table] if table else [], [scale] if scale else [])
+    shown = tables_shown(records, [table] if table else [], [scale] if scale else [])
     if html is None and png is None:
-        print(tables_text(shown), end="")
+        print("\n".join(map(table_section, shown)), end="")
         return
     from lineartime.report.html import page
     from lineartime.reproduce.figures import alt_text, draw_all, files_of
@@ -103,8 +106,9 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None,
         folder = png or Path(scratch)
         drawn = draw_all(shown, folder)
         if html is not None:
-            text = tables_text(shown, lambda outcomes: [(alt_text(outcomes, what), name)
-                                                        for name, what in files_of(outcomes)])
+            text = "\n".join(
+                table_section(results, [(alt_text(results, what), name) for name, what in files_of(results)])
+                for results in shown)
             write_atomically(html, page("The paper's tables and figures, and ours", text, folder))
     say_written([*(drawn if png else []), *([html] if html else [])])
 

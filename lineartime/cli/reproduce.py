@@ -41,13 +41,13 @@ def reproduce(
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
     from lineartime.reproduce import runner
-    from lineartime.reproduce.rows import read_rows
+    from lineartime.reproduce.records import read_records
     from lineartime.training import StopSignal
 
     path = rows or out / "rows.jsonl"
     if plan:
         for name in names:
-            for line in runner.plan_lines(name, size, read_rows(path)):
+            for line in runner.plan_lines(name, size, read_records(path)):
                 say(line)
         return
     where = pick_device(device).type

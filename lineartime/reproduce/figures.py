@@ -1,4 +1,4 @@
-"""The paper's figures, and pictures of its tables, from the rows of `lineartime reproduce`.
+"""The paper's figures, and pictures of its tables, from the records of `lineartime reproduce`.
 
 A picture is a few panels. What is in them is worked out first, apart from how it is drawn.
 """
@@ -13,23 +13,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineartime.benchmark.figures import label_plainly, scale_logarithmically
+import pandas as pd
+
 from lineartime.benchmark.markdown import number, span_of, tokens
 from lineartime.errors import ResourceError
-from lineartime.plot import COLOURS, drawing, label_positions
+from lineartime.plot import COLOURS, DASHED, drawing, label_plainly, label_positions, middle, scale_logarithmically
 from lineartime.reproduce.markdown import GAPS
 from lineartime.reproduce.paper import read_paper
 from lineartime.reproduce.results import (
-    Outcome,
-    Outcomes,
-    Seeds,
+    CELL,
+    Results,
+    curve_of,
+    of_cell,
     paired,
-    perplexity_of,
-    speedup,
-    step_speedup,
+    positions_of,
+    seconds_per_step,
+    speedups,
+    spread,
+    step_speedups,
     steps_to,
 )
-from lineartime.reproduce.tables import Column
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -64,7 +67,6 @@ COLOUR_OF = {
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 
 UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-DASHED: dict[str, Any] = {"color": "#444444", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
 FAR_APART = 10.0
 """Times: what training costs in one panel, from which on a linear scale hides the cheapest."""
 PER_ROW = 3
@@ -116,248 +118,233 @@ class Dots:
     def names(self) -> list[str]:
         return [name for name, _ in self.values]
 
+    @property
+    def is_known(self) -> bool:
+        return any(values for _, values in self.values)
+
 
 Panels = Sequence[Lines | Dots]
 
 
-def files_of(outcomes: Outcomes) -> list[tuple[str, str]]:
+def files_of(results: Results) -> list[tuple[str, str]]:
     """File names of a table's pictures and what each shows; none of what nothing is known of."""
-    return [(f"{outcomes.table.name}-{outcomes.scale.name}-{what}.png", what)
-            for what in PICTURES.get(outcomes.table.name, OF_OTHERS) if panels_of(outcomes, what)]
+    return [(f"{results.table.name}-{results.scale.name}-{what}.png", what)
+            for what in PICTURES.get(results.table.name, OF_OTHERS) if panels_of(results, what)]
 
 
-def panels_of(outcomes: Outcomes, what: str) -> Panels:
+def panels_of(results: Results, what: str) -> Panels:
     """All that a picture is drawn from; empty where nothing of it is known."""
-    made: dict[str, Callable[[Outcomes], Panels]] = {
+    made: dict[str, Callable[[Results], Panels]] = {
         "cost": cost_panels, "positions": position_panels, "latency": latency_panels, "sizes": size_panels,
         "speedup": speedup_panels, "perplexity": perplexity_dots, "answers": answer_dots, "gap": gap_dots}
-    return made[what](outcomes)
+    return [panel for panel in made[what](results) if (panel.lines if isinstance(panel, Lines) else panel.is_known)]
 
 
-def alt_text(outcomes: Outcomes, what: str) -> str:
+def alt_text(results: Results, what: str) -> str:
     """"Table 1: changes to GAU, cpu scale. Perplexity, left is better. 3 seeds"."""
-    words = f"{outcomes.table.title}, {outcomes.scale.name} scale. {SHOWS[what]}"
-    seeds = sorted({len(outcome.trained) for outcome in outcomes.known if outcome.trained})
+    words = f"{results.table.title}, {results.scale.name} scale. {SHOWS[what]}"
+    seeds = sorted(set(results.trained.groupby(level=CELL).size()))
     if what == "latency" or not seeds:
         return words
     return f"{words}. {span_of(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'}"
 
 
-def digest(outcomes: Outcomes, what: str) -> str:
-    """A hash of all that a picture is drawn from; the picture carries it, so that one of older rows is found out."""
-    drawn = [alt_text(outcomes, what), [asdict(panel) for panel in panels_of(outcomes, what)]]
+def digest(results: Results, what: str) -> str:
+    """A hash of all that a picture is drawn from; the picture carries it, so that one of older records is found out."""
+    drawn = [alt_text(results, what), [asdict(panel) for panel in panels_of(results, what)]]
     return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
-def cost_panels(outcomes: Outcomes) -> list[Lines]:
+def line(name: str, x: Iterable[float], values: pd.DataFrame) -> Line:
+    """values: of each point what its seeds have; drawn are mean, least and most."""
+    return Line(name, tuple((float(place), float(mean), float(least), float(most)) for place, (mean, least, most)
+                            in zip(x, values.agg(["mean", "min", "max"], axis=1).to_numpy(), strict=True)))
+
+
+def cost_panels(results: Results) -> list[Lines]:
     """Figures 5 to 8: the time of a step by context, then a panel for each context, quality against steps x time.
 
     Only cells that were both trained and timed are in it."""
-    costs = [outcome.cost_s(outcome.curve[-1].step) for outcome in outcomes.known if outcome.curve]
-    longest = max((cost for cost in costs if cost is not None), default=None)
-    if longest is None:
+    seconds = seconds_per_step(results)
+    if seconds.empty:
         return []
+    longest = (seconds * results.trained.steps.groupby(level=CELL).first()).max()
     unit = next(unit for unit in UNITS if longest >= 2 * unit[0] or unit == UNITS[-1])
-    panels = [cost_panel(outcomes, column, *unit) for column in own_columns(outcomes)]
-    return [panel for panel in (*latency_panels(outcomes), *panels) if panel.lines]
+    return [*latency_panels(results), *(cost_panel(results, column, seconds, *unit) for column in own_columns(results))]
 
 
-def cost_panel(outcomes: Outcomes, column: str, unit_s: float, units: str) -> Lines:
+def cost_panel(results: Results, column: str, seconds: pd.Series, unit_s: float, units: str) -> Lines:
     """One context. Quality is minus the held-out loss; the dashed line is the best of the reference's mean curve."""
-    reference = outcomes.table.reference
-    best = least_loss(outcomes.cells[reference, column]) if reference else None
+    reference = results.table.reference
+    best = curve_of(results, reference, column).mean(axis=1).min() if reference else math.nan
     lines, crossings, clocks = [], [], []
-    for outcome in in_column(outcomes, column):
-        s = outcome.cost_s(1)
-        if s is None:
-            continue
-        lines.append(Line(outcome.cell.row, tuple(quality(s * point.step / unit_s, point.loss)
-                                                  for point in outcome.curve)))
-        if best is not None and outcome.cell.row != reference:
-            steps = steps_to(best, [(point.step, point.loss.mean) for point in outcome.curve])
-            crossings += [] if steps is None else [s * steps / unit_s]
-        row = outcome.timed[-1]
-        clocks.append("processor time" if row["clock"] == "cpu" else f"time on one {row['gpu'] or 'processor'}")
-    return Lines(title_of(outcomes.table.columns[column]), f"{span_of(clocks)}, {units}" if clocks else "",
-                 "minus log perplexity", not_empty(lines), "quality", level=None if best is None else -best,
-                 level_name=f"best of {reference}", crossings=tuple(crossings))
+    for row in results.rows:
+        if (row, column) in seconds:
+            s, curve = seconds[row, column] / unit_s, curve_of(results, row, column)
+            lines.append(line(row, s * curve.index, -curve))
+            crossings += [s * steps_to(best, curve.mean(axis=1))] if row != reference else []
+            timed = results.steps.record[row, column]
+            clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
+    return Lines(title_of(results, column), f"{span_of(clocks)}, {units}" if clocks else "", "minus log perplexity",
+                 tuple(lines), "quality", level=None if math.isnan(best) else -float(best),
+                 level_name=f"best of {reference}",
+                 crossings=tuple(float(place) for place in crossings if not math.isnan(place)))
 
 
-def quality(x: float, loss: Seeds) -> Point:
-    """Minus log perplexity; the least is that of the most loss."""
-    return x, -loss.mean, -loss.most, -loss.least
-
-
-def least_loss(outcome: Outcome) -> float | None:
-    """Of the mean curve, in nats per token."""
-    return min((point.loss.mean for point in outcome.curve), default=None)
-
-
-def latency_panels(outcomes: Outcomes) -> list[Lines]:
+def latency_panels(results: Results) -> list[Lines]:
     """Time against the context, with quartiles: per token, or where columns differ in more than the context, of a step.
 
     Nothing without two contexts to join."""
-    table = outcomes.table
-    columns = {name: column.context for name, column in own_columns(outcomes).items()
-               if any(outcome.timed for outcome in in_column(outcomes, name))}
-    if len(columns) < 2:
+    of_step = results.table.kind == "step"
+    steps = results.steps
+    contexts = {column: results.table.columns[column].context for column in own_columns(results)
+                if column in steps.index.get_level_values("column")}
+    if len(contexts) < 2:
         return []
-    of_step = table.kind == "step"
+    per = 1.0 if of_step else steps.tokens / 1000
+    ms = steps[["median", "q1", "q3"]].astype(float).div(per, axis=0)
     lines = []
-    for row in table.models:
-        points = []
-        for name, context in columns.items():
-            outcome = outcomes.cells[row, name]
-            ms, times = (outcome.step_ms, 1) if of_step else (outcome.ms_per_token, 1000)
-            if ms:
-                points.append((context, ms.median * times, ms.q1 * times, ms.q3 * times))
-        lines.append(Line(row, tuple(points)))
-    contexts = tuple((context, name if of_step else tokens(context)) for name, context in columns.items())
+    for row in results.rows:
+        points = sorted((float(contexts[column]), float(median), float(q1), float(q3))
+                        for (_, column), median, q1, q3 in of_cell(ms, row).itertuples() if column in contexts)
+        lines += [Line(row, tuple(points))] if points else []
     return [Lines("Time of a training step", "tokens of context" + (" x rows" if of_step else ""),
-                  "ms" if of_step else "ms per 1,000 tokens", not_empty(lines), "contexts", contexts)]
+                  "ms" if of_step else "ms per 1,000 tokens", tuple(lines), "contexts",
+                  tuple((context, column if of_step else tokens(context)) for column, context in contexts.items()))]
 
 
-def position_panels(outcomes: Outcomes) -> list[Lines]:
+def position_panels(results: Results) -> list[Lines]:
     """A panel for each context: the loss of early and of late tokens, at the end of training."""
     panels = []
-    for name, column in own_columns(outcomes).items():
-        lines = not_empty(Line(outcome.cell.row, tuple(
-            (math.sqrt((span.first - 0.5) * (span.last + 0.5)), span.loss.mean, span.loss.least, span.loss.most)
-            for span in outcome.loss_by_position)) for outcome in in_column(outcomes, name))
-        if lines:
-            panels.append(Lines(title_of(column), "position, tokens", "held-out nats per token", lines, "positions"))
+    for column in own_columns(results):
+        spans = {row: positions_of(results, row, column) for row in results.rows}
+        lines = [line(row, [middle(*span) for span in found.index], found)
+                 for row, found in spans.items() if len(found)]
+        panels.append(Lines(title_of(results, column), "position, tokens", "held-out nats per token", tuple(lines),
+                            "positions"))
     return panels
 
 
-def size_panels(outcomes: Outcomes) -> list[Lines]:
+def size_panels(results: Results) -> list[Lines]:
     """Figure 3: a line for each kind of layer, a point for each size."""
-    panels = []
-    for name, column in outcomes.table.columns.items():
+    ms, loss, panels = 1000 * results.steps["median"] / results.steps.tokens, spread(results.trained.loss), []
+    for column in results.columns:
         points: dict[str, list[Point]] = {}
-        for outcome in in_column(outcomes, name):
-            if outcome.loss and outcome.ms_per_token:
-                kind = outcome.cell.row.split()[0]
-                points.setdefault(kind, []).append(quality(1000 * outcome.ms_per_token.median, outcome.loss))
+        for row in results.rows:
+            if (row, column) in ms and (row, column) in loss.index:
+                mean, least, most, _ = loss.loc[(row, column)].astype(float)
+                points.setdefault(row.split()[0], []).append((float(ms[row, column]), -mean, -most, -least))
         lines = tuple(Line(kind, tuple(sorted(found))) for kind, found in points.items())
-        if lines:
-            panels.append(Lines(title_of(column, name), "ms per 1,000 tokens of training",
-                                "minus log perplexity", lines))
+        panels.append(Lines(title_of(results, column, True), "ms per 1,000 tokens of training", "minus log perplexity",
+                            lines))
     return panels
 
 
-def speedup_panels(outcomes: Outcomes) -> list[Lines]:
+def speedup_panels(results: Results) -> list[Lines]:
     """Figure 1: a panel for each Transformer, FLASH's speed-up over it against the context."""
-    panels = []
-    columns = outcomes.table.columns
-    for rival in (row for row in outcomes.table.models if row != "FLASH"):
-        by_quality: list[Point] = []
-        by_step: list[Point] = []
-        for name, column in columns.items():
-            ours, theirs = outcomes.cells["FLASH", name], outcomes.cells[rival, name]
-            quality, step = speedup(ours, theirs), step_speedup(ours, theirs)
-            if quality and quality.value is not None:
-                values = [quality.value, *(value for value in quality.seeds if value is not None)]
-                by_quality.append((column.context, quality.value, min(values), max(values)))
-            if step:
-                by_step.append((column.context, step.value, step.low, step.high))
-        lines = not_empty([Line("to the same quality", tuple(by_quality)),
-                           Line("by the time of a step", tuple(by_step))])
-        printed = [(column.context, read_paper()[outcomes.table.name].value("speedup", rival, name))
+    panels, columns = [], results.table.columns
+    contexts = tuple((column.context, tokens(column.context)) for column in columns.values())
+    for rival in (row for row in results.table.models if row != "FLASH"):
+        quality, step = of_flash(speedups(results, rival)), of_flash(step_speedups(results, rival))
+        by_quality = [(columns[name].context, value, min([value, *seeds]), max([value, *seeds]))
+                      for name, value, seeds in quality.dropna().itertuples()]
+        by_step = [(columns[name].context, *each) for name, *each in step.itertuples()]
+        printed = [(column.context, read_paper()[results.table.name].value("speedup", rival, name))
                    for name, column in columns.items()]
+        lines = not_empty([Line("to the same quality", tuple(sorted(by_quality))),
+                           Line("by the time of a step", tuple(sorted(by_step)))])
         if lines:
             lines += not_empty([Line("the paper's", tuple((x, y, y, y) for x, y in printed if y))])
-            contexts = tuple((column.context, tokens(column.context)) for column in columns.values())
-            panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast", lines, "contexts", contexts,
-                                level=1.0, level_name="as fast"))
+        panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast", lines, "contexts", contexts,
+                            level=1.0, level_name="as fast"))
     return panels
 
 
-def perplexity_dots(outcomes: Outcomes) -> list[Dots]:
+def of_flash(speedup: pd.DataFrame) -> pd.DataFrame:
+    """By column. Seeds that never get there are left out."""
+    if "seeds" in speedup:
+        speedup = speedup.assign(seeds=[[seed for seed in seeds if not math.isnan(seed)] for seeds in speedup.seeds])
+    return of_cell(speedup, "FLASH").droplevel("row")
+
+
+def perplexity_dots(results: Results) -> list[Dots]:
     """Tables 1 and 2: a panel for each column; the dashed line is the mean of the row that others are changes of."""
-    first = outcomes.table.reference or next(iter(outcomes.table.models))
+    first = results.table.reference or next(iter(results.table.models))
     panels = []
-    for name, column in outcomes.table.columns.items():
-        original = outcomes.cells[first, name].perplexity
-        panels.append(Dots(title_of(column, name), "perplexity per token",
-                           values_of(outcomes, name, lambda outcome: outcome.perplexity),
-                           original.mean if original else None, first))
-    return [panel for panel in panels if any(values for _, values in panel.values)]
+    for column in results.columns:
+        values = values_of(results, results.trained.perplexity, column)
+        original = dict(values).get(first)
+        panels.append(Dots(title_of(results, column, True), "perplexity per token", values,
+                           sum(original) / len(original) if original else None, first))
+    return panels
 
 
-def answer_dots(outcomes: Outcomes) -> list[Dots]:
+def answer_dots(results: Results) -> list[Dots]:
     """Table 4: perplexity of pretraining, and F1 beside that of a guess by word overlap."""
-    (column,) = outcomes.table.columns
-    guesses = [row["word_overlap"]["f1"] for outcome in outcomes.known for row in outcome.finetuned.values()]
-    panels = [Dots("Pretraining, left is better", "perplexity per masked token",
-                   values_of(outcomes, column, lambda outcome: outcome.perplexity)),
-              Dots("Answers, right is better", "F1, percent", values_of(outcomes, column, lambda outcome: outcome.f1),
-                   max(guesses, default=None), "a guess by word overlap")]
-    return [panel for panel in panels if any(values for _, values in panel.values)]
+    (column,) = results.table.columns
+    guesses = [record["word_overlap"]["f1"] for record in results.finetuned.record]
+    return [Dots("Pretraining, left is better", "perplexity per masked token",
+                 values_of(results, results.trained.perplexity, column)),
+            Dots("Answers, right is better", "F1, percent", values_of(results, results.finetuned.f1, column),
+                 max(guesses, default=None), "a guess by word overlap")]
 
 
-def gap_dots(outcomes: Outcomes) -> list[Dots]:
+def gap_dots(results: Results) -> list[Dots]:
     """Table 5: a panel for each task; what each seed's perplexity is with mixed chunks, less that without them."""
     panels = []
     for task in ("LM", "MLM"):
-        columns = [(name, column.context) for name, column in outcomes.table.columns.items() if name.split()[0] == task]
-        values = []
-        for (whole, mixed), (name, context) in itertools.product(GAPS, columns):
-            gap = paired(outcomes.cells[mixed, name], outcomes.cells[whole, name], perplexity_of)
-            values += [(f"{whole} to {mixed}, {context:,}", gap.values)] if gap else []
-        if values:
-            panels.append(Dots(task, "perplexity per token", tuple(values), 0.0, "no difference"))
+        gaps = {f"{whole} to {mixed}, {column.context:,}": paired(results, (mixed, name), (whole, name), "perplexity")
+                for whole, mixed in GAPS for name, column in results.table.columns.items() if name.split()[0] == task}
+        panels.append(Dots(task, "perplexity per token",
+                           tuple((name, tuple(gap.tolist())) for name, gap in gaps.items() if len(gap)), 0.0,
+                           "no difference"))
     return panels
 
 
-def own_columns(outcomes: Outcomes) -> dict[str, Column]:
-    """Those with a cell that the scale runs and has rows of: not where runs of other tables are all there is."""
-    return {name: column for name, column in outcomes.table.columns.items()
-            if any(outcome.planned and outcome.known for outcome in in_column(outcomes, name))}
-
-
-def in_column(outcomes: Outcomes, column: str) -> list[Outcome]:
-    return [outcomes.cells[row, column] for row in outcomes.table.models]
+def own_columns(results: Results) -> list[str]:
+    """Those with a cell that the scale runs and has records of: not where runs of other tables are all there is."""
+    own = results.cells[results.cells.planned & results.cells.known]
+    return [column for column in results.columns if column in own.index.get_level_values("column")]
 
 
 def not_empty(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line.points)
 
 
-def values_of(outcomes: Outcomes, column: str, of: Callable[[Outcome], Seeds | None],
-              ) -> tuple[tuple[str, tuple[float, ...]], ...]:
+def values_of(results: Results, values: pd.Series, column: str) -> tuple[tuple[str, tuple[float, ...]], ...]:
     """Of each row the numbers of its seeds, perhaps none."""
-    found = [(outcome.cell.row, of(outcome)) for outcome in in_column(outcomes, column)]
-    return tuple((row, seeds.values if seeds else ()) for row, seeds in found)
+    return tuple((row, tuple(of_cell(values, row, column).tolist())) for row in results.table.models)
 
 
-def title_of(column: Column, name: str = "") -> str:
-    """With the column's name, if that says more than its context."""
-    return f"Context {column.context:,}" if name in ("", str(column.context)) else f"{name}, context {column.context:,}"
+def title_of(results: Results, column: str, named: bool = False) -> str:
+    """With the column's name, if it is asked for and says more than its context."""
+    context = f"ontext {results.table.columns[column].context:,}"
+    return f"{column}, c{context}" if named and not column.isdigit() else f"C{context}"
 
 
-def draw_all(tables: Iterable[Outcomes], folder: Path) -> list[Path]:
+def draw_all(tables: Iterable[Results], folder: Path) -> list[Path]:
     """Every picture of these tables, into a folder that is made if need be. Raises ResourceError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ResourceError("cannot make the folder", folder, e.strerror) from None
     drawn = []
-    for outcomes in tables:
-        for name, what in files_of(outcomes):
-            draw(outcomes, what, folder / name)
+    for results in tables:
+        for name, what in files_of(results):
+            draw(results, what, folder / name)
             drawn.append(folder / name)
     return drawn
 
 
-def draw(outcomes: Outcomes, what: str, path: Path) -> None:
+def draw(results: Results, what: str, path: Path) -> None:
     """One picture of `files_of`. Raises ResourceError where it cannot be written."""
-    panels = panels_of(outcomes, what)
+    panels = panels_of(results, what)
     n_columns = 2 if len(panels) == 4 else min(PER_ROW, len(panels))
     n_rows = math.ceil(len(panels) / n_columns)
     names = panels[0].names if isinstance(panels[0], Dots) else []
     height = 1.1 + 0.36 * len(names) if names else 3.3
     with drawing(path, width=max(0.3 + 4.2 * n_columns, 8), height=0.8 + height * n_rows,
-                 metadata={"Rows": digest(outcomes, what)}) as figure:
+                 metadata={"Rows": digest(results, what)}) as figure:
         places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
         for i, (axes, panel) in enumerate(zip(places, panels, strict=False)):
             axes.set_title(panel.title)
@@ -372,10 +359,10 @@ def draw(outcomes: Outcomes, what: str, path: Path) -> None:
                 axes.tick_params(labelleft=axes is places[0] or panel.names != names)
         for axes in places[len(panels):]:
             axes.set_visible(False)
-        words = textwrap.fill(alt_text(outcomes, what), round(13.5 * figure.get_figwidth()))
+        words = textwrap.fill(alt_text(results, what), round(13.5 * figure.get_figwidth()))
         figure.suptitle(words, fontsize=9.5, x=0.008, ha="left", color="#555555")
         lines = [line.name for panel in panels if isinstance(panel, Lines) for line in panel.lines]
-        add_legend(figure, places, [*outcomes.table.models, *lines])
+        add_legend(figure, places, [*results.table.models, *lines])
 
 
 def draw_lines(axes: "Axes", panel: Lines) -> None:

@@ -1,346 +1,239 @@
-"""What the rows of `lineartime reproduce` say of each cell of a table: quality over seeds, time, memory, speed-ups.
+"""What the records of `lineartime reproduce` say of a table at a scale, as data frames.
 
-A row belongs to a cell when its scale, text and settings are the cell's, so two tables share rows. The newest row of a
-seed counts, and one that failed only where none went well.
+A record belongs to a cell when its scale, text and settings are the cell's, so two tables share records. The newest
+record of a seed counts, and a failure only where nothing went well.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from lineartime.benchmark.rows import Ratio, Spread, ratio_of, spread_of
+import numpy as np
+import pandas as pd
+
 from lineartime.errors import DataError
-from lineartime.reproduce.rows import Row, read_rows, rows_of
-from lineartime.reproduce.scales import SCALES, Cell, Scale, cells_of
+from lineartime.reproduce.records import Record, read_records
+from lineartime.reproduce.scales import SCALES, Cell, Scale, key_of
 from lineartime.reproduce.tables import TABLES, ScaleName, Table
 
-
-@dataclass(frozen=True)
-class Seeds:
-    """One number of each seed that was run; at least one."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return sum(self.values) / len(self.values)
-
-    @property
-    def least(self) -> float:
-        return min(self.values)
-
-    @property
-    def most(self) -> float:
-        return max(self.values)
-
-    @property
-    def n(self) -> int:
-        return len(self.values)
+CELL = ["row", "column"]
 
 
 @dataclass(frozen=True)
-class Point:
-    """Held-out loss in nats per token after so many steps."""
-
-    step: int
-    loss: Seeds
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Loss in nats per token of the tokens from `first` to `last` of a context, counted from 1."""
-
-    first: int
-    last: int
-    loss: Seeds
-
-
-@dataclass(frozen=True)
-class SpeedUp:
-    """How many times as cheap it is to reach the reference's best loss: steps times time per step, theirs over ours."""
-
-    value: float | None
-    """Of the mean curve; None where it never gets there."""
-    seeds: tuple[float | None, ...]
-    """Of each seed's own curve, to the same loss."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What is known of one cell. Whatever was not measured is None or empty."""
-
-    cell: Cell
-    planned: bool
-    """Whether the scale runs the cell. One that it does not may be known from another table's run."""
-    trained: dict[int, Row]
-    """Rows that went well, by seed."""
-    finetuned: dict[int, Row]
-    timed: tuple[Row, ...]
-    """Steps that were measured side by side with others of their "run": oldest first, but for the run that most cells
-    of the column have, which is last."""
-    failures: dict[str, str]
-    """What failed and never went well, by kind of row."""
-
-    @property
-    def known(self) -> bool:
-        """Whether anything was run, even if it failed."""
-        return bool(self.trained or self.finetuned or self.timed or self.failures)
-
-    @property
-    def missing_seeds(self) -> tuple[int, ...]:
-        """Seeds that the cell wants and whose training has not gone well."""
-        return tuple(seed for seed in self.cell.seeds if seed not in self.trained)
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """All that the outcome is made of."""
-        return (*self.trained.values(), *self.finetuned.values(), *self.timed)
-
-    @cached_property
-    def loss(self) -> Seeds | None:
-        """The best on validation, in nats per token."""
-        return seeds_of(best_loss(row) for row in self.trained.values())
-
-    @cached_property
-    def perplexity(self) -> Seeds | None:
-        """Per token."""
-        return seeds_of(perplexity_of(row) for row in self.trained.values())
-
-    @cached_property
-    def word_perplexity(self) -> Seeds | None:
-        """Per word; None for text whose words are not counted, as that of masked models."""
-        counted = [row for row in self.trained.values() if row["held_out"].get("n_words")]
-        return seeds_of(word_perplexity(row) for row in counted)
-
-    @cached_property
-    def curve(self) -> tuple[Point, ...]:
-        """Held-out loss in the course of training, at the steps that all seeds have."""
-        curves = [dict(row["curve"]) for row in self.trained.values()]
-        steps = sorted(set.intersection(*map(set, curves))) if curves else []
-        return tuple(Point(step, Seeds(tuple(curve[step] for curve in curves))) for step in steps)
-
-    @cached_property
-    def loss_by_position(self) -> tuple[Positions, ...]:
-        """Of the whole validation split, at the end of training."""
-        spans = [{(span["first"], span["last"]): span["loss"] for span in row["held_out"].get("loss_by_position") or ()}
-                 for row in self.trained.values()]
-        shared = sorted(set.intersection(*map(set, spans))) if spans else []
-        return tuple(Positions(*span, Seeds(tuple(each[span] for each in spans))) for span in shared)
-
-    @property
-    def step_tokens(self) -> int | None:
-        """Tokens of the step that was timed: those of one micro-batch, where a step of training has several."""
-        return self.timed[-1]["tokens_per_step"] if self.timed else None
-
-    @property
-    def step_ms(self) -> Spread | None:
-        """Time of such a step, in the last run that measured it."""
-        return spread_of(self.timed[-1][f"{self.timed[-1]['clock']}_ms"]) if self.timed else None
-
-    @property
-    def ms_per_token(self) -> Spread | None:
-        return ms_per_token(self.timed[-1]) if self.timed else None
-
-    def cost_s(self, step: float) -> float | None:
-        """Seconds that training takes up to a step: its tokens times the time per token as measured side by side, for
-        runs are not alone on their machine. None where either is not known."""
-        if not self.trained or not self.timed:
-            return None
-        row = next(iter(self.trained.values()))
-        return step * row["tokens"] / row["curve"][-1][0] * ms_per_token(self.timed[-1]).median / 1e3
-
-    @property
-    def peak_mib(self) -> float | None:
-        """The most memory of a process that does nothing but such steps."""
-        return self.timed[-1].get("peak_mib") if self.timed else None
-
-    @cached_property
-    def f1(self) -> Seeds | None:
-        """Of the answers after fine-tuning, in percent."""
-        return seeds_of(row["f1"] for row in self.finetuned.values())
-
-    @cached_property
-    def finetune_ms(self) -> Seeds | None:
-        """Median time of a fine-tuning step in each run, measured alone."""
-        return seeds_of(finetune_ms(row) for row in self.finetuned.values())
-
-    @property
-    def n_parameters(self) -> int | None:
-        return next((row["n_parameters"] for row in self.rows if "n_parameters" in row), None)
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """One table at one scale: every cell of it, by row and column, whether run or not."""
+class Results:
+    """One table at one scale. Cells that have no records have no lines in the frames but `cells`."""
 
     table: Table
     scale: Scale
-    cells: dict[tuple[str, str], Outcome]
+    cells: pd.DataFrame
+    """By row and column, in the order of columns, then rows: "cell"; "planned", whether the scale runs it (one that it
+    does not run may be known from another table's run); "known", whether anything was run, even if it failed."""
+    trained: pd.DataFrame
+    """By row, column and seed: "loss" and "perplexity" per token of the whole held-out split at the end of training,
+    "word_perplexity" where words are counted, "n_parameters", "steps", "tokens" and the "record"."""
+    finetuned: pd.DataFrame
+    """By row, column and seed: "f1" in percent, "step_ms" of a run measured alone, and the "record"."""
+    timed: pd.DataFrame
+    """By row and column, several lines each: "run", "median", "q1" and "q3" in milliseconds of a step of "tokens" (one
+    micro-batch), "peak_mib" of a process that does nothing else, and the "record". Oldest first, but the run that timed
+    most of a column is last: numbers in one column should be of one run."""
+    failed: pd.DataFrame
+    """What failed and never went well: "row", "column", "kind" and "said"."""
 
     @property
-    def known(self) -> list[Outcome]:
-        """In the order of columns, then rows."""
-        return [self.cells[row, column] for column in self.table.columns for row in self.table.models
-                if self.cells[row, column].known]
+    def steps(self) -> pd.DataFrame:
+        """The last line of every cell that was timed."""
+        return self.timed.groupby(level=CELL, sort=False).tail(1)
 
     @property
-    def known_columns(self) -> list[str]:
-        return [column for column in self.table.columns
-                if any(self.cells[row, column].known for row in self.table.models)]
+    def rows(self) -> list[str]:
+        """Those of which anything was run."""
+        return self._known("row", self.table.models)
 
     @property
-    def known_rows(self) -> list[str]:
-        return [row for row in self.table.models
-                if any(self.cells[row, column].known for column in self.table.columns)]
+    def columns(self) -> list[str]:
+        return self._known("column", self.table.columns)
+
+    def _known(self, level: str, names: Iterable[str]) -> list[str]:
+        known = set(self.cells.index[self.cells.known].get_level_values(level))
+        return [name for name in names if name in known]
 
 
-def read_results(path: Path) -> list[Row]:
-    """The rows of a file that `lineartime reproduce` writes, oldest first.
+def read_results(path: Path) -> list[Record]:
+    """The records of a file that `lineartime reproduce` writes, oldest first.
 
     Raises DataError where there is no file or it holds something else."""
     if not path.is_file():
         raise DataError("no rows to report", path, "`lineartime reproduce` writes them")
-    rows = read_rows(path)
-    for number, row in enumerate(rows, 1):
+    records = read_records(path)
+    for number, record in enumerate(records, 1):
         try:
-            check(row)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            columns = COLUMNS[record["kind"]]
+            if not record.get("failed"):
+                columns(record)
+            if record["kind"] != "step" and not isinstance(record["settings"]["seed"], int):
+                raise TypeError("the seed is no number")
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
             raise DataError("not a row of a run", f"{path}, row {number}", f"{type(e).__name__}: {e}") from None
-    return rows
+    return records
 
 
-def check(row: Row) -> None:
-    """Raise KeyError and the like for a row that lacks what an outcome is made of."""
-    needed: dict[str, Callable[[Row], object]] = {
-        "train": lambda row: (best_loss(row), row["held_out"].get("n_words"), row["tokens"]),
-        "finetune": lambda row: (row["f1"], finetune_ms(row)),
-        "step": lambda row: (row["run"], row["time"], ms_per_token(row))}
-    look_at = needed[row["kind"]]
-    if not row.get("failed"):
-        look_at(row)
-    if row["kind"] != "step" and not isinstance(row["settings"]["seed"], int):
-        raise TypeError("the seed is no number")
+def train_columns(record: Record) -> Record:
+    held_out = record["held_out"]
+    return {"loss": held_out["loss"], "perplexity": math.exp(held_out["loss"]), "steps": record["curve"][-1][0],
+            "word_perplexity": held_out["word_perplexity"] if held_out.get("n_words") else None,
+            "n_parameters": record["n_parameters"], "tokens": record["tokens"], "record": record}
 
 
-def outcomes_of(table: str, scale: ScaleName, rows: Iterable[Row]) -> Outcomes:
-    """What rows, oldest first, say of a table at a scale."""
-    rows = [row for row in rows if row.get("scale") == scale]
-    declared, planned = TABLES[table], {(cell.row, cell.column) for cell in cells_of(table, scale)}
-    outcomes = {}
-    for column in declared.columns:
-        cells = [Cell(declared, label, column, SCALES[scale]) for label in declared.models]
-        keys = [cell.key for cell in cells] if rows else []  # which takes its time
-        found = []
-        for number, cell in enumerate(cells):
-            runs = (cell.row, column) in planned
-            # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
-            shares = rows and (runs or keys.count(keys[number]) == 1)
-            found.append(outcome_of(cell, runs, rows) if shares else Outcome(cell, runs, {}, {}, (), {}))
-        outcomes.update({(outcome.cell.row, column): outcome for outcome in timed_together(found)})
-    return Outcomes(declared, SCALES[scale], outcomes)
+def finetune_columns(record: Record) -> Record:
+    clock = "cpu" if record["device"] == "cpu" else "wall"
+    return {"f1": record["f1"], "step_ms": record["step_ms"][clock]["median"], "record": record}
 
 
-def timed_together(column: Sequence[Outcome]) -> list[Outcome]:
-    """The cells of a column with the run last that timed most of them, the newest of several: what stands in one column
-    should have been measured in one run."""
-    rows = [row for outcome in column for row in outcome.timed]
-    runs = [row["run"] for row in rows]
-    _, _, best = max(((runs.count(row["run"]), row["time"], row["run"]) for row in rows), default=(0, "", ""))
-    return [replace(outcome, timed=tuple(sorted(outcome.timed, key=lambda row: row["run"] == best)))
-            for outcome in column]
+def step_columns(record: Record) -> Record:
+    ms = record[f"{record['clock']}_ms"]
+    return {"run": record["run"], "time": record["time"], **{name: ms[name] for name in ("median", "q1", "q3")},
+            "tokens": record["tokens_per_step"], "peak_mib": record.get("peak_mib"), "record": record,
+            "n_parameters": record.get("n_parameters")}
 
 
-def outcome_of(cell: Cell, planned: bool, rows: Sequence[Row]) -> Outcome:
-    """What rows, oldest first, say of a cell."""
-    found = {"train": rows_of(cell, rows, "train") if cell.table.kind == "train" else [],
-             "finetune": rows_of(cell, rows, "finetune") if cell.questions else [], "step": rows_of(cell, rows, "step")}
-    well = {kind: [row for row in of_kind if not row.get("failed")] for kind, of_kind in found.items()}
-    by_seed = {kind: {row["settings"].get("seed"): row for row in of_kind} for kind, of_kind in well.items()}
-    failures = {kind: "; ".join(dict.fromkeys(failure(row) for row in of_kind if row.get("failed")
-                                              and row["settings"].get("seed") not in by_seed[kind]))
-                for kind, of_kind in found.items()}
-    return Outcome(cell, planned, dict(sorted(by_seed["train"].items())), dict(sorted(by_seed["finetune"].items())),
-                   tuple(well["step"]), {kind: said for kind, said in failures.items() if said})
+COLUMNS: dict[str, Callable[[Record], Record]] = {
+    "train": train_columns, "finetune": finetune_columns, "step": step_columns}
+NAMES = {"train": ["loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens", "record"],
+         "finetune": ["f1", "step_ms", "record"],
+         "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters", "record"]}
 
 
-def failure(row: Row) -> str:
-    """"seed 1: the loss is not finite"; of a step, which has no seed, only what it said."""
-    seed = row["settings"].get("seed")
-    return row["failed"] if seed is None else f"seed {seed}: {row['failed']}"
+def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Results:
+    """What records, oldest first, say of a table at a scale."""
+    records = [record for record in records if record.get("scale") == scale]
+    table = TABLES[name]
+    planned = table.cells(scale)
+    cells = pd.DataFrame([(row, column, Cell(table, row, column, SCALES[scale]), (row, column) in planned)
+                          for column in table.columns for row in table.models], columns=[*CELL, "cell", "planned"])
+    cells["key"] = [cell.key for cell in cells.cell] if records else ""  # which takes its time
+    # Rows that a scale makes the same, such as sizes where it has but one, must not lend each other's runs.
+    lenders = cells[cells.planned | ~cells.duplicated(["column", "key"], keep=False)]
+    found = lenders.merge(pd.DataFrame({
+        "key": [key_of(record["text"], record["settings"]) for record in records],
+        "kind": [record["kind"] for record in records],
+        "seed": [record["settings"].get("seed", -1) for record in records],
+        "well": [not record.get("failed") for record in records], "record": records}), on="key")
+    found = found.loc[[belongs(cell, record) for cell, record in zip(found.cell, found.record, strict=True)]]
+    seed = [*CELL, "kind", "seed"]
+    well = found.loc[found.well.astype(bool)]
+    bad = found.merge(well[seed].drop_duplicates(), on=seed, how="left", indicator="at_last")
+    bad = bad[bad.at_last == "left_only"]
+    bad["said"] = [record["failed"] if seed < 0 else f"seed {seed}: {record['failed']}"
+                   for seed, record in zip(bad.seed, bad.record, strict=True)]
+    newest = well.drop_duplicates(seed, keep="last").sort_values("seed", kind="stable")
+    cells = cells.set_index(CELL)
+    cells["known"] = cells.index.isin(pd.MultiIndex.from_frame(found[CELL]))
+    return Results(table, SCALES[scale], cells, frame_of(newest, "train"), frame_of(newest, "finetune"),
+                   timed_together(frame_of(well, "step")), bad[[*CELL, "kind", "said"]].drop_duplicates())
 
 
-def best_loss(row: Row) -> float:
-    """The least held-out loss of a training run, in nats per token."""
-    return min(loss for _, loss in row["curve"])
+def belongs(cell: Cell, record: Record) -> bool:
+    """Whether a record of a cell's settings is of the kind that the cell has."""
+    if record["kind"] == "finetune":
+        return cell.questions is not None and record.get("questions") == asdict(cell.questions)
+    return record["kind"] == "step" or cell.table.kind == "train"
 
 
-def perplexity_of(row: Row) -> float:
-    """Per token, of the best loss."""
-    return math.exp(best_loss(row))
+def frame_of(found: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """What records of a kind say, by row, column and seed; steps, which have no seed, by row and column."""
+    found = found[found.kind == kind]
+    by = CELL if kind == "step" else [*CELL, "seed"]
+    said = pd.DataFrame([COLUMNS[kind](record) for record in found.record], found.index, NAMES[kind])
+    return found[by].join(said).set_index(by)
 
 
-def word_perplexity(row: Row) -> float:
-    """Of the whole split at the end of training, where that is the best; else of the best loss of the curve."""
-    held_out = row["held_out"]
-    if best_loss(row) == row["curve"][-1][1]:
-        return held_out["word_perplexity"]
-    return math.exp(best_loss(row) * held_out["n_tokens"] / held_out["n_words"])
+def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
+    """The run of each column last that timed most of it, the newest of several."""
+    runs = timed.groupby(["column", "run"]).time.agg(["size", "max"]).reset_index().sort_values(["size", "max", "run"])
+    best = runs.groupby("column").run.last()
+    in_best = timed.run == best.reindex(timed.index.get_level_values("column")).to_numpy()
+    return pd.concat([timed[~in_best], timed[in_best]])
 
 
-def ms_per_token(row: Row) -> Spread:
-    """Of a step that was measured side by side, by the clock that counts."""
-    return spread_of(row[f"{row['clock']}_ms"], row["tokens_per_step"])
+def of_cell(frame: Any, row: str, column: str | None = None) -> Any:
+    """A cell's lines of a data frame or series, perhaps none; those of all columns where none is named."""
+    lines = frame[frame.index.get_level_values("row") == row]
+    return lines if column is None else lines[lines.index.get_level_values("column") == column]
 
 
-def finetune_ms(row: Row) -> float:
-    """Median of a step of a fine-tuning run: the processor's time, or on a GPU as time passes."""
-    return row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]["median"]
+def spread(values: pd.Series) -> pd.DataFrame:
+    """Of each cell that has any: mean, least and most of its seeds, and their number."""
+    return pd.DataFrame(values.dropna().groupby(level=CELL, sort=False).agg(["mean", "min", "max", "size"]))
 
 
-def seeds_of(values: Iterable[float]) -> Seeds | None:
-    found = tuple(values)
-    return Seeds(found) if found else None
+def curve_of(results: Results, row: str, column: str) -> pd.DataFrame:
+    """Held-out loss in nats per token, of a part of the split: a line for each step that all seeds have, a column for
+    each seed."""
+    records = of_cell(results.trained, row, column).record
+    return pd.DataFrame({key[-1]: dict(record["curve"]) for key, record in records.items()}).dropna().sort_index()
 
 
-def paired(ours: Outcome, theirs: Outcome, of: Callable[[Row], float]) -> Seeds | None:
-    """What ours has more of than theirs, seed by seed: runs of one seed read the same text in the same order."""
-    return seeds_of(of(row) - of(theirs.trained[seed]) for seed, row in ours.trained.items() if seed in theirs.trained)
+def positions_of(results: Results, row: str, column: str) -> pd.DataFrame:
+    """Loss in nats per token of the whole held-out split, at the end of training: a line for the tokens from a first to
+    a last of a context, counted from 1, a column for each seed."""
+    records = of_cell(results.trained, row, column).record
+    spans = {key[-1]: {(span["first"], span["last"]): span["loss"]
+                       for span in record["held_out"].get("loss_by_position") or ()} for key, record in records.items()}
+    return pd.DataFrame(spans).dropna().sort_index()
 
 
-def step_speedup(ours: Outcome, reference: Outcome) -> Ratio | None:
-    """The reference's time of a step over ours, in the last run that measured both."""
-    theirs = {row["run"]: row for row in reference.timed}
-    return next((ratio_of(ms_per_token(theirs[row["run"]]), ms_per_token(row)) for row in reversed(ours.timed)
-                 if row["run"] in theirs), None)
+def seconds_per_step(results: Results) -> pd.Series:
+    """By row and column, what a step of training costs: its tokens times the time per token as measured side by side,
+    for runs are not alone on their machine."""
+    trained, steps = results.trained.groupby(level=CELL, sort=False).first(), results.steps
+    return (trained.tokens / trained.steps * steps["median"] / steps.tokens / 1e3).dropna()
 
 
-def speedup(ours: Outcome, reference: Outcome) -> SpeedUp | None:
-    """As the paper defines it: the time the reference takes to its best mean loss over the time ours takes to it.
-
-    None where the training of one or the other is not known, or its step's time beside the other's."""
-    by_step = step_speedup(ours, reference)
-    if not ours.curve or not reference.curve or by_step is None:
-        return None
-    loss = min(point.loss.mean for point in reference.curve)
-    reference_steps = steps_to(loss, [(point.step, point.loss.mean) for point in reference.curve])
-    assert reference_steps is not None
-
-    def times(curve: Sequence[tuple[int, float]]) -> float | None:
-        steps = steps_to(loss, curve)
-        return None if steps is None else by_step.value * reference_steps / steps
-
-    return SpeedUp(times([(point.step, point.loss.mean) for point in ours.curve]),
-                   tuple(times(row["curve"]) for row in ours.trained.values()))
+def paired(results: Results, ours: tuple[str, str], theirs: tuple[str, str], what: str) -> pd.Series:
+    """What ours has more of than theirs, by seed: runs of one seed read the same text in the same order."""
+    values = [of_cell(results.trained, *cell).droplevel(CELL)[what] for cell in (ours, theirs)]
+    return (values[0] - values[1]).dropna()
 
 
-def steps_to(loss: float, curve: Sequence[tuple[int, float]]) -> float | None:
-    """Steps at which a curve first is down at a loss, linear between its points; None where it never is."""
-    if curve and curve[0][1] <= loss:
-        return curve[0][0]
-    for (step, above), (later, below) in itertools.pairwise(curve):
-        if below <= loss:
-            return step + (later - step) * (above - loss) / (above - below)
-    return None
+def step_speedups(results: Results, reference: str) -> pd.DataFrame:
+    """By row and column: the reference's time of a step over the row's ("value"), in the last run that measured both,
+    and quartile over opposite quartile ("low", "high")."""
+    times = results.timed[["median", "q1", "q3"]].div(results.timed.tokens, axis=0).assign(run=results.timed.run)
+    theirs = times[times.index.get_level_values("row") == reference].reset_index()
+    both = times.reset_index().merge(theirs.drop_duplicates(["column", "run"], keep="last"), on=["column", "run"],
+                                     suffixes=("", "_theirs"))
+    both = both.rename(columns={"row_x": "row"}).drop_duplicates(CELL, keep="last").set_index(CELL)
+    return pd.DataFrame({"value": both["median_theirs"] / both["median"], "low": both.q1_theirs / both.q3,
+                         "high": both.q3_theirs / both.q1})
+
+
+def speedups(results: Results, reference: str) -> pd.DataFrame:
+    """By row and column, as the paper defines it: the time the reference takes to its best mean loss over the time the
+    row takes to the same loss. "value" is of the mean curve, "seeds" of each seed's own; NaN never gets there.
+
+    There is no line where the training of one or the other is not known, or its step's time beside the other's."""
+    found = {}
+    for (row, column), by_step in step_speedups(results, reference).value.items():
+        ours, theirs = curve_of(results, row, column), curve_of(results, reference, column).mean(axis=1)
+        if not ours.empty and not theirs.empty:
+            loss = theirs.min()
+            cost = by_step * steps_to(loss, theirs)
+            records = of_cell(results.trained, row, column).record
+            own = [cost / steps_to(loss, pd.Series(dict(record["curve"]))) for record in records]
+            found[row, column] = {"value": cost / steps_to(loss, ours.mean(axis=1)), "seeds": own}
+    index = pd.MultiIndex.from_tuples(list(found), names=CELL)
+    return pd.DataFrame(list(found.values()), index, ["value", "seeds"])
+
+
+def steps_to(loss: float, curve: pd.Series) -> float:
+    """Steps at which a curve, losses by step, first is down at a loss, linear between its points; NaN where it never
+    is."""
+    down = np.flatnonzero(curve <= loss)
+    if not len(down):
+        return math.nan
+    last = down[0]
+    steps, losses = curve.index[max(last - 1, 0):last + 1], curve.iloc[max(last - 1, 0):last + 1]
+    return float(np.interp(-loss, -losses, steps))

@@ -27,7 +27,7 @@ from lineartime.config import run_config
 from lineartime.data.prepare import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.info import describe
-from lineartime.reproduce.rows import Kind, Row, measured_together, read_rows, rows_of
+from lineartime.reproduce.records import Kind, Record, measured_together, read_records, records_of
 from lineartime.reproduce.scales import Cell, Questions, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName
 from lineartime.run import RESULT_FILE, read_metrics, read_run, write_atomically
@@ -89,7 +89,7 @@ class Place:
         return str(self.texts / name)
 
 
-def missing_jobs(cells: Sequence[Cell], rows: Sequence[Row], seeds: int | None = None) -> list[Job]:
+def missing_jobs(cells: Sequence[Cell], rows: Sequence[Record], seeds: int | None = None) -> list[Job]:
     """The runs that have no row yet: every cell with its first seed, then with its second, ...; of the first `seeds`
     only."""
     jobs = []
@@ -97,12 +97,12 @@ def missing_jobs(cells: Sequence[Cell], rows: Sequence[Row], seeds: int | None =
         for cell in cells:
             last: Kind = "finetune" if cell.questions else "train"
             wanted = cell.table.kind == "train" and seed in cell.seeds[:seeds]
-            if wanted and not rows_of(cell, rows, last, seed):
+            if wanted and not records_of(cell, rows, last, seed):
                 jobs.append(Job(cell, seed))
     return jobs
 
 
-def missing_times(cells: Sequence[Cell], rows: Sequence[Row]) -> list[list[Cell]]:
+def missing_times(cells: Sequence[Cell], rows: Sequence[Record]) -> list[list[Cell]]:
     """The columns whose steps have not been timed side by side."""
     columns: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -117,7 +117,7 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
     failed said."""
     cells = cells_of(table, scale)
     with checkpoint.lock(place.out):
-        rows = read_rows(place.rows)
+        rows = read_records(place.rows)
         jobs, columns = missing_jobs(cells, rows, place.seeds), missing_times(cells, rows)
         place.tell(f"{table} at scale {scale}: {len(cells)} cells; {len(jobs)} runs and {len(columns)} columns of step "
                    "times are missing")
@@ -130,7 +130,7 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
     return n_rows
 
 
-def plan_lines(table: str, scale: ScaleName, rows: Sequence[Row]) -> list[str]:
+def plan_lines(table: str, scale: ScaleName, rows: Sequence[Record]) -> list[str]:
     """What a table at a scale has and lacks: a line for each cell, and one for each column's step times."""
     cells = cells_of(table, scale)
     jobs, columns = missing_jobs(cells, rows), missing_times(cells, rows)
@@ -157,14 +157,14 @@ def prepare(text: Text, place: Place, stop: StopSignal) -> None:
         raise failed
 
 
-def run_all(jobs: Sequence[Job], rows: Sequence[Row], place: Place, stop: StopSignal) -> Iterator[Row]:
+def run_all(jobs: Sequence[Job], rows: Sequence[Record], place: Place, stop: StopSignal) -> Iterator[Record]:
     """Every job's rows, written as they come. Where one fails the others save and end, as when asked to stop."""
     ending = threading.Event()
 
     def over() -> bool:
         return ending.is_set() or stop.number is not None
 
-    def work(number: int, job: Job) -> list[Row]:
+    def work(number: int, job: Job) -> list[Record]:
         if over():
             return []
         place.tell(f"[{number}/{len(jobs)}] {job.label}")
@@ -182,7 +182,7 @@ def run_all(jobs: Sequence[Job], rows: Sequence[Row], place: Place, stop: StopSi
     stop.check(STOPPED)
 
 
-def outcome(row: Row) -> str:
+def outcome(row: Record) -> str:
     """A run's result in words."""
     if "failed" in row:
         return row["failed"]
@@ -191,7 +191,7 @@ def outcome(row: Row) -> str:
     return f"{min(loss for _, loss in row['curve']):.4f} nats per token after {row['train_s']['wall']:,.0f} s"
 
 
-def run_job(job: Job, rows: Sequence[Row], place: Place, over: Callable[[], bool]) -> list[Row]:
+def run_job(job: Job, rows: Sequence[Record], place: Place, over: Callable[[], bool]) -> list[Record]:
     """Train, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     run, settings = folder / "run", cell.settings(job.seed)
@@ -205,7 +205,7 @@ def run_job(job: Job, rows: Sequence[Row], place: Place, over: Callable[[], bool
     if over():
         return []
     made = []
-    if not rows_of(cell, rows, "train", job.seed):
+    if not records_of(cell, rows, "train", job.seed):
         made.append({"kind": "train", **shared, **(trained(run, cell) if failed is None else as_result(failed)),
                      **made_by(cell)})
     if failed is None and cell.questions is not None:
@@ -218,7 +218,7 @@ def run_job(job: Job, rows: Sequence[Row], place: Place, over: Callable[[], bool
     return made
 
 
-def made_by(cell: Cell) -> Row:
+def made_by(cell: Cell) -> Record:
     """Where a row comes from."""
     return {**provenance(), "command": command_of(cell)}
 
@@ -236,7 +236,7 @@ def finetune_arguments(run: Path, questions: Questions, place: Place) -> list[st
             *(part for name, value in questions.settings.items() for part in ("--set", f"{name}={value}"))]
 
 
-def trained(run: Path, cell: Cell) -> Row:
+def trained(run: Path, cell: Cell) -> Record:
     """What a finished run has to say."""
     result, lines = json.loads((run / RESULT_FILE).read_text(encoding="utf-8")), read_metrics(run)
     described = read_run(run)
@@ -253,7 +253,7 @@ def trained(run: Path, cell: Cell) -> Row:
             **times_of(lines, config.train.tokens_per_step)}
 
 
-def finetuned(folder: Path) -> Row:
+def finetuned(folder: Path) -> Record:
     """What a finished fine-tuning has to say: its best learning rate's scores."""
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
     best, described = folder / result["best"], read_run(folder / result["best"])
@@ -263,7 +263,7 @@ def finetuned(folder: Path) -> Row:
             **times_of(read_metrics(best), described["train"]["tokens_per_step"])}
 
 
-def times_of(lines: Sequence[dict[str, Any]], tokens_per_step: int) -> Row:
+def times_of(lines: Sequence[dict[str, Any]], tokens_per_step: int) -> Record:
     """Time of all steps, and of one, by the clock and by the processor; as busy as the machine was."""
     clocks = [line["clock"] for line in lines if "held_out" not in line]
     seconds = {"cpu": [clock["cpu_s"] for clock in clocks],
@@ -272,7 +272,7 @@ def times_of(lines: Sequence[dict[str, Any]], tokens_per_step: int) -> Row:
             "step_ms": {name: spread([1e3 * value for value in values]) for name, values in seconds.items()}}
 
 
-def as_result(failed: LineartimeError) -> Row:
+def as_result(failed: LineartimeError) -> Record:
     """A failure that a table shows: the numbers went bad, or memory ran out. Raises any other."""
     if isinstance(failed, NumericsError) or (isinstance(failed, ResourceError) and failed.what == "out of memory"):
         return {"failed": str(failed)}
@@ -330,7 +330,7 @@ def toml(settings: dict[str, Any]) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
 
-def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Row]:
+def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:
     """Time a training step of every cell of a column, in turn; the rows, which are written."""
     def progress(line: str) -> None:
         stop.check("the rows that are there are written; the same command goes on")

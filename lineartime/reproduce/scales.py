@@ -4,6 +4,7 @@ A run is what `lineartime train` is given: a flat table of settings, and a text.
 `tables` and one of the three scales. Two cells with the same settings and text share a run.
 """
 
+import json
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -163,9 +164,14 @@ class Cell:
         return {"model": model.preset, "task": task, **chosen, **({} if seed is None else {"seed": seed})}
 
     @property
-    def key(self) -> tuple[str, Settings, Questions | None]:
-        """What two cells must have in common to share their runs."""
-        return self.text.name, self.settings(None), self.questions
+    def key(self) -> str:
+        """What two cells have in common that share their runs, and what a record has that is the cell's."""
+        return key_of(self.text.name, self.settings(None))
+
+
+def key_of(text: str, settings: Settings) -> str:
+    """The same for runs of one text and of equal settings but for the seed."""
+    return json.dumps([text, {name: value for name, value in settings.items() if name != "seed"}], sort_keys=True)
 
 
 def cells_of(table: str, scale: ScaleName) -> list[Cell]:

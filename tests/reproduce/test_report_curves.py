@@ -25,13 +25,13 @@ from lineartime.reproduce.figures import (
     files_of,
     panels_of,
 )
-from lineartime.reproduce.results import outcomes_of
+from lineartime.reproduce.results import positions_of, results_of
 from lineartime.reproduce.tables import TABLES
 from made_rows import final_loss, made_rows, step_ms
 
 
 def made(table, scale="cpu", keep=lambda row: True):
-    return outcomes_of(table, scale, [row for row in made_rows(table, scale=scale) if keep(row)])
+    return results_of(table, scale, [row for row in made_rows(table, scale=scale) if keep(row)])
 
 
 def line_of(panel, name):
@@ -48,12 +48,12 @@ def test_every_table_has_pictures():
     assert PICTURES.keys() <= TABLES.keys()
     for table in TABLES:
         assert [what for _, what in files_of(made(table))] == list(PICTURES.get(table, OF_OTHERS))
-        assert files_of(outcomes_of(table, "cpu", [])) == []
+        assert files_of(results_of(table, "cpu", [])) == []
 
 
 def test_quality_stands_over_the_time_that_training_took():
-    outcomes, panel = made("lm_wiki40b"), cost_panel("lm_wiki40b", "2048")
-    cell = outcomes.cells["FLASH", "2048"].cell
+    results, panel = made("lm_wiki40b"), cost_panel("lm_wiki40b", "2048")
+    cell = results.cells.cell["FLASH", "2048"]
     settings = cell.settings(0)
     ms_per_token = step_ms(cell) / settings["micro_batch_tokens"]
     minutes = settings["steps"] * settings["tokens_per_step"] * ms_per_token / 1e3 / 60
@@ -62,12 +62,12 @@ def test_quality_stands_over_the_time_that_training_took():
     assert x == pytest.approx(minutes)
     assert (y, low, high) == pytest.approx((-final_loss(cell, 1), -final_loss(cell, 2), -final_loss(cell, 0)))
     assert len(line_of(panel, "FLASH").points) == 10 and [line.name for line in panel.lines] == [
-        row for row in TABLES["lm_wiki40b"].models if outcomes.cells[row, "2048"].known]
+        row for row in TABLES["lm_wiki40b"].models if results.cells.known[row, "2048"]]
 
 
 def test_the_dashed_line_is_the_references_best_and_rings_are_where_others_are_as_good():
-    outcomes, panel = made("lm_wiki40b"), cost_panel("lm_wiki40b", "2048")
-    reference = outcomes.cells["Transformer++", "2048"].cell
+    results, panel = made("lm_wiki40b"), cost_panel("lm_wiki40b", "2048")
+    reference = results.cells.cell["Transformer++", "2048"]
     assert panel.level == pytest.approx(-final_loss(reference, 1)) and panel.level_name == "best of Transformer++"
     crossed = {}
     for line in panel.lines:
@@ -80,33 +80,33 @@ def test_the_dashed_line_is_the_references_best_and_rings_are_where_others_are_a
 
 
 def test_a_cell_that_was_not_timed_has_no_cost_and_a_reference_that_was_not_trained_no_line():
-    outcomes = made("lm_wiki40b", keep=lambda row: row["kind"] == "train" or row["settings"]["model"] != "flash-quad")
-    panel = panels_of(outcomes, "cost")[-1]
+    results = made("lm_wiki40b", keep=lambda row: row["kind"] == "train" or row["settings"]["model"] != "flash-quad")
+    panel = panels_of(results, "cost")[-1]
     assert "FLASH" in [line.name for line in panel.lines] and "FLASH-Quad" not in [line.name for line in panel.lines]
-    outcomes = made("lm_wiki40b", keep=lambda row: row["settings"]["model"] != "transformer++")
-    assert panels_of(outcomes, "cost")[-1].level is None and panels_of(outcomes, "cost")[-1].crossings == ()
+    results = made("lm_wiki40b", keep=lambda row: row["settings"]["model"] != "transformer++")
+    assert panels_of(results, "cost")[-1].level is None and panels_of(results, "cost")[-1].crossings == ()
     assert panels_of(made("lm_wiki40b", keep=lambda row: row["kind"] == "train"), "cost") == []
 
 
 def test_a_context_that_only_other_tables_ran_is_left_out():
     rows = made_rows("lm_wiki40b", "chunk_size", scale="gpu")
-    outcomes = outcomes_of("lm_wiki40b", "gpu", rows)
-    assert outcomes.cells["FLASH-Quad", "1024"].trained
+    results = results_of("lm_wiki40b", "gpu", rows)
+    assert ("FLASH-Quad", "1024", 0) in results.trained.index
     for what in ("cost", "positions"):
-        titles = [panel.title for panel in panels_of(outcomes, what)]
+        titles = [panel.title for panel in panels_of(results, what)]
         assert [title for title in titles if "Context" in title] == ["Context 512", "Context 2,048", "Context 8,192"]
 
 
 def test_latency_is_per_token_and_of_a_step_where_columns_are_steps():
-    outcomes = made("lm_wiki40b")
-    panel = panels_of(outcomes, "cost")[0]
-    cell = outcomes.cells["FLASH-Quad", "2048"].cell
+    results = made("lm_wiki40b")
+    panel = panels_of(results, "cost")[0]
+    cell = results.cells.cell["FLASH-Quad", "2048"]
     per_1000 = 1000 * step_ms(cell) / cell.settings()["micro_batch_tokens"]
     assert panel.contexts == ((512, "512"), (2048, "2K")) and panel.y_label == "ms per 1,000 tokens"
     assert line_of(panel, "FLASH-Quad").points[-1] == pytest.approx((2048, per_1000, 0.97 * per_1000, 1.03 * per_1000))
-    outcomes = made("gpu_latency")
-    (panel,) = panels_of(outcomes, "latency")
-    cell = outcomes.cells["Performer", "2048 x 1"].cell
+    results = made("gpu_latency")
+    (panel,) = panels_of(results, "latency")
+    cell = results.cells.cell["Performer", "2048 x 1"]
     assert panel.contexts == ((512, "512 x 4"), (2048, "2048 x 1")) and panel.y_label == "ms"
     assert line_of(panel, "Performer").points[-1][:2] == (2048, pytest.approx(step_ms(cell)))
     one = made("gpu_latency", keep=lambda row: row["settings"]["context"] == 512)
@@ -114,13 +114,14 @@ def test_latency_is_per_token_and_of_a_step_where_columns_are_steps():
 
 
 def test_positions_are_drawn_in_the_middle_of_their_spans():
-    outcomes = made("lm_pg19")
-    panel = panels_of(outcomes, "positions")[-1]
-    span = outcomes.cells["FLASH", "4096"].loss_by_position[-1]
+    results = made("lm_pg19")
+    panel = panels_of(results, "positions")[-1]
+    spans = positions_of(results, "FLASH", "4096")
+    (first, last), losses = spans.index[-1], spans.iloc[-1]
     x, y, low, high = line_of(panel, "FLASH").points[-1]
-    assert panel.title == "Context 4,096" and span.last == 4096
-    assert span.first < x < span.last and x == pytest.approx(math.sqrt(span.first * span.last), rel=1e-3)
-    assert (y, low, high) == (span.loss.mean, span.loss.least, span.loss.most) and low < y < high
+    assert panel.title == "Context 4,096" and last == 4096
+    assert first < x < last and x == pytest.approx(math.sqrt(first * last), rel=1e-3)
+    assert (y, low, high) == (losses.mean(), losses.min(), losses.max()) and low < y < high
 
 
 def test_figure_3_joins_the_sizes_of_a_kind():
@@ -134,12 +135,12 @@ def test_figure_3_joins_the_sizes_of_a_kind():
 
 
 def test_speed_ups_stand_beside_the_papers():
-    outcomes = made("speedup")
-    over, over_plus_plus = panels_of(outcomes, "speedup")
+    results = made("speedup")
+    over, over_plus_plus = panels_of(results, "speedup")
     assert (over.title, over_plus_plus.title) == ("Over Transformer", "Over Transformer++")
     assert line_of(over, "the paper's").points[-1][:2] == (8192, 25.6)
     assert line_of(over_plus_plus, "the paper's").points[0][:2] == (512, 1.2)
-    ours, theirs = outcomes.cells["FLASH", "2048"].cell, outcomes.cells["Transformer", "2048"].cell
+    ours, theirs = results.cells.cell["FLASH", "2048"], results.cells.cell["Transformer", "2048"]
     per_token = [step_ms(cell) / cell.settings()["micro_batch_tokens"] for cell in (ours, theirs)]
     assert line_of(over, "by the time of a step").points[-1][:2] == (2048, pytest.approx(per_token[1] / per_token[0]))
     assert line_of(over, "to the same quality").points[-1][1] > per_token[1] / per_token[0]
@@ -150,14 +151,14 @@ def test_a_loss_that_is_never_reached_has_no_speed_up():
     for row in rows:
         if row["kind"] == "train" and row["settings"]["model"] == "flash":
             row["curve"] = [[step, loss + 9] for step, loss in row["curve"]]
-    for panel in panels_of(outcomes_of("speedup", "cpu", rows), "speedup"):
+    for panel in panels_of(results_of("speedup", "cpu", rows), "speedup"):
         assert [line.name for line in panel.lines] == ["by the time of a step", "the paper's"]
 
 
 def test_dots_are_the_seeds():
-    outcomes = made("gau_ablation")
-    lm, mlm = panels_of(outcomes, "perplexity")
-    cell = outcomes.cells["no gating", "LM"].cell
+    results = made("gau_ablation")
+    lm, mlm = panels_of(results, "perplexity")
+    cell = results.cells.cell["no gating", "LM"]
     assert lm.names == mlm.names == list(TABLES["gau_ablation"].models)
     assert dict(lm.values)["no gating"] == pytest.approx([math.exp(final_loss(cell, seed)) for seed in range(3)])
     assert lm.level == pytest.approx(sum(dict(lm.values)["original GAU"]) / 3) and lm.level_name == "original GAU"
@@ -166,9 +167,9 @@ def test_dots_are_the_seeds():
 
 
 def test_gaps_are_seed_by_seed():
-    outcomes = made("gap")
-    lm, _ = panels_of(outcomes, "gap")
-    flash, quad = (outcomes.cells[row, "LM 2048"].cell for row in ("FLASH", "FLASH-Quad"))
+    results = made("gap")
+    lm, _ = panels_of(results, "gap")
+    flash, quad = (results.cells.cell[row, "LM 2048"] for row in ("FLASH", "FLASH-Quad"))
     assert dict(lm.values)["FLASH-Quad to FLASH, 2,048"] == pytest.approx(
         [math.exp(final_loss(flash, seed)) - math.exp(final_loss(quad, seed)) for seed in range(3)])
     assert lm.level == 0
@@ -214,9 +215,9 @@ def pictures(monkeypatch):
                                               ("lm_pg19", "gpu"), ("gau_vs_transformer", "paper"), ("gap", "paper")])
 def test_what_is_drawn_can_be_read(tmp_path, pictures, table, scale):
     """No words on other words or outside; every line in its colour."""
-    outcomes = made(table, scale)
-    (path, *_) = draw_all([outcomes], tmp_path)
-    assert len(pictures) == len(files_of(outcomes))
+    results = made(table, scale)
+    (path, *_) = draw_all([results], tmp_path)
+    assert len(pictures) == len(files_of(results))
     for whole, words in pictures:
         assert len(words) > 10
         for text, extent in words:
@@ -225,7 +226,7 @@ def test_what_is_drawn_can_be_read(tmp_path, pictures, table, scale):
             width = min(first.x1, second.x1) - max(first.x0, second.x0)
             height = min(first.y1, second.y1) - max(first.y0, second.y0)
             assert width < 1 or height < 1, f"{one!r} is on {other!r}"
-    panels = panels_of(outcomes, files_of(outcomes)[0][1])
+    panels = panels_of(results, files_of(results)[0][1])
     colours = {COLOUR_OF[line.name] for panel in panels for line in getattr(panel, "lines", ())}
     pixels = imread(path)[..., :3]
     for colour in colours or {plot.COLOURS[0]}:
@@ -233,14 +234,14 @@ def test_what_is_drawn_can_be_read(tmp_path, pictures, table, scale):
 
 
 def test_a_picture_knows_its_rows(tmp_path):
-    outcomes = made("gau_ablation")
-    ((name, what),) = files_of(outcomes)
-    draw(outcomes, what, tmp_path / name)
+    results = made("gau_ablation")
+    ((name, what),) = files_of(results)
+    draw(results, what, tmp_path / name)
     with Image.open(tmp_path / name) as picture:
-        assert picture.text["Rows"] == digest(outcomes, what)
+        assert picture.text["Rows"] == digest(results, what)
     fewer = made("gau_ablation", keep=lambda row: row["settings"].get("seed") != 2)
-    assert digest(fewer, what) != digest(outcomes, what) == digest(made("gau_ablation"), what)
-    assert alt_text(outcomes, what) == "Table 1: changes to GAU, cpu scale. Perplexity, left is better. 3 seeds"
+    assert digest(fewer, what) != digest(results, what) == digest(made("gau_ablation"), what)
+    assert alt_text(results, what) == "Table 1: changes to GAU, cpu scale. Perplexity, left is better. 3 seeds"
     assert alt_text(fewer, what).endswith("2 seeds")
 
 

@@ -2,36 +2,43 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from lineartime.cli import report as cli_report
 from lineartime.errors import DataError, UsageError
-from lineartime.report.pages import fill_pages, fill_table_pages, filled_tables, shown_outcomes
+from lineartime.report.pages import fill_pages, filled, speed_places, table_places
 from lineartime.reproduce import figures as curves
-from lineartime.reproduce.markdown import MEASURES, signed, speedup_text, table_section, tables_shown
+from lineartime.reproduce.markdown import MEASURES, signed, speedup_texts, table_section, tables_shown
 from lineartime.reproduce.paper import read_paper
+from lineartime.reproduce.records import RECORDS
 from lineartime.reproduce.results import (
-    Seeds,
-    best_loss,
-    outcomes_of,
+    curve_of,
+    of_cell,
     paired,
     read_results,
-    speedup,
-    step_speedup,
+    results_of,
+    seconds_per_step,
+    speedups,
+    spread,
+    step_speedups,
     steps_to,
 )
-from lineartime.reproduce.rows import ROWS
 from lineartime.reproduce.scales import cells_of
 from lineartime.reproduce.tables import TABLES
 from made_rows import made_rows, step_row, times, train_row
 
 ROOT = Path(__file__).parents[2]
+WHOLE = 0.125
+"""What the whole held-out split adds to the last point of a curve, which is of a part of it."""
 
 
 def cell_of(table, row, column, scale="cpu"):
@@ -46,9 +53,13 @@ def written(tmp_path, rows):
 
 def trained(cell, *curves_of_seeds, tokens_per_step=2048):
     """Rows of seeds 0, 1, ... with these curves, lists of (step, nats)."""
-    return [train_row(cell, seed) | {"curve": [list(point) for point in curve],
-                                     "tokens": curve[-1][0] * tokens_per_step}
-            for seed, curve in enumerate(curves_of_seeds)]
+    rows = []
+    for seed, curve in enumerate(curves_of_seeds):
+        row = train_row(cell, seed) | {"curve": [list(point) for point in curve],
+                                       "tokens": curve[-1][0] * tokens_per_step}
+        row["held_out"] |= {"loss": curve[-1][1] + WHOLE}
+        rows.append(row)
+    return rows
 
 
 def timed(cell, ms, run="1", time="2026-01-01T00:00:00Z"):
@@ -106,24 +117,27 @@ def test_the_papers_tables_agree_with_each_other():
     assert paper["gpu_latency"].value("step_ms", "Performer", "4096 x 1") is None
 
 
-def test_quality_is_the_best_of_each_seed_and_its_spread():
+def test_quality_is_that_of_the_whole_split_after_training_and_its_spread():
     cell = cell_of("lm_wiki40b", "FLASH", "512")
     rows = trained(cell, [(400, 4.0), (800, 3.0)], [(400, 2.9), (800, 3.1)])
-    outcome = outcomes_of("lm_wiki40b", "cpu", rows).cells["FLASH", "512"]
-    assert outcome.loss == Seeds((3.0, 2.9)) and outcome.loss.mean == pytest.approx(2.95)
-    assert (outcome.loss.least, outcome.loss.most, outcome.loss.n) == (2.9, 3.0, 2)
-    assert outcome.perplexity.mean == pytest.approx((math.exp(3.0) + math.exp(2.9)) / 2)
-    assert [(point.step, point.loss.mean) for point in outcome.curve] == [(400, pytest.approx(3.45)), (800, 3.05)]
-    assert outcome.missing_seeds == (2,) and outcome.n_parameters == 1_800_000
+    results = results_of("lm_wiki40b", "cpu", rows)
+    assert of_cell(results.trained, "FLASH", "512").loss.tolist() == [3.0 + WHOLE, 3.1 + WHOLE]
+    mean, least, most, n = spread(results.trained.loss).loc[("FLASH", "512")]
+    assert (mean, least, most, n) == pytest.approx((3.05 + WHOLE, 3.0 + WHOLE, 3.1 + WHOLE, 2))
+    assert spread(results.trained.perplexity)["mean"]["FLASH", "512"] == pytest.approx(
+        (math.exp(3.0 + WHOLE) + math.exp(3.1 + WHOLE)) / 2)
+    assert curve_of(results, "FLASH", "512").mean(axis=1).to_dict() == pytest.approx({400: 3.45, 800: 3.05})
+    assert "FLASH, 512 has seed 0, 1 of 3" in table_section(results)
+    assert set(results.trained.n_parameters) == {1_800_000}
 
 
-def test_perplexity_per_word_is_of_the_best_loss():
+def test_perplexity_per_word_is_that_of_the_whole_split():
     cell = cell_of("lm_pg19", "FLASH", "1024")
-    last_best, not_last = trained(cell, [(200, 4.0), (400, 3.0)], [(200, 3.0), (400, 3.5)])
-    last_best["held_out"] |= {"word_perplexity": 123.0}
-    not_last["held_out"] |= {"word_perplexity": 456.0, "n_tokens": 3000, "n_words": 1500}
-    outcome = outcomes_of("lm_pg19", "cpu", [last_best, not_last]).cells["FLASH", "1024"]
-    assert outcome.word_perplexity.values == (123.0, pytest.approx(math.exp(6.0)))
+    first, second = trained(cell, [(200, 4.0), (400, 3.0)], [(200, 3.0), (400, 3.5)])
+    first["held_out"] |= {"word_perplexity": 123.0}
+    second["held_out"] |= {"word_perplexity": 456.0, "n_tokens": 3000, "n_words": 1500}
+    results = results_of("lm_pg19", "cpu", [first, second])
+    assert results.trained.word_perplexity.tolist() == [123.0, 456.0]
 
 
 def test_the_newest_row_of_a_seed_counts_and_a_failed_one_only_alone():
@@ -131,9 +145,10 @@ def test_the_newest_row_of_a_seed_counts_and_a_failed_one_only_alone():
     (old,), (new,) = trained(cell, [(800, 3.0)]), trained(cell, [(800, 2.0)])
     failed = {"kind": "train", "scale": "cpu", "text": cell.text.name, "settings": cell.settings(0), "failed": "memory"}
     other = failed | {"settings": cell.settings(1)}
-    outcome = outcomes_of("lm_wiki40b", "cpu", [old, new, failed, other]).cells["FLASH", "512"]
-    assert outcome.loss == Seeds((2.0,)) and outcome.failures == {"train": "seed 1: memory"}
-    text = table_section(outcomes_of("lm_wiki40b", "cpu", [other]))
+    results = results_of("lm_wiki40b", "cpu", [old, new, failed, other])
+    assert results.trained.loss.tolist() == [2.0 + WHOLE]
+    assert results.failed.to_numpy().tolist() == [["FLASH", "512", "train", "seed 1: memory"]]
+    text = table_section(results_of("lm_wiki40b", "cpu", [other]))
     assert line_of(text, "Perplexity", "FLASH")[2] == "failed"
     assert "Failed: FLASH, 512: seed 1: memory." in text and "Ours:" not in text
 
@@ -142,58 +157,63 @@ def test_rows_of_other_settings_scales_and_texts_are_not_a_cells():
     cell = cell_of("lm_wiki40b", "FLASH", "512")
     (row,) = trained(cell, [(800, 3.0)])
     for other in ({"scale": "gpu"}, {"text": "another"}, {"settings": {**row["settings"], "steps": 1}}):
-        assert not outcomes_of("lm_wiki40b", "cpu", [row | other]).known
-    assert len(outcomes_of("lm_wiki40b", "cpu", [row]).known) == 1
+        assert not results_of("lm_wiki40b", "cpu", [row | other]).cells.known.any()
+    assert results_of("lm_wiki40b", "cpu", [row]).cells.known.sum() == 1
 
 
 def test_tables_share_rows_but_sizes_that_are_one_at_a_scale_do_not():
     rows = trained(cell_of("lm_wiki40b", "FLASH", "512"), [(800, 3.0)])
-    lent = outcomes_of("gap", "cpu", rows).cells["FLASH", "LM 512"]
-    assert lent.loss == Seeds((3.0,)) and not lent.planned
-    known = outcomes_of("gau_vs_transformer", "cpu", made_rows("gau_vs_transformer")).known
-    assert {outcome.cell.row for outcome in known} == {
-        "MHSA+MLP 12+12 x 768", "MHSA+GLU 12+12 x 768", "GAU 22 x 768"}
-    assert all(outcome.planned for outcome in known)
+    lent = results_of("gap", "cpu", rows)
+    assert of_cell(lent.trained, "FLASH", "LM 512").loss.tolist() == [3.0 + WHOLE]
+    assert not lent.cells.planned["FLASH", "LM 512"]
+    results = results_of("gau_vs_transformer", "cpu", made_rows("gau_vs_transformer"))
+    assert set(results.rows) == {"MHSA+MLP 12+12 x 768", "MHSA+GLU 12+12 x 768", "GAU 22 x 768"}
+    assert results.cells.planned[results.cells.known].all()
 
 
 def two_models(ours, theirs, *more, ms=(100, 300)):
     flash, plus_plus = (cell_of("lm_wiki40b", row, "2048") for row in ("FLASH", "Transformer++"))
     rows = [*trained(flash, *ours), *trained(plus_plus, *theirs), timed(flash, ms[0]), timed(plus_plus, ms[1]), *more]
-    cells = outcomes_of("lm_wiki40b", "cpu", rows).cells
-    return cells["FLASH", "2048"], cells["Transformer++", "2048"]
+    return results_of("lm_wiki40b", "cpu", rows)
+
+
+OURS, THEIRS = ("FLASH", "2048"), ("Transformer++", "2048")
 
 
 def test_the_speed_up_is_the_references_time_to_its_best_over_ours_to_the_same_loss():
-    reference = [(400, 5.0), (800, 4.0)]
-    ours, theirs = two_models([[(400, 4.5), (800, 3.5)], [(400, 5.5), (800, 4.5)]], [reference])
-    assert step_speedup(ours, theirs).value == pytest.approx(3.0)
-    found = speedup(ours, theirs)
+    results = two_models([[(400, 4.5), (800, 3.5)], [(400, 5.5), (800, 4.5)]], [[(400, 5.0), (800, 4.0)]])
+    assert step_speedups(results, "Transformer++").value[OURS] == pytest.approx(3.0)
+    found = speedups(results, "Transformer++")
     # The mean curve is the reference's; the first seed is there after 600 of its 800 steps, the second never.
-    assert found.value == pytest.approx(3.0) and found.seeds == (pytest.approx(3.0 * 800 / 600), None)
-    assert speedup_text(ours, theirs) == "3.00 (1 of 2 seeds --)"
-    assert speedup(theirs, theirs).value == 1.0 and speedup_text(theirs, theirs) == "1.00"
+    assert found.value[OURS] == pytest.approx(3.0)
+    assert found.seeds[OURS] == pytest.approx([3.0 * 800 / 600, math.nan], nan_ok=True)
+    texts = speedup_texts(results, "Transformer++")
+    assert texts[OURS] == "3.00 (1 of 2 seeds --)"
+    assert found.value[THEIRS] == 1.0 and texts[THEIRS] == "1.00"
 
 
 def test_who_never_gets_there_has_no_speed_up():
-    ours, theirs = two_models([[(400, 5.0), (800, 4.1)]], [[(400, 5.0), (800, 4.0)]])
-    assert speedup(ours, theirs).value is None and speedup_text(ours, theirs) == "--"
+    results = two_models([[(400, 5.0), (800, 4.1)]], [[(400, 5.0), (800, 4.0)]])
+    assert math.isnan(speedups(results, "Transformer++").value[OURS])
+    assert speedup_texts(results, "Transformer++")[OURS] == "--"
 
 
 def test_a_reference_that_got_worse_is_measured_to_its_best():
-    ours, theirs = two_models([[(400, 4.0), (800, 3.0)]], [[(400, 4.0), (800, 4.5)]], ms=(100, 100))
-    assert speedup(ours, theirs).value == speedup(theirs, theirs).value == 1.0
+    results = two_models([[(400, 4.0), (800, 3.0)]], [[(400, 4.0), (800, 4.5)]], ms=(100, 100))
+    assert speedups(results, "Transformer++").value.to_dict() == {OURS: 1.0, THEIRS: 1.0}
 
 
 def test_times_of_different_runs_are_not_divided():
     flash, plus_plus = (cell_of("lm_wiki40b", row, "512") for row in ("FLASH", "Transformer++"))
     rows = [*trained(flash, [(800, 3.0)]), *trained(plus_plus, [(800, 4.0)]), timed(flash, 100, "a"),
             timed(plus_plus, 300, "b")]
-    outcomes = outcomes_of("lm_wiki40b", "cpu", rows)
-    ours, theirs = outcomes.cells["FLASH", "512"], outcomes.cells["Transformer++", "512"]
-    assert step_speedup(ours, theirs) is None and speedup(ours, theirs) is None
-    section = table_section(outcomes)
+    results = results_of("lm_wiki40b", "cpu", rows)
+    assert ("FLASH", "512") not in step_speedups(results, "Transformer++").index
+    assert ("FLASH", "512") not in speedups(results, "Transformer++").index
+    section = table_section(results)
     assert line_of(section, "Speed-up over Transformer++", "FLASH")[2] == "not timed"
-    assert line_of(section, "Speed-up over Transformer++", "FLASH-Quad")[2] == "not run"
+    assert ("At this scale not run: 1024, 2048, 4096, 8192; "
+            "Transformer, Transformer+, Performer, Combiner, FLASH-Quad.") in section
 
 
 def test_a_columns_times_are_of_the_run_that_most_of_it_have():
@@ -201,28 +221,31 @@ def test_a_columns_times_are_of_the_run_that_most_of_it_have():
     old, new = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
     rows = [timed(flash, 100, "whole", old), timed(quad, 200, "whole", old), timed(plus_plus, 300, "whole", old),
             timed(flash, 11, "part", new), timed(plus_plus, 22, "part", new)]
-    cells = outcomes_of("lm_wiki40b", "cpu", rows).cells
-    assert [cells[row, "512"].step_ms.median for row in ("FLASH", "FLASH-Quad", "Transformer++")] == [100, 200, 300]
-    assert step_speedup(cells["FLASH", "512"], cells["Transformer++", "512"]).value == pytest.approx(3.0)
+    results = results_of("lm_wiki40b", "cpu", rows)
+    assert results.steps["median"].to_dict() == {
+        ("FLASH", "512"): 100, ("FLASH-Quad", "512"): 200, ("Transformer++", "512"): 300}
+    assert step_speedups(results, "Transformer++").value["FLASH", "512"] == pytest.approx(3.0)
 
 
 def test_cost_counts_the_tokens_of_a_step_and_not_of_a_micro_batch():
     cell = cell_of("lm_wiki40b", "FLASH", "512")
     row = timed(cell, 100)
     row["tokens_per_step"] = 1024
-    outcome = outcomes_of("lm_wiki40b", "cpu", [*trained(cell, [(800, 3.0)]), row]).cells["FLASH", "512"]
-    assert outcome.step_ms.median == 100 and outcome.cost_s(800) == pytest.approx(800 * 2 * 0.1)
+    results = results_of("lm_wiki40b", "cpu", [*trained(cell, [(800, 3.0)]), row])
+    assert results.steps["median"].tolist() == [100]
+    assert 800 * seconds_per_step(results)["FLASH", "512"] == pytest.approx(800 * 2 * 0.1)
 
 
 def test_a_gap_is_taken_seed_by_seed():
     rows = [row for name, first in (("FLASH-Quad", 3.0), ("FLASH", 3.1)) for row in trained(
         cell_of("lm_wiki40b", name, "2048"), [(800, first)], [(800, first + (0.3 if name == "FLASH" else 0.1))])]
-    outcomes = outcomes_of("gap", "cpu", rows)
-    ours, theirs = outcomes.cells["FLASH", "LM 2048"], outcomes.cells["FLASH-Quad", "LM 2048"]
-    assert paired(ours, theirs, best_loss).values == pytest.approx((0.1, 0.3))
-    line = line_of(table_section(outcomes), "Increase of the loss", "FLASH-Quad -> FLASH")
-    assert line[8] == "+0.20 (+0.10 to +0.30)" and line[1] == "not run"
-    assert line_of(table_section(outcomes), "perplexity, LM", "FLASH-Quad -> FLASH")[5] == "0.22"
+    results = results_of("gap", "cpu", rows)
+    gap = paired(results, ("FLASH", "LM 2048"), ("FLASH-Quad", "LM 2048"), "loss")
+    assert gap.tolist() == pytest.approx([0.1, 0.3])
+    section = table_section(results)
+    assert line_of(section, "Increase of the loss", "FLASH-Quad -> FLASH")[1] == "+0.20 (+0.10 to +0.30)"
+    assert line_of(section, "Increase of the loss", "TFM++ -> MC-TFM++")[1] == "not run"
+    assert line_of(section, "perplexity, LM", "FLASH-Quad -> FLASH")[1] == "0.22"
 
 
 curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
@@ -231,8 +254,8 @@ curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
 
 @given(curve_points, st.floats(0.4, 9.1))
 def test_steps_to_a_loss_are_where_the_curve_first_is_there(curve, loss):
-    steps = steps_to(loss, curve)
-    if steps is None:
+    steps = steps_to(loss, pd.Series(dict(curve)))
+    if math.isnan(steps):
         assert all(value > loss for _, value in curve)
         return
     assert all(value > loss for step, value in curve if step < steps)
@@ -245,22 +268,22 @@ def test_steps_to_a_loss_are_where_the_curve_first_is_there(curve, loss):
 
 
 def test_the_paper_stands_beside_ours_and_what_was_not_run_is_said():
-    section = table_section(outcomes_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b")))
+    section = table_section(results_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b")))
     line = line_of(section, "Perplexity per token", "FLASH")
-    assert line[:5] == ["FLASH", "16.581", "40.86 (40.45-41.26)", "15.935", "not run"]
-    assert line_of(section, "Perplexity per token", "Performer")[1::2] == [
-        "18.989", "18.520", "18.547", "18.987", "19.923"]
-    assert line_of(section, "Perplexity per token", "Performer")[2::2] == ["not run"] * 5
-    assert line_of(section, "Milliseconds of a step", "FLASH")[5:7] == ["56.7", "180 (175-185)"]
+    assert line[:4] == ["FLASH", "16.581", "40.86 (40.45-41.26)", "15.525"]
+    assert "At this scale not run: 1024, 4096, 8192; Transformer+, Performer, Combiner." in section
+    assert "| Performer |" not in section
+    assert line_of(section, "Milliseconds of a step", "FLASH")[3:5] == ["56.7", "180 (175-185)"]
     assert line_of(section, "Speed-up to Transformer++'s final quality", "Transformer")[1] == "--"
     by_step = line_of(section, "Speed-up over Transformer++ by time of a step", "FLASH")
-    assert by_step[5:7] == ["1.70", "2.89 (2.72-3.07)"] and by_step[-2:] == ["4.18", "not run"]
+    assert by_step[3:] == ["1.70", "2.89 (2.72-3.07)"]
 
 
 def test_the_caption_has_what_it_takes_to_repeat_it():
-    outcomes = outcomes_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b"))
-    section = table_section(outcomes)
-    for words in (outcomes.scale.caption, "seeds 0, 1, 2", "1 thread of a CPU, 2 cores, 24 GiB", "bfloat16",
+    results = results_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b"))
+    section = table_section(results)
+    for words in (results.scale.caption, "the whole held-out split at the end of training, the mean of seeds 0, 1, 2",
+                  "1 thread of a CPU, 2 cores, 24 GiB", "bfloat16",
                   "commit 0123456789;", "torch 2.13.0", "64 TPU-v4 cores", "\"--\" never gets there",
                   "text wiki40b_mini-en-1024 (1,000,000 tokens to train on, 100,000 held out, vocabulary 1,024, sha256",
                   "median (quartiles) of 5, processor time",
@@ -270,54 +293,71 @@ def test_the_caption_has_what_it_takes_to_repeat_it():
 
 def test_a_studys_caption_is_its_own_at_the_smallest_scale():
     for scale, own in (("cpu", True), ("gpu", False)):
-        outcomes = outcomes_of("more_tokens", scale, [])
-        section = table_section(outcomes)
-        assert ("4,000 steps of 4,096 tokens" in section) is own and (outcomes.scale.caption in section) is not own
+        results = results_of("more_tokens", scale, made_rows("more_tokens", scale=scale))
+        section = table_section(results)
+        assert ("4,000 steps of 4,096 tokens" in section) is own and (results.scale.caption in section) is not own
 
 
 def test_a_gpus_rows_are_told_by_their_own_clock():
     cell = cell_of("lm_pg19", "FLASH", "8192", "gpu")
     row = {key: value for key, value in step_row(cell).items() if key != "cpu_ms"} | {
         "device": "cuda", "gpu": "a GPU", "clock": "gpu", "gpu_ms": {**times(50.0), "n": 7}}
-    section = table_section(outcomes_of("lm_pg19", "gpu", [row]))
+    section = table_section(results_of("lm_pg19", "gpu", [row]))
     assert line_of(section, "Milliseconds of a step", "FLASH")[-1] == "50.0 (48.5-51.5)"
     assert "median (quartiles) of 7, CUDA events" in section and "one a GPU, beside a CPU" in section
 
 
 def test_cells_without_all_seeds_and_without_rows_are_listed():
     cell = cell_of("lm_wiki40b", "FLASH", "512")
-    section = table_section(outcomes_of("lm_wiki40b", "cpu", trained(cell, [(800, 3.0)])))
+    section = table_section(results_of("lm_wiki40b", "cpu", trained(cell, [(800, 3.0)])))
     assert "Fewer seeds than the scale has: FLASH, 512 has seed 0 of 3." in section
     assert "No row yet: Transformer, 512; Transformer++, 512; FLASH-Quad, 512; Transformer, 2048;" in section
-    assert "seed 0: best on validation, so nothing tells how far seeds differ" in section
+    assert "seed 0 alone, so nothing tells how far seeds differ" in section
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_its_rows_with_and_without_any_run(name):
-    without = table_section(outcomes_of(name, "paper", []))
+    without = table_section(results_of(name, "paper", []))
     assert "not run" in without and "Ours:" not in without
-    outcomes = outcomes_of(name, "cpu", made_rows(name))
-    section = table_section(outcomes)
-    assert ("not run" in section) == (len(outcomes.known) < len(outcomes.cells))
+    results = results_of(name, "cpu", made_rows(name))
+    section = table_section(results)
+    assert ("not run" in section) == (results.cells.known.sum() < len(results.cells))
     if name != "speedup":
-        assert all(f"| {row} |" in section for row in TABLES[name].models)
+        assert all((f"| {row} |" in section) == results.cells.known[row].any() for row in TABLES[name].models)
     tables = [part.splitlines() for part in section.split("\n\n") if part.startswith("|")]
     assert tables and all(len({line.count("|") for line in table}) == 1 for table in tables)
 
 
+def test_a_table_of_which_most_was_not_run_is_a_line_with_what_was():
+    results = results_of("lm_wiki40b", "cpu", [timed(cell_of("lm_wiki40b", "FLASH", "512"), 100),
+                                               *trained(cell_of("lm_wiki40b", "FLASH-Quad", "512"), [(800, 3.0)]),
+                                               *trained(cell_of("lm_wiki40b", "Transformer++", "512"), [(800, 3.0)])])
+    section = table_section(results)
+    assert "\nMilliseconds of a step: not run but for FLASH, 512: 100 (97.0-103).\n" in section
+    assert "\nSpeed-up to Transformer++'s final quality: not run.\n" in section
+    assert line_of(section, "Perplexity per token", "FLASH")[2] == "not run"
+
+
+def test_without_pandas_a_report_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setattr(cli_report, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=re.escape("pip install 'lineartime[report]'")) as raised:
+        cli_report.report_tables(None, None, None, None, None, None, ROOT)
+    assert "\n" not in str(raised.value)
+
+
 def test_triviaqa_has_the_papers_columns():
-    section = table_section(outcomes_of("triviaqa", "cpu", made_rows("triviaqa")))
+    section = table_section(results_of("triviaqa", "cpu", made_rows("triviaqa")))
     assert line_of(section, "", "FLASH s=512 + first-to-all") == [
         "FLASH s=512 + first-to-all", "3.24", "4.953", "73.9", "15.0", "2.78", "4.24 (4.00-4.51)", "2.69", "1.00"]
     assert "F1 of 100 questions; that of the span that shares most words with the question: 26.0." in section
 
 
 def test_figure_1_is_of_flash_over_each_transformer():
-    section = table_section(outcomes_of("speedup", "cpu", made_rows("speedup")))
+    section = table_section(results_of("speedup", "cpu", made_rows("speedup")))
     line = line_of(section, "", "2048")
     assert (line[1], line[4]) == ("8.9", "1.6")
     assert line[3] == "2.31 (2.17-2.45)" and line[6] == "2.15 (2.03-2.29)"
-    assert line_of(section, "", "8192") == ["8192", "25.6", "not run", "not run", "4.9", "not run", "not run"]
+    assert "At this scale not run: 1024, 4096, 8192." in section
 
 
 def test_tables_are_shown_at_the_scales_that_have_rows():
@@ -358,21 +398,21 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page, images, rows = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images", made_rows("gap")
     page.parent.mkdir()
     page.write_text(PLACE + "<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
-    pictures = [path for path in fill_table_pages([page], images, rows) if path.suffix == ".png"]
+    pictures = [path for path in fill_pages([page], images, table_places(rows)) if path.suffix == ".png"]
     text = page.read_text()
     assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n#### Table 5")
     assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
     assert pictures and all(f"](images/{path.name})" in text for path in pictures)
     with Image.open(pictures[0]) as picture:
-        assert picture.text["Rows"] == curves.digest(outcomes_of("gap", "cpu", rows), "gap")
-    fill_table_pages([page], images, rows)
+        assert picture.text["Rows"] == curves.digest(results_of("gap", "cpu", rows), "gap")
+    fill_pages([page], images, table_places(rows))
     assert page.read_text() == text
 
 
 def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PLACE + "<!-- speed: begin -->\n<!-- speed: end -->\n")
-    fill_pages([page], tmp_path, [], 0, [])
+    fill_pages([page], tmp_path, speed_places([], 0, []))
     assert page.read_text().startswith(PLACE) and "No two models were measured" in page.read_text()
 
 
@@ -384,7 +424,7 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError) as raised:
-        fill_table_pages([page], images, made_rows("gap"))
+        fill_pages([page], images, table_places(made_rows("gap")))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
@@ -392,12 +432,11 @@ def test_the_projects_pages_are_what_its_rows_give():
     """After new rows: lineartime report --into docs/results.md, and so for every page with a place for a table."""
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         if "<!-- table " in (text := page.read_text()):
-            rows = read_results(ROWS)
-            assert filled_tables(text, page, ROOT / "docs" / "images", rows) == text
-            for outcomes in shown_outcomes(text, page, rows):
-                for name, what in curves.files_of(outcomes):
-                    with Image.open(ROOT / "docs" / "images" / name) as picture:
-                        assert picture.text["Rows"] == curves.digest(outcomes, what), name
+            made, drawn = filled(text, page, ROOT / "docs" / "images", table_places(read_results(RECORDS)))
+            assert made == text
+            for name, draw in drawn.items():
+                with Image.open(ROOT / "docs" / "images" / name) as picture:
+                    assert picture.text["Rows"] == curves.digest(*draw.args), name
 
 
 def command(*arguments):
@@ -409,7 +448,7 @@ def test_the_command(tmp_path):
     rows = written(tmp_path, made_rows("gau_ablation"))
     done = command("gau_ablation", "--rows", rows)
     assert done.returncode == 0
-    assert done.stdout == table_section(outcomes_of("gau_ablation", "cpu", made_rows("gau_ablation")))
+    assert done.stdout == table_section(results_of("gau_ablation", "cpu", made_rows("gau_ablation")))
     done = command("gau_ablation", "--rows", rows, "--html", tmp_path / "page.html", "--png", tmp_path / "png")
     pictures = sorted((tmp_path / "png").iterdir())
     assert done.stdout.splitlines() == [f"written  {path}" for path in [*pictures, tmp_path / "page.html"]]

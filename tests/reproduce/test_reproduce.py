@@ -17,7 +17,7 @@ from lineartime.config import TrainConfig, model_config, run_config
 from lineartime.data.prepare import SAMPLE, read_manifest
 from lineartime.errors import DataError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.reproduce import runner, scales
-from lineartime.reproduce.rows import measured_together, read_rows, rows_of
+from lineartime.reproduce.records import measured_together, read_records, records_of
 from lineartime.reproduce.scales import SCALES, Cell, Questions, Scale, Text, cells_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES
 from lineartime.training import StopSignal
@@ -132,9 +132,9 @@ def test_a_table_is_made_and_only_once(tiny):
     first = dataclasses.replace(place, seeds=1)
     assert runner.reproduce("speedup", "cpu", first, StopSignal()) == 4  # two runs, two step times
     before = place.rows.read_text()
-    rows, cells = read_rows(place.rows), cells_of("speedup", "cpu")
+    rows, cells = read_records(place.rows), cells_of("speedup", "cpu")
     for cell in cells:
-        (row,) = rows_of(cell, rows, "train", 0)
+        (row,) = records_of(cell, rows, "train", 0)
         assert [step for step, _ in row["curve"]] == [2, 4, 6] and all(2 < loss < 7 for _, loss in row["curve"])
         assert row["settings"] == cell.settings(0) and row["tokens"] == 6 * 1024
         assert row["data"]["train_tokens"] > 5000 and row["epochs"] == row["tokens"] / row["data"]["train_tokens"]
@@ -159,8 +159,8 @@ def test_a_table_is_made_and_only_once(tiny):
         runner.reproduce("speedup", "cpu", dataclasses.replace(place, tell=stop_soon), stop)
     assert place.rows.read_text() == before
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 2
-    assert [len(rows_of(cell, read_rows(place.rows), "train")) for cell in cells] == [2, 2]
-    assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_rows(place.rows))[1:])
+    assert [len(records_of(cell, read_records(place.rows), "train")) for cell in cells] == [2, 2]
+    assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_records(place.rows))[1:])
 
 
 def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch):
@@ -257,20 +257,20 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
 def test_rows_are_of_runs_and_nothing_else(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"kind": "train", "text": "t", "settings": {"seed": 0}}
-    assert read_rows(path) == []
+    assert read_records(path) == []
     path.write_text(json.dumps(row) + '\n{"kind": "tr')
-    assert read_rows(path) == [row]
+    assert read_records(path) == [row]
     path.write_text('{"benchmark": "step"}\n' + json.dumps(row) + "\n")
     with pytest.raises(DataError, match="line 1"):
-        read_rows(path)
+        read_records(path)
 
 
 def test_rows_belong_to_a_cell_by_text_and_settings():
     cell = cells_of("gap", "cpu")[0]
     row = {"kind": "train", "text": cell.text.name, "settings": cell.settings(1)}
     others = [{**row, "kind": "step"}, {**row, "text": "other"}, {**row, "settings": cell.settings(1) | {"steps": 7}}]
-    assert rows_of(cell, [row, *others], "train") == [row] == rows_of(cell, [row, *others], "train", 1)
-    assert rows_of(cell, [row, *others], "train", 0) == []
+    assert records_of(cell, [row, *others], "train") == [row] == records_of(cell, [row, *others], "train", 1)
+    assert records_of(cell, [row, *others], "train", 0) == []
     steps = [{"kind": "step", "text": each.text.name, "settings": each.settings(None), "run": run}
              for run, each in (("a", cell), ("a", cells_of("gap", "cpu")[1]), ("b", cell))]
     assert measured_together(cells_of("gap", "cpu")[:2], steps) == "a" and measured_together([cell], steps) == "b"
