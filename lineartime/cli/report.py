@@ -36,7 +36,7 @@ def report(
         help="Speed: the goals; by default the package's.")] = None,
 ) -> None:
     """The paper's numbers beside ours, as Markdown, PNG or one HTML page; or `speed`.
-    Speed and memory: where FLASH loses first, then ratios, times and memory by context."""
+    Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
     if table == SPEED:
         refuse(table, {"--scale": scale, "--html": html, "--png": png})
         report_speed(rows, targets, targets_file, into, images)
@@ -59,9 +59,16 @@ def refuse(what: str, given: dict[str, object]) -> None:
             raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
 
 
+def require_pandas() -> None:
+    """Raise UsageError where it is not installed."""
+    if find_spec("pandas") is None:
+        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
+
+
 def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, into: list[Path] | None,
                  images: Path) -> None:
     """`lineartime report speed`."""
+    require_pandas()
     from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
@@ -82,8 +89,7 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
 def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None, html: Path | None, png: Path | None,
                   into: list[Path] | None, images: Path) -> None:
     """`lineartime report` of one table or all."""
-    if find_spec("pandas") is None:
-        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
+    require_pandas()
     from lineartime.reproduce.markdown import table_section, tables_shown
     from lineartime.reproduce.records import RECORDS
     from lineartime.reproduce.results import read_results

@@ -17,6 +17,7 @@ from lineartime.benchmark.figures import digest, files_of, spread_apart
 from lineartime.benchmark.goals import Goal, goals_table, reach, read_goals
 from lineartime.benchmark.markdown import number, ratio_table, speed_section
 from lineartime.benchmark.rows import compare, read_rows, tables_of
+from lineartime.cli.report import report_speed
 from lineartime.errors import DataError, UsageError
 from lineartime.report.pages import fill_pages, filled, speed_places
 
@@ -408,6 +409,14 @@ def test_the_command(tmp_path):
     done = command("--rows", str(rows))
     assert done.returncode == 3 and done.stderr.splitlines() == [
         f"error: no rows to report: {rows}; `lineartime benchmark ... --json FILE` writes them"]
+
+
+def test_without_pandas_it_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError) as raised:
+        report_speed(None, False, None, None, ROOT)
+    assert str(raised.value) == ("pandas is not installed: tables are made with it; "
+                                 "pip install 'lineartime[report]'")
 
 
 def test_a_report_of_text_needs_no_torch(tmp_path):
