@@ -34,8 +34,8 @@ def of_torch(reduction: str) -> Loss:
     """`F.linear_cross_entropy` by chunks of its own choice. Autocast does not reach it, so inputs are cast before."""
     def loss(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
         device = x_ND.device.type
-        product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
-        x_ND, weight_VD, bias_V = (t.to(product) for t in (x_ND, weight_VD, bias_V))
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
+        x_ND, weight_VD, bias_V = (t.to(dtype) for t in (x_ND, weight_VD, bias_V))
         options = torch.nn.LinearCrossEntropyOptions()
         return at_least_float32(F.linear_cross_entropy(x_ND, weight_VD, targets_N, linear_bias=bias_V,
                                                        reduction=reduction, options=options))

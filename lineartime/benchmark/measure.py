@@ -41,7 +41,7 @@ OnRows = Callable[[list[Row]], None]
 """Gets the rows that were measured together, as soon as they are there."""
 
 DATA_SHEET = {"H200": {"bfloat16": 989e12, "float32": 67e12}, "H100 80GB HBM3": {"bfloat16": 989e12, "float32": 67e12}}
-"""Dense products per second that NVIDIA states, a multiply-add being 2; float32 without TF32."""
+"""Dense FLOP per second that NVIDIA states, a multiply-add being 2; float32 without TF32."""
 
 
 def provenance() -> Row:
@@ -135,7 +135,7 @@ def peak_of(work: Callable[[], object], device: torch.device) -> tuple[int, int]
 
 
 def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float, *,
-            what: str = "output and gradients", against: str = "the definition") -> Row:
+            what: str = "output and gradients", against: str = "the reference") -> Row:
     """A row's "check": the largest relative error of tensors by name against float64. Raises NumericsError where it is
     above the limit, or no number."""
     errors = {key: ((found[key].double() - x).norm() / x.norm()).item() for key, x in expected.items()}
@@ -160,7 +160,7 @@ Mark = tuple[float, float, torch.cuda.Event | None]
 
 
 class Stopwatch:
-    """Milliseconds of the clock, of the processor and, by its own events, of a GPU; per unit of work.
+    """Milliseconds of the clock, of the processor and, by its own events, of a GPU.
 
     `times` has them by the name of their clock, such as "cpu_ms"."""
 
@@ -169,12 +169,12 @@ class Stopwatch:
         self.times: dict[str, list[float]] = {}
 
     @contextmanager
-    def running(self, units: int = 1) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Time what is done inside, and add it."""
         self.wait()
         before = self.mark()
         yield
-        self.add([before, self.mark(wait=True)], units)
+        self.add([before, self.mark(wait=True)])
 
     def mark(self, wait: bool = False) -> Mark:
         """What the clocks say; wait: when a GPU has done what it was given."""
@@ -185,7 +185,7 @@ class Stopwatch:
             self.wait()
         return time.perf_counter() * 1e3, time.process_time() * 1e3, event
 
-    def add(self, marks: Sequence[Mark], units: int = 1) -> None:
+    def add(self, marks: Sequence[Mark]) -> None:
         """Add the time from each mark to the next."""
         self.wait()
         for (wall, cpu, event), (wall_after, cpu_after, event_after) in itertools.pairwise(marks):
@@ -193,7 +193,7 @@ class Stopwatch:
             if event is not None and event_after is not None:
                 passed["gpu_ms"] = event.elapsed_time(event_after)
             for name, ms in passed.items():
-                self.times.setdefault(name, []).append(ms / units)
+                self.times.setdefault(name, []).append(ms)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -266,7 +266,7 @@ def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]
 
 
 def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None) -> Iterator[Row]:
-    """Operations per second of a large square product, by the clock that is compared: the best of seven."""
+    """Operations per second of a large square matmul, by the clock that is compared: the best of seven."""
     on, _ = set_up(threads, device)
     watch = Stopwatch(on)
     size = size or (2048 if device == "cpu" else 8192)
@@ -278,7 +278,7 @@ def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None)
 
 
 def peak_flops(dtype: str, threads: int, device: str) -> Row:
-    """What utilisation is measured against: the data sheet's rate of a GPU, else that of a large product here."""
+    """What utilisation is measured against: the data sheet's rate of a GPU, else that of a large matmul here."""
     if device == "cuda":
         for name, rates in DATA_SHEET.items():
             if name in torch.cuda.get_device_name() and dtype in rates:

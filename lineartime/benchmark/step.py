@@ -265,7 +265,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
 def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int, device: str, seed: int,
               path: str) -> Iterator[Row]:
-    """One process's part of `benchmark_step`: the loss and gradient of new weights by the definition, in eager float32,
+    """One process's part of `benchmark_step`: the loss and gradient of new weights by the reference, in eager float32,
     row by row; the gradient goes into a file.
 
     Raises NumericsError where the loss is far from ln V, or a token changes what comes before it."""

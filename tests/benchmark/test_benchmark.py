@@ -35,10 +35,10 @@ def test_spread_has_quartiles():
     assert spread([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0, "min": 7.0, "max": 7.0, "n": 1}
 
 
-def test_stopwatch_counts_units_and_says_which_clock_counts():
+def test_stopwatch_says_which_clock_counts():
     watch = Stopwatch(CPU)
-    for units in (1, 4):
-        with watch.running(units):
+    for _ in range(2):
+        with watch.running():
             torch.mm(torch.ones(400, 400), torch.ones(400, 400))
     assert set(watch.last()) == {"wall_ms", "cpu_ms"} and watch.last()["cpu_ms"] == watch.times["cpu_ms"][1]
     found = spreads(watch.times)
