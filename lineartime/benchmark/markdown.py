@@ -172,16 +172,12 @@ def ratio_text(pair: Row) -> str:
 
 def value_table(table: "DataFrame", what: str) -> str:
     """One of `VALUES` by context, a line for each model, variant and type."""
-    texts = {(*kind_of(row), row["context"]): "failed" if row["failed"] else VALUES[what][1](row)
+    texts = {(*(row[name] for name in KIND), row["context"]): "failed" if row["failed"] else VALUES[what][1](row)
              for row in newest(table).to_dict("records")}
     contexts = contexts_of(table)
     lines = [[side_name(kind[0]), *kind[1:], *(texts.get((*kind, context), "-") for context in contexts)]
              for kind in kinds_of(table)]
     return markdown(["model", "variant", "type", *map(tokens, contexts)], without_repeats(lines))
-
-
-def kind_of(row: Row) -> tuple[str, str, str]:
-    return row["side"], row["variant"], row["dtype"]
 
 
 def part_table(table: "DataFrame") -> str:

@@ -15,18 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lineartime.benchmark import Row, measure
+from lineartime.benchmark import Row, measure, peers
 from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
-from lineartime.benchmark.peers import (
-    Label,
-    attention_backend,
-    build,
-    compile_,
-    flops_per_token,
-    parse_label,
-    peer_version,
-    without_variants,
-)
+from lineartime.benchmark.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.errors import NumericsError
 from lineartime.info import describe
@@ -82,7 +73,7 @@ class StepCase:
     @property
     def reference(self) -> object:
         """Cases for which this is the same are compared with the same step."""
-        return without_variants(self.label), self.config, self.checked_shape
+        return peers.without_variants(self.label), self.config, self.checked_shape
 
     @property
     def checked_shape(self) -> tuple[int, int]:
@@ -145,7 +136,7 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
                                "precision": case.precision, **machine}) for case in cases]
 
     def make_reference(case: StepCase) -> Row:
-        plain, (n_rows, n_tokens) = without_variants(case.label), case.checked_shape
+        plain, (n_rows, n_tokens) = peers.without_variants(case.label), case.checked_shape
         progress(f"{plain.text}, context {case.config.context:,}: eager float32, to compare with")
         path = str(folder / f"{uuid.uuid4().hex}.safetensors")
         return {"path": path, **measure.in_own_process("reference", {
@@ -192,7 +183,7 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
 
 def step_row(case: StepCase, answer: Row, peak: Row, benchmark: str, repeats: int) -> Row:
     """The row of a case that `measure_group` answered, without what it shares with others."""
-    label, config, peer = case.label, case.config, peer_version(case.label)
+    label, config, peer = case.label, case.config, peers.peer_version(case.label)
     softmax = (config.attn_type, config.attn_kernel) == ("quadratic", "softmax") and peer is None
     row: Row = {"benchmark": benchmark, "cell": case.name, "model": label.model, "variant": label.variant,
                 **({"attention": "unfused" if label.unfused else "fused"} if softmax else {}),
@@ -205,7 +196,7 @@ def step_row(case: StepCase, answer: Row, peak: Row, benchmark: str, repeats: in
         return {**row, "failed": answer["failed"]}
     row |= measure.spreads(answer["times"])
     tokens_per_s = case.tokens_per_step * 1e3 / measure.compared_ms(row)["median"]
-    flops = flops_per_token(label, config)
+    flops = peers.flops_per_token(label, config)
     mfu = None if flops is None or not peak["peak_flops"] else flops * tokens_per_s / peak["peak_flops"]
     return {**row, "tokens_per_s": tokens_per_s, "peak_mib": answer["peak_mib"],
             "above_import_mib": answer["above_import_mib"], "flops_per_token": flops, "mfu": mfu, **peak,
@@ -218,13 +209,13 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
     An order says how many steps to take before the one that is timed ("warm"), and whether to give back the memory
     afterwards ("release")."""
-    imported, parsed, fields = rss_bytes() or 0, parse_label(label), ModelConfig(**config)
+    imported, parsed, fields = rss_bytes() or 0, peers.parse_label(label), ModelConfig(**config)
     on, settings = measure.set_up(threads, device, seed)
     train = TrainConfig(precision=precision, tokens_per_step=n_rows * fields.context,
                         micro_batch_tokens=n_rows * fields.context)
-    model = build(parsed, fields).to(on).train()
+    model = peers.build(parsed, fields).to(on).train()
     if parsed.compiled:
-        compile_(model)
+        peers.compile_(model)
     optimizer = make_optimizer(model, train)
     task = random_task(fields, n_rows, fields.context, seed)
     batch = first_batch(task, on)
@@ -238,7 +229,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
         return {"peak_mib": peak / 2**20, "above_import_mib": max(peak - imported * (device == "cpu"), 0) / 2**20}
 
     watch = Stopwatch(on)
-    with attention_backend(on):
+    with peers.attention_backend(on):
         checked = check_step(model, fields, train, seed, wanted)
         if wanted["shape"] == [n_rows, fields.context]:
             optimizer.step()
@@ -271,7 +262,7 @@ def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int,
     Raises NumericsError where the loss is far from ln V, or a token changes what comes before it."""
     on, _ = measure.set_up(threads, device, seed)
     fields = ModelConfig(**config)
-    model = build(parse_label(label), fields).to(on).train()
+    model = peers.build(peers.parse_label(label), fields).to(on).train()
     if isinstance(model, LanguageModel):
         model.activation_checkpointing = True
         model.set_impl("reference")
@@ -369,8 +360,8 @@ def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Seque
     longest: the last context of a label. Raises UsageError for an unknown label or type."""
     for precision in precisions:
         require_name("precision", precision, LIMITS)
-    limits: dict[Any, int] = {parse_label(text): n for text, n in (longest or {}).items()}
-    parsed = [parse_label(text) for text in labels]
+    limits: dict[Any, int] = {peers.parse_label(text): n for text, n in (longest or {}).items()}
+    parsed = [peers.parse_label(text) for text in labels]
     return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, name)
             for context in contexts for precision in precisions for label in parsed
             if context <= limits.get(label, context)]

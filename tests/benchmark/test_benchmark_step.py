@@ -263,7 +263,7 @@ def test_what_does_another_step_is_not_timed(here, monkeypatch):
 
 @pytest.mark.parametrize("name", ["embed.weight", "layers.1.scale_offset.gamma", "layers.0.out_proj.bias"])
 def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
-    made = step.build
+    made = peers.build
 
     def spoiled(label, config):
         model = made(label, config)
@@ -273,7 +273,7 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
         model.get_parameter(name).register_hook(lambda gradient: gradient * 1.01)
         return model
 
-    monkeypatch.setattr(step, "build", spoiled)
+    monkeypatch.setattr(peers, "build", spoiled)
     (row,) = benchmark_step(cells("flash"), repeats=1)
     assert name in row["failed"]
 
@@ -291,8 +291,8 @@ def test_a_masked_model_is_not_shown_what_it_is_asked_for():
 
 
 def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkeypatch):
-    made = step.build
-    monkeypatch.setattr(step, "build", lambda label, config: made(label, tiny("flash", "c4")))
+    made = peers.build
+    monkeypatch.setattr(peers, "build", lambda label, config: made(label, tiny("flash", "c4")))
     assert "not causal" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
 
     def certain(label, config):
@@ -300,7 +300,7 @@ def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkey
         nn.init.normal_(model.head_bias, std=3)
         return model
 
-    monkeypatch.setattr(step, "build", certain)
+    monkeypatch.setattr(peers, "build", certain)
     assert "far from ln V" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
 
 
