@@ -78,22 +78,17 @@ def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
     return [*parts, caption(table)]
 
 
-def tables_shown(tables: "Sequence[DataFrame]", names: Sequence[str]) -> "list[DataFrame]":
-    """All tables; with names, those that a summary is made of, the one with most contexts first: training steps of
-    several models, in a table that has one of the names, alone or with a hyphen behind it."""
-    chosen = [table for table in tables if table.benchmark.iat[0] in STEPS and table.side.nunique() > 1
-              and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
-    return sorted(chosen, key=lambda table: -table.context.nunique()) if names else list(tables)
-
-
 def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures: Pictures) -> str:
-    """A picture and a table of a few lines: FLASH's speed over others, in `tables_shown`."""
+    """A picture and a table of a few lines: FLASH's speed over others in training steps, from the tables that have one
+    of the names, alone or with a hyphen behind it, on the machine of the one with most contexts."""
     import pandas
 
-    chosen = tables_shown(tables, names)
+    chosen = [table for table in tables if table.benchmark.iat[0] in STEPS and table.side.nunique() > 1
+              and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
         return "No training steps of two models were measured side by side yet.\n"
-    widest = chosen[0]
+    widest, same = max(chosen, key=lambda table: table.context.nunique()), ["hardware", "threads", "size"]
+    chosen = [table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()]
     cells = pandas.concat(chosen, ignore_index=True)
     contexts, lines, every = contexts_of(cells), [], []
     for rival, dtype in SUMMARY:
