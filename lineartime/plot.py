@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +220,17 @@ def label_positions(axes: "Axes") -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K"))
     axes.set_xlabel("position, tokens")
+
+
+def draw_into(folder: Path, pictures: Mapping[str, Callable[[Path], None]]) -> list[Path]:
+    """Draw pictures into a folder, which is made if need be; returns their paths. Raises ResourceError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ResourceError("cannot make the folder", folder, e.strerror) from None
+    for name, draw in pictures.items():
+        draw(folder / name)
+    return [folder / name for name in pictures]
 
 
 def middle(first: int, last: int) -> float:

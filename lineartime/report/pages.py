@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from lineartime.errors import DataError, ResourceError, UsageError
+from lineartime.errors import DataError, UsageError
+from lineartime.plot import draw_into
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.run import write_atomically
@@ -107,14 +108,3 @@ def fill_pages(pages: Iterable[Path], images: Path, places: Mapping[str, Place])
     for page, text in made.items():
         write_atomically(page, text)
     return [*written, *made]
-
-
-def draw_into(folder: Path, pictures: Pictures) -> list[Path]:
-    """Draw pictures into a folder, which is made if need be; returns their paths. Raises ResourceError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ResourceError("cannot make the folder", folder, e.strerror) from None
-    for name, draw in pictures.items():
-        draw(folder / name)
-    return [folder / name for name in pictures]

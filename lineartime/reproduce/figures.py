@@ -10,14 +10,23 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from lineartime.benchmark.markdown import number, span_of, tokens
-from lineartime.errors import ResourceError
-from lineartime.plot import COLOURS, DASHED, drawing, label_plainly, label_positions, middle, scale_logarithmically
+from lineartime.benchmark.markdown import joined, number, tokens, unique
+from lineartime.plot import (
+    COLOURS,
+    DASHED,
+    draw_into,
+    drawing,
+    label_plainly,
+    label_positions,
+    middle,
+    scale_logarithmically,
+)
 from lineartime.reproduce.markdown import GAPS
 from lineartime.reproduce.paper import read_paper
 from lineartime.reproduce.results import (
@@ -146,7 +155,7 @@ def alt_text(results: Results, what: str) -> str:
     seeds = sorted(set(results.trained.groupby(level=CELL).size()))
     if what == "latency" or not seeds:
         return words
-    return f"{words}. {span_of(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'}"
+    return f"{words}. {' to '.join(unique(map(str, (seeds[0], seeds[-1]))))} {'seed' if seeds == [1] else 'seeds'}"
 
 
 def digest(results: Results, what: str) -> str:
@@ -185,7 +194,7 @@ def cost_panel(results: Results, column: str, seconds: pd.Series, unit_s: float,
             crossings += [s * steps_to(best, curve.mean(axis=1))] if row != reference else []
             timed = results.steps.record[row, column]
             clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
-    return Lines(title_of(results, column), f"{span_of(clocks)}, {units}" if clocks else "", "minus log perplexity",
+    return Lines(title_of(results, column), f"{joined(unique(clocks))}, {units}", "minus log perplexity",
                  tuple(lines), "quality", level=None if math.isnan(best) else -float(best),
                  level_name=f"best of {reference}",
                  crossings=tuple(float(place) for place in crossings if not math.isnan(place)))
@@ -245,26 +254,20 @@ def speedup_panels(results: Results) -> list[Lines]:
     panels, columns = [], results.table.columns
     contexts = tuple((column.context, tokens(column.context)) for column in columns.values())
     for rival in (row for row in results.table.models if row != "FLASH"):
-        quality, step = of_flash(speedups(results, rival)), of_flash(step_speedups(results, rival))
-        by_quality = [(columns[name].context, value, min([value, *seeds]), max([value, *seeds]))
-                      for name, value, seeds in quality.dropna().itertuples()]
-        by_step = [(columns[name].context, *each) for name, *each in step.itertuples()]
-        printed = [(column.context, read_paper()[results.table.name].value("speedup", rival, name))
-                   for name, column in columns.items()]
-        lines = not_empty([Line("to the same quality", tuple(sorted(by_quality))),
-                           Line("by the time of a step", tuple(sorted(by_step)))])
-        if lines:
-            lines += not_empty([Line("the paper's", tuple((x, y, y, y) for x, y in printed if y))])
-        panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast", lines, "contexts", contexts,
-                            level=1.0, level_name="as fast"))
+        quality, step = (of_cell(found, "FLASH").droplevel("row")
+                         for found in (speedups(results, rival), step_speedups(results, rival)))
+        reached = {name: pd.Series([value, *seeds]) for name, value, seeds in quality.dropna().itertuples()}
+        paper = {name: read_paper()[results.table.name].value("speedup", rival, name) for name in columns}
+        heights = {"to the same quality": [(name, each[0], each.min(), each.max()) for name, each in reached.items()],
+                   "by the time of a step": list(step.itertuples()),
+                   "the paper's": [(name, value, value, value) for name, value in paper.items() if value]}
+        lines = tuple(Line(label, tuple(sorted((columns[name].context, float(value), float(low), float(high))
+                                               for name, value, low, high in found)))
+                      for label, found in heights.items() if found)
+        panels.append(Lines(f"Over {rival}", "tokens of context", "times as fast",
+                            lines if len(step) or reached else (), "contexts", contexts, level=1.0,
+                            level_name="as fast"))
     return panels
-
-
-def of_flash(speedup: pd.DataFrame) -> pd.DataFrame:
-    """By column. Seeds that never get there are left out."""
-    if "seeds" in speedup:
-        speedup = speedup.assign(seeds=[[seed for seed in seeds if not math.isnan(seed)] for seeds in speedup.seeds])
-    return of_cell(speedup, "FLASH").droplevel("row")
 
 
 def perplexity_dots(results: Results) -> list[Dots]:
@@ -307,10 +310,6 @@ def own_columns(results: Results) -> list[str]:
     return [column for column in results.columns if column in own.index.get_level_values("column")]
 
 
-def not_empty(lines: Iterable[Line]) -> tuple[Line, ...]:
-    return tuple(line for line in lines if line.points)
-
-
 def values_of(results: Results, values: pd.Series, column: str) -> tuple[tuple[str, tuple[float, ...]], ...]:
     """Of each row the numbers of its seeds, perhaps none."""
     return tuple((row, tuple(of_cell(values, row, column).tolist())) for row in results.table.models)
@@ -324,16 +323,8 @@ def title_of(results: Results, column: str, named: bool = False) -> str:
 
 def draw_all(tables: Iterable[Results], folder: Path) -> list[Path]:
     """Every picture of these tables, into a folder that is made if need be. Raises ResourceError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ResourceError("cannot make the folder", folder, e.strerror) from None
-    drawn = []
-    for results in tables:
-        for name, what in files_of(results):
-            draw(results, what, folder / name)
-            drawn.append(folder / name)
-    return drawn
+    return draw_into(folder, {name: partial(draw, results, what) for results in tables
+                              for name, what in files_of(results)})
 
 
 def draw(results: Results, what: str, path: Path) -> None:

@@ -151,73 +151,59 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     parts = [f"### {table.title}, {results.scale.name} scale", *(f"![{alt}]({path})" for alt, path in pictures)]
     if not results.cells.known.any():
         return "\n\n".join([*parts, f"This table was {NOT_RUN} at this scale: {command_text(results)}."]) + "\n"
-    measures = MEASURES[table.name]
+    frames = {measure.title.format(reference=table.reference): (*measured(results, measure, paper), not measure.at_hand)
+              for measure in MEASURES[table.name]}
     if table.name == "gap":
         parts += gap_grids(results, paper)
     if table.name == "speedup":
-        parts.append(speedup_grid(results, paper))
+        parts.append(grid("", *speedup_frames(results, paper)))
     elif len(table.columns) == 1:
-        (column,) = table.columns
-        parts.append(grid("", results.rows, [
-            (title_of(measure, results), *by_row(results, paper, measure, measure.texts(results), column))
-            for measure in measures]))
+        parts.append(grid("", pd.DataFrame({title: ours.iloc[:, 0] for title, (ours, _, _) in frames.items()}),
+                          pd.DataFrame({title: theirs.iloc[:, 0] for title, (_, theirs, _) in frames.items()
+                                        if theirs.size})))
     else:
-        parts += [measured(results, paper, measure) for measure in measures]
+        parts += [grid(title, *each) for title, each in frames.items()]
     return "\n\n".join([*parts, *notes(results, paper)]) + "\n"
 
 
-Column = tuple[str, Sequence[str] | None, Sequence[str]]
-"""What stands above it, the paper's numbers where it has any, and ours; a text for each row."""
-
-
-def grid(title: str, rows: Sequence[str], columns: Sequence[Column], fold: bool = False) -> str:
-    """Rows by columns, with the paper's numbers left of ours. Where most of ours were not run, a line says so, with
-    those that were."""
-    there = {f"{row}, {label}": text for label, _, ours in columns for row, text in zip(rows, ours, strict=True)
-             if text not in (NOT_RUN, NOT_TIMED)}
-    if 2 * len(there) < len(rows) * len(columns):
-        known = f" but for {'; '.join(f'{where}: {text}' for where, text in there.items())}" if there else ""
-        return f"{title or 'All of it'}: {NOT_RUN}{known}."
-    head, lines = [""], [[row] for row in rows]
-    for label, paper, ours in columns:
-        head += [label] if paper is None else [f"{label}: paper", "ours"]
-        for line, printed, text in zip(lines, paper or rows, ours, strict=True):
-            line += [text] if paper is None else [printed, text]
-    text = markdown(head, lines, 1)
+def grid(title: str, ours: pd.DataFrame, theirs: pd.DataFrame, fold: bool = False) -> str:
+    """Our numbers, as texts, and left of each column the paper's, where it has any. Where most of ours were not run, a
+    line says so, with those that were."""
+    there = ours.where(~ours.isin([NOT_RUN, NOT_TIMED])).stack().dropna()
+    if 2 * len(there) < ours.size:
+        known = "; ".join(f"{place_text(cell)}: {text}" for cell, text in there.items())
+        return f"{title or 'All of it'}: {NOT_RUN}{' but for ' * bool(known)}{known}."
+    head, columns = [""], [ours.index]
+    for name in ours:
+        head += [f"{name}: paper", "ours"] if name in theirs else [name]
+        columns += [theirs[name], ours[name]] if name in theirs else [ours[name]]
+    text = markdown(head, list(zip(*columns, strict=True)), 1)
     if fold:
         return folded(title, text)
     return f"**{title}**\n\n{text}" if title else text
 
 
-def measured(results: Results, paper: Paper, measure: Measure) -> str:
-    """Models by columns. Either all columns have the paper's numbers or none has."""
-    texts = measure.texts(results)
-    made = [(column, *by_row(results, paper, measure, texts, column)) for column in results.columns]
-    none = [""] * len(results.rows) if any(theirs for _, theirs, _ in made) else None
-    return grid(title_of(measure, results), results.rows,
-                [(label, theirs or none, ours) for label, theirs, ours in made], not measure.at_hand)
+def frame(rows: Sequence[str], columns: Sequence[str], text: Callable[[str, str], str]) -> pd.DataFrame:
+    return pd.DataFrame([[text(row, column) for column in columns] for row in rows], list(rows), list(columns))
 
 
-def title_of(measure: Measure, results: Results) -> str:
-    return measure.title.format(reference=results.table.reference)
-
-
-def by_row(results: Results, paper: Paper, measure: Measure, texts: Texts, column: str,
-           ) -> tuple[list[str] | None, list[str]]:
-    """The paper's numbers of a column, None without any, and ours.
+def measured(results: Results, measure: Measure, paper: Paper) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Our texts, models by columns, and the paper's, without columns where it has no number at all.
 
     A speed-up by time of a step that is not printed is worked out from the times that are."""
-    reference = results.table.reference
-    printed, ours = [], []
-    for row in results.rows:
-        theirs = paper.printed(measure.name, row, column)
-        if theirs is None and measure is BY_STEP and reference:
-            worked_out = paper.step_speedup(row, reference, column)
-            theirs = None if worked_out is None else number(worked_out)
-        printed.append("" if theirs is None else str(theirs))
+    reference, texts = results.table.reference, measure.texts(results)
+
+    def ours(row: str, column: str) -> str:
         needed = [(row, column), (reference, column)] if measure in (TO_QUALITY, BY_STEP) else [(row, column)]
-        ours.append(texts.get((row, column)) or why_not(results, needed, measure.kinds))
-    return printed if any(printed) else None, ours
+        return texts.get((row, column)) or why_not(results, needed, measure.kinds)
+
+    def theirs(row: str, column: str) -> str:
+        printed = paper.printed(measure.name, row, column)
+        worked_out = paper.step_speedup(row, reference or "", column) if measure is BY_STEP else None
+        return str(printed) if printed is not None else number(worked_out) if worked_out else ""
+
+    printed = frame(results.rows, results.columns, theirs)
+    return frame(results.rows, results.columns, ours), printed if (printed != "").any(axis=None) else printed[[]]
 
 
 def why_not(results: Results, needed: Sequence[tuple[str | None, str]], kinds: Sequence[str]) -> str:
@@ -231,34 +217,37 @@ def why_not(results: Results, needed: Sequence[tuple[str | None, str]], kinds: S
 
 def gap_grids(results: Results, paper: Paper) -> list[str]:
     """Table 5: what mixed chunks add to the perplexity, and to the loss, which is comparable between scales."""
-    def ours(column: str, what: str) -> list[str]:
-        texts = []
-        for plain, chunked in GAPS:
-            more = paired(results, (chunked, column), (plain, column), what)
-            texts.append(seeds_text(more.mean(), more.min(), more.max(), len(more), signed) if len(more) else
-                         why_not(results, [(plain, column), (chunked, column)], ["train"]))
-        return texts
+    gaps = {f"{plain} -> {chunked}": (plain, chunked) for plain, chunked in GAPS}
 
-    rows = [f"{plain} -> {chunked}" for plain, chunked in GAPS]
-    return [*(grid(f"Increase of the perplexity, {task}", rows, [
-        (column, [str(paper.printed("gap", chunked, column)) for _, chunked in GAPS], ours(column, "perplexity"))
-        for column in results.columns if column.split()[0] == task])
-        for task in unique(column.split()[0] for column in results.columns)),
-        grid("Increase of the loss, nats per token", rows,
-             [(column, None, ours(column, "loss")) for column in results.columns])]
+    def ours(what: str) -> pd.DataFrame:
+        def text(row: str, column: str) -> str:
+            plain, chunked = ((model, column) for model in gaps[row])
+            more = paired(results, chunked, plain, what)
+            return seeds_text(more.mean(), more.min(), more.max(), len(more), signed) if len(more) else why_not(
+                results, [plain, chunked], ["train"])
+
+        return frame([*gaps], results.columns, text)
+
+    perplexity = ours("perplexity")
+    theirs = frame([*gaps], results.columns, lambda row, column: str(paper.printed("gap", gaps[row][1], column)))
+    tasks = unique(column.split()[0] for column in results.columns)
+    return [*(grid(f"Increase of the perplexity, {task}", perplexity.filter(regex=f"^{task} "), theirs)
+              for task in tasks), grid("Increase of the loss, nats per token", ours("loss"), theirs[[]])]
 
 
-def speedup_grid(results: Results, paper: Paper) -> str:
+def speedup_frames(results: Results, paper: Paper) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Figure 1: lengths by rivals."""
-    made: list[Column] = []
-    for rival in (row for row in results.table.models if row != "FLASH"):
-        for label, texts in ((f"over {rival}", speedup_texts(results, rival)),
-                             ("by time of a step", step_speedup_texts(results, rival))):
-            printed = [str(paper.printed("speedup", rival, column)) for column in results.columns]
-            ours = [texts.get(("FLASH", column)) or why_not(results, [("FLASH", column), (rival, column)],
-                                                            TO_QUALITY.kinds) for column in results.columns]
-            made.append((label, None if label == "by time of a step" else printed, ours))
-    return grid("", results.columns, made)
+    rivals = {f"over {row}": row for row in results.table.models if row != "FLASH"}
+    made = {label: texts for over, rival in rivals.items()
+            for label, texts in ((over, speedup_texts(results, rival)),
+                                 (f"{over} by time of a step", step_speedup_texts(results, rival)))}
+
+    def ours(column: str, label: str) -> str:
+        needed = [("FLASH", column), (rivals[label.removesuffix(" by time of a step")], column)]
+        return made[label].get(("FLASH", column)) or why_not(results, needed, TO_QUALITY.kinds)
+
+    return frame(results.columns, [*made], ours), frame(
+        results.columns, [*rivals], lambda column, over: str(paper.printed("speedup", rivals[over], column)))
 
 
 def command_text(results: Results) -> str:
@@ -273,7 +262,8 @@ def notes(results: Results, paper: Paper) -> list[str]:
     if len(trained):
         seeds = sorted(set(trained.index.get_level_values("seed")))
         words.append("Perplexity and loss: the whole held-out split at the end of training, " + (
-            f"the mean of seeds {joined(map(str, seeds))} (the least and the most)." if len(seeds) > 1 else
+            f"the mean of seeds {joined(map(str, seeds))} (the least and the most); without a range, seed {seeds[0]} "
+            "alone." if len(seeds) > 1 else
             f"seed {seeds[0]} alone, so nothing tells how far seeds differ."))
     if TO_QUALITY in by_step or table.name == "speedup":
         words.append(f"Speed-up to the same quality, as the paper defines it: the time of {whose} training to its best "

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 PAPER = Path(__file__).with_name("paper.toml")
 Printed = Decimal | int | str
@@ -41,9 +40,6 @@ class Paper:
 @cache
 def read_paper() -> dict[str, Paper]:
     """By name of the table."""
-    def paper_of(entry: dict[str, Any]) -> Paper:
-        return Paper({name: rows for name, rows in entry.items() if isinstance(rows, dict)}, entry.get("hardware"),
-                     entry.get("note"))
-
     tables = tomllib.loads(PAPER.read_text(encoding="utf-8"), parse_float=Decimal)
-    return {name: paper_of(entry) for name, entry in tables.items()}
+    return {name: Paper({measure: rows for measure, rows in entry.items() if isinstance(rows, dict)},
+                        entry.get("hardware"), entry.get("note")) for name, entry in tables.items()}

@@ -126,7 +126,7 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
         n_rows = sum(len(time_steps(column, place, stop)) for column in columns)
         for row in run_all(jobs, rows, place, stop):
             n_rows += 1
-            place.tell(f"  {row['settings']['model']}, context {row['settings']['context']:,}: {outcome(row)}")
+            place.tell(f"  {row['settings']['model']}, context {row['settings']['context']:,}: {result_text(row)}")
     return n_rows
 
 
@@ -182,13 +182,13 @@ def run_all(jobs: Sequence[Job], rows: Sequence[Record], place: Place, stop: Sto
     stop.check(STOPPED)
 
 
-def outcome(row: Record) -> str:
+def result_text(row: Record) -> str:
     """A run's result in words."""
     if "failed" in row:
         return row["failed"]
     if row["kind"] == "finetune":
         return f"F1 {row['f1']:.2f}, EM {row['exact_match']:.2f}"
-    return f"{min(loss for _, loss in row['curve']):.4f} nats per token after {row['train_s']['wall']:,.0f} s"
+    return f"{row['held_out']['loss']:.4f} nats per token after {row['train_s']['wall']:,.0f} s"
 
 
 def run_job(job: Job, rows: Sequence[Record], place: Place, over: Callable[[], bool]) -> list[Record]:

@@ -1,6 +1,6 @@
 """The paper's tables and figures as cells: a model of a row in a column, and which of them each scale runs.
 
-Labels are the paper's, and its own numbers are in `report/paper.toml` by the same labels. What a cell's run is set to
+Labels are the paper's, and its own numbers are in `paper.toml` by the same labels. What a cell's run is set to
 is worked out in `scales`; two tables that ask for the same run share it.
 """
 
