@@ -1,8 +1,8 @@
 """Tests and measurements on one GPU, from a checkout without an installation: `python3 tools/gpu.py STAGE...`.
 
 A stage ends by itself within its minutes: nothing is started for which the time left is too short, and what runs at the
-end is stopped. The same command goes on where it stopped: cells whose rows are in OUT/rows.jsonl are left out. The most
-telling cells come first. OUT gets rows.jsonl, summary.md, progress.jsonl (what was tried) and tests.txt. The stage
+end is stopped. The same command goes on where it stopped: calls whose rows are in OUT/rows.jsonl are left out. The most
+telling calls come first. OUT gets rows.jsonl, summary.md, progress.jsonl (what was tried) and tests.txt. The stage
 `tables` makes the paper's tables by `lineartime reproduce`: its rows are in OUT/tables.jsonl, its runs and logs in
 OUT/reproduce.
 """
@@ -10,7 +10,6 @@ OUT/reproduce.
 import argparse
 import ctypes
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +28,12 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("tests", "kernels", "step", "decode", "tables")
-TABLES = ("lm_pg19", "flash_ablation", "gap", "chunk_size", "lm_wiki40b", "speedup", "gpu_latency", "mlm_c4",
-          "gau_vs_transformer", "gau_ablation", "mhsa_ablation", "triviaqa", "position_bias",
-          "more_tokens", "learning_rates", "initial_values")
-"""The tables of `lineartime reproduce`, in the order they are made."""
+sys.path.insert(0, str(ROOT))
 
+from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+
+CALLS = Path(__file__).with_name("gpu.toml")
+STAGES = ("tests", "kernels", "step", "decode", "tables")
 COMMITTED_ROWS = ROOT / "lineartime" / "results" / "quality.jsonl"
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
 FOR_TESTS, FOR_TABLES = ("pytest", "hypothesis"), ("pyarrow",)
@@ -45,17 +45,17 @@ AT_ONCE = 8
 """Processes that tests are run in side by side: most of their time a processor compiles kernels."""
 
 FIRST_GUESS_S, TINY_GUESS_S = 75.0, 10.0
-"""How long a cell is thought to take before one has been measured."""
+"""How long a call is thought to take before one has been measured."""
 
 SAVE_S = 40.0
 """How long before the end of a stage what trains is asked to save: it first ends its step, or its compiling."""
 
 STOPPED, COMPLETE = "stopped at the end of the stage's time", "complete"
-"""How a cell can end; of `tables` a cell is complete when it has every row."""
+"""How a call can end; of `tables` a call is complete when it has every row."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class Call:
     """One call of `lineartime benchmark`, whose rows are written together or not at all; or of `lineartime reproduce`,
     which goes on where it stopped."""
 
@@ -65,93 +65,12 @@ class Cell:
     arguments: tuple[str, ...]
 
 
-def step(table: str, context: int, labels: str, tokens: int, *more: str, precision: str = "bfloat16") -> Cell:
-    return Cell("step", f"{table}/{context}-{precision}", (
-        "step", *labels.split(), "--contexts", str(context), "--tokens", str(tokens), "--precision", precision, *more))
-
-
-def cells_of_steps() -> list[Cell]:
-    """110 M parameters at bfloat16, with kernels and without, against Transformer++ first, then less telling ones."""
-    ours = "flash:compiled flash"
-    definitions = f"{ours} flash:reference:compiled flash:reference transformer++:compiled"
-    peers = f"{ours} flash-pytorch:compiled flash-pytorch fla:retention fla:gla"
-    unfused = f"{ours} transformer++:unfused:compiled transformer++:unfused"
-    latency = ("flash:compiled flash flash-quad:compiled flash-quad transformer++:unfused transformer++:compiled "
-               "performer performer-matmul")
-    presets = ("flash:compiled flash-quad:compiled mc-tfm++:compiled transformer++:compiled transformer+:compiled "
-               "combiner:compiled performer-matmul:compiled")
-    return [
-        *(step("gpu", context, definitions, 65536) for context in (2048, 8192)),
-        step("gpu-peers", 2048, peers, 32768),
-        *(step("gpu-unfused", context, unfused, 8192) for context in (2048, 8192)),
-        step("gpu", 131072, f"{ours} transformer++:compiled", 131072),
-        *(step("gpu", context, f"{ours} transformer++:compiled", 65536) for context in (32768, 16384, 4096, 512)),
-        Cell("step", "gpu-slope/bfloat16", ("step", *ours.split(), "--contexts", "512,2048,16384,131072", "--tokens",
-                                            "131072", "--precision", "bfloat16", "--together")),
-        # The paper's batch in one pass.
-        step("gpu-whole-batch", 2048, ours, 2**18),
-        *(step("gpu-pg19", context, f"{ours} transformer++:compiled", 32768, "--task", "pg19")
-          for context in (2048, 8192)),
-        *(step("gpu-unfused", context, unfused, 8192) for context in (512, 4096)),
-        *(step("gpu-presets", context, presets, 16384) for context in (2048, 8192)),
-        step("gpu-checkpointed", 131072, "flash:compiled:checkpoint flash:checkpoint", 131072),
-        *(step("gpu-peers", context, peers, 32768) for context in (8192, 16384)),
-        # The paper's table of one accelerator: 512 x 4, 1024 x 2, 2048 x 1, 4096 x 1.
-        *(step("gpu-paper-latency", context, latency, max(context, 2048)) for context in (512, 1024, 2048, 4096)),
-        step("gpu-pg19", 32768, f"{ours} transformer++:compiled", 32768, "--task", "pg19"),
-        *(step("gpu", context, definitions, 32768, precision="float32") for context in (2048, 8192)),
-    ]
-
-
-def cells_of_decoding() -> list[Cell]:
-    """64 rows at once, a CUDA graph for a token, first: with the context that is only FLASH's in one call with 2K."""
-    def decode(name: str, batch: int, *more: str) -> Cell:
-        return Cell("decode", name, ("decode", "flash", "transformer++", "--batch", str(batch), *more))
-
-    short = ("--precision", "bfloat16")
-    return [
-        decode("gpu-decode-captured/64", 64, "--lengths", "2048,8192,131072", "--quadratic-up-to", "8192", "--capture",
-               *short),
-        decode("gpu-decode-captured/64-32K", 64, "--lengths", "32768", "--capture", *short),
-        decode("gpu-decode-captured/1", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072",
-               "--capture"),
-        decode("gpu-decode/64", 64, "--lengths", "2048,8192,131072", "--quadratic-up-to", "8192", *short),
-        decode("gpu-decode/1", 1, "--lengths", "2048,8192,32768,131072", "--quadratic-up-to", "131072"),
-        decode("gpu-decode/8", 8, "--lengths", "2048,8192,32768,131072", *short),
-        decode("gpu-decode-pg19/1", 1, "--lengths", "2048,8192,32768", "--task", "pg19"),
-    ]
-
-
-def cells_of_kernels() -> list[Cell]:
-    """Kernels beside their definitions, then parts that have none."""
-    def op(name: str, context: int, tokens: int, *more: str) -> Cell:
-        return Cell("kernels", f"gpu-op/{name}-{'-'.join([str(context), *more[1:]])}", (
-            "op", name, "--contexts", str(context), "--tokens", str(tokens), "--precision", "bfloat16", *more))
-
-    return [op("gated_chunk_attention", 8192, 65536), op("gated_chunk_attention", 131072, 131072),
-            op("gated_chunk_attention", 8192, 65536, "--task", "pg19"), op("gated_quadratic_attention", 2048, 16384),
-            op("add_norm", 8192, 65536), op("gated_chunk_attention", 2048, 65536, "--task", "c4"),
-            op("gated_quadratic_attention", 8192, 16384), op("linear_cross_entropy", 2048, 32768),
-            Cell("kernels", "gpu-loss/bfloat16", ("loss", "--precision", "bfloat16", "--tokens", "32768")),
-            op("softmax_attention", 8192, 8192), op("mixed_chunk_attention", 8192, 65536),
-            op("quadratic_attention", 2048, 16384), op("linear_attention", 8192, 65536)]
-
-
-def cells_of_tables() -> list[Cell]:
-    return [Cell("tables", table, ("reproduce", table, "--scale", "gpu")) for table in TABLES]
-
-
-def tiny_cells() -> list[Cell]:
-    """A few seconds each, on a processor too: they prove the script and measure nothing. Tables are only planned."""
-    sizes = tuple(part for setting in ("n_layers=1", "d_model=32", "vocab_size=64", "chunk_size=32", "n_heads=2",
-                                       "query_key_dim=16") for part in ("--set", setting))
-    return [*(step("tiny", context, "flash transformer++", 256, "--repeats", "2", *sizes, precision="float32")
-              for context in (64, 128)),
-            Cell("decode", "tiny-decode/1", ("decode", "flash", "transformer++", "--lengths", "64,128", "--repeats",
-                                             "1", "--precision", "float32", *sizes)),
-            Cell("kernels", "tiny-op/linear_cross_entropy", ("op", "linear_cross_entropy", "--contexts", "64",
-                                                             "--tokens", "128", "--repeats", "2", *sizes)),
-            Cell("tables", "tiny-plan", ("reproduce", *TABLES, "--scale", "gpu", "--plan"))]
+def read_calls(tiny: bool = False) -> list[Call]:
+    """What gpu.toml lists, or its dry run, in its order."""
+    listed = tomllib.loads(CALLS.read_text(encoding="utf-8"))
+    stages = listed["tiny"] if tiny else {name: named for name, named in listed.items() if name != "tiny"}
+    return [Call(stage, name, tuple(arguments.split())) for stage, named in stages.items()
+            for name, arguments in named.items()]
 
 
 class Out:
@@ -166,28 +85,15 @@ class Out:
             shutil.copyfile(before, self.rows)
 
     def read(self, path: Path) -> list[dict]:
-        """The whole lines of a file: a last one that was cut off is none."""
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        """The rows of a file; a last line that was cut off is none."""
+        return read_json_lines(path, dict, "a row") if path.exists() else []
 
     def measured(self) -> set[str]:
         return {*(row["cell"] for row in self.read(self.rows) if row.get("cell")),
                 *(line["cell"] for line in self.read(self.progress) if line["ended"] == COMPLETE)}
 
-    def tried(self, cell: Cell) -> list[dict]:
-        return [line for line in self.read(self.progress) if line["cell"] == cell.name]
-
-    def append(self, path: Path, lines: Sequence[dict]) -> None:
-        """Add whole lines; what a killed run left of one is ended first."""
-        with path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    kept = path.read_bytes()
-                    file.truncate(kept.rfind(b"\n") + 1)
-            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
+    def tried(self, call: Call) -> list[dict]:
+        return [line for line in self.read(self.progress) if line["cell"] == call.name]
 
     def sign_tables(self, commit: str | None) -> None:
         """Write the commit into the tables' rows that have none, as rows from a checkout without git."""
@@ -195,21 +101,21 @@ class Out:
         if any(row["commit"] is None for row in rows):
             aside = self.tables.with_name(".tmp-tables.jsonl")
             aside.unlink(missing_ok=True)
-            self.append(aside, [{**row, "commit": row["commit"] or commit} for row in rows])
+            append_json_lines(aside, [{**row, "commit": row["commit"] or commit} for row in rows])
             os.replace(aside, self.tables)
 
-    def summarise(self, cells: Sequence[Cell], note: str = "") -> None:
+    def summarise(self, calls: Sequence[Call], note: str = "") -> None:
         """Write the summary anew: what is done, what is left, what the rows give."""
         measured = self.measured()
         lines = ["# Measured by tools/gpu.py", "", "Written as it goes, from rows.jsonl beside it.", ""]
         for stage in STAGES[1:]:
-            mine = [cell for cell in cells if cell.stage == stage]
-            left = [cell.name for cell in mine if cell.name not in measured]
+            mine = [call for call in calls if call.stage == stage]
+            left = [call.name for call in mine if call.name not in measured]
             lines.append(f"- {stage}: {len(mine) - len(left)} of {len(mine)} done"
                          + (f"; left: {', '.join(left)}" if left else ""))
-            for cell in mine:
-                if cell.name in left and (tried := self.tried(cell)):
-                    lines.append(f"  - {cell.name}: {tried[-1]['ended']}")
+            for call in mine:
+                if call.name in left and (tried := self.tried(call)):
+                    lines.append(f"  - {call.name}: {tried[-1]['ended']}")
         tests = self.folder / "tests.txt"
         if tests.exists():
             lines.append(f"- tests: {last_line(tests).strip('= ')}")
@@ -274,50 +180,51 @@ def run(command: Sequence[str], seconds: float, output: Path | None = None, save
     return lines[-1] if lines else f"exit code {process.returncode}"
 
 
-def measure(cell: Cell, out: Out, device: str, commit: str | None, seconds: float) -> str:
+def measure(call: Call, out: Out, device: str, commit: str | None, seconds: float) -> str:
     """One cell's rows into the file; how it ended."""
     aside = out.folder / ".cell.jsonl"
     aside.unlink(missing_ok=True)
-    arguments = [argument for argument in cell.arguments if argument.removesuffix(":compiled") not in absent_peers()]
+    arguments = [argument for argument in call.arguments if argument.removesuffix(":compiled") not in absent_peers()]
     started = time.monotonic()
     ended = run([sys.executable, "-m", "lineartime", "benchmark", *arguments, "--device", device, "--json", str(aside)],
                 seconds)
     if not ended:
         rows = out.read(aside)
-        out.append(out.rows, [{**row, "cell": cell.name, "commit": row["commit"] or commit} for row in rows])
+        append_json_lines(out.rows, [{**row, "cell": call.name, "commit": row["commit"] or commit} for row in rows])
         failed = [f"{row['label']}: {row['failed']}" for row in rows if row.get("failed")]
         ended = "done" + (f", but {'; '.join(failed)}" if failed else "")
     aside.unlink(missing_ok=True)
-    out.append(out.progress, [{"cell": cell.name, "ended": ended, "seconds": round(time.monotonic() - started, 1)}])
+    append_json_lines(out.progress, [{"cell": call.name, "ended": ended,
+                                      "seconds": round(time.monotonic() - started, 1)}])
     return ended
 
 
-def run_cells(stage: str, cells: Sequence[Cell], out: Out, device: str, commit: str | None, deadline: float,
+def run_cells(stage: str, calls: Sequence[Call], out: Out, device: str, commit: str | None, deadline: float,
               guess_s: float) -> bool:
-    """A stage's cells, those that were never tried first; True where none of them failed."""
+    """A stage's calls, those that were never tried first; True where none of them failed."""
     measured = out.measured()
-    left = [cell for cell in cells if cell.stage == stage and cell.name not in measured]
-    n_there = sum(cell.stage == stage for cell in cells) - len(left)
+    left = [call for call in calls if call.stage == stage and call.name not in measured]
+    n_there = sum(call.stage == stage for call in calls) - len(left)
     if n_there:
         say(f"{stage}: {n_there} cells are measured already")
     well, longest = True, guess_s
-    for number, cell in enumerate(sorted(left, key=lambda cell: len(out.tried(cell))), 1):
+    for number, call in enumerate(sorted(left, key=lambda call: len(out.tried(call))), 1):
         remaining = deadline - time.monotonic()
         if remaining < longest:
             say(f"{stage}: {remaining:.0f} s are left and a cell may take {longest:.0f}; the same command goes on with "
                 f"{len(left) - number + 1} cells")
             break
         started = time.monotonic()
-        ended = measure(cell, out, device, commit, remaining)
+        ended = measure(call, out, device, commit, remaining)
         took = time.monotonic() - started
         longest = max(longest if number > 1 else 0.0, 1.2 * took)
-        say(f"{stage}: {cell.name} {ended} ({took:.0f} s)")
+        say(f"{stage}: {call.name} {ended} ({took:.0f} s)")
         well &= ended.startswith("done") or ended.startswith("stopped")
-        out.summarise(cells)
+        out.summarise(calls)
     return well
 
 
-def run_tables(cells: Sequence[Cell], out: Out, device: str, commit: str | None, texts: Path | None, deadline: float,
+def run_tables(calls: Sequence[Call], out: Out, device: str, commit: str | None, texts: Path | None, deadline: float,
                guess_s: float) -> bool:
     """The tables in their order, those that failed last; each until it has every row or the time is over. True where
     none failed.
@@ -335,21 +242,21 @@ def run_tables(cells: Sequence[Cell], out: Out, device: str, commit: str | None,
     runs.mkdir(exist_ok=True)
     more = ["--rows", str(out.tables), "--out", str(runs), "--device", device]
     more += ["--texts", str(texts.resolve())] if texts is not None else []
-    left = [cell for cell in cells if cell.stage == "tables" and cell.name not in out.measured()]
-    for cell in sorted(left, key=lambda cell: any(line["ended"] != STOPPED for line in out.tried(cell))):
+    left = [call for call in calls if call.stage == "tables" and call.name not in out.measured()]
+    for call in sorted(left, key=lambda call: any(line["ended"] != STOPPED for line in out.tried(call))):
         remaining, started = deadline - time.monotonic(), time.monotonic()
         if remaining < guess_s:
-            say(f"tables: {remaining:.0f} s are left; the same command goes on with {cell.name}")
+            say(f"tables: {remaining:.0f} s are left; the same command goes on with {call.name}")
             break
-        log, n_before = runs / f"{cell.name}.log", len(out.read(out.tables))
-        ended = run([sys.executable, "-m", "lineartime", *cell.arguments, *more], remaining, log, SAVE_S)
+        log, n_before = runs / f"{call.name}.log", len(out.read(out.tables))
+        ended = run([sys.executable, "-m", "lineartime", *call.arguments, *more], remaining, log, SAVE_S)
         ended = last_line(log) if ended.startswith("exit code") else ended or COMPLETE
         out.sign_tables(commit)
         took, n_rows = time.monotonic() - started, len(out.read(out.tables)) - n_before
-        out.append(out.progress, [{"cell": cell.name, "ended": ended, "seconds": round(took, 1)}])
-        say(f"tables: {cell.name} {ended}, {n_rows} rows ({took:.0f} s)")
+        append_json_lines(out.progress, [{"cell": call.name, "ended": ended, "seconds": round(took, 1)}])
+        say(f"tables: {call.name} {ended}, {n_rows} rows ({took:.0f} s)")
         well &= ended in (STOPPED, COMPLETE)
-        out.summarise(cells)
+        out.summarise(calls)
     return well
 
 
@@ -436,11 +343,10 @@ def main() -> int:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     out = Out(given.out.resolve(), given.before)
-    cells = tiny_cells() if given.tiny else [*cells_of_steps(), *cells_of_decoding(), *cells_of_kernels(),
-                                             *cells_of_tables()]
+    calls = read_calls(given.tiny)
     if peers := absent_peers():
         say(f"not installed, so left out: {', '.join(peers)}")
-        cells = [cell for cell in cells if len(peers) < len(PEERS) or not cell.name.startswith("gpu-peers/")]
+        calls = [call for call in calls if len(peers) < len(PEERS) or not call.name.startswith("gpu-peers/")]
     well = True
     for stage in given.stages or STAGES:
         deadline, guess_s = started + 60 * given.minutes, TINY_GUESS_S if given.tiny else FIRST_GUESS_S
@@ -448,15 +354,15 @@ def main() -> int:
             well &= run_tests(out, given.tiny, deadline - time.monotonic())
         elif stage == "tables":
             texts = None if given.tiny else given.texts
-            well &= run_tables(cells, out, given.device, given.commit, texts, deadline, guess_s)
+            well &= run_tables(calls, out, given.device, given.commit, texts, deadline, guess_s)
         else:
-            well &= run_cells(stage, cells, out, given.device, given.commit, deadline, guess_s)
+            well &= run_cells(stage, calls, out, given.device, given.commit, deadline, guess_s)
         note = ""
         if stage == "kernels" and not any(row.get("variant") == KERNEL for row in out.read(out.rows)):
-            note = ("kernels: no kernel was measured; these are the definitions, as they are and as torch.compile "
+            note = ("kernels: no kernel was measured; these are the references, as they are and as torch.compile "
                     "makes them")
             say(note)
-        out.summarise(cells, note)
+        out.summarise(calls, note)
         started = time.monotonic()
     say(f"rows     {out.rows}\nsummary  {out.summary}")
     return 0 if well else 1

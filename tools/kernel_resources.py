@@ -7,7 +7,6 @@ run, and what the ops return is not looked at. `--into docs/tuning.md` writes th
 
 import argparse
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,6 +30,9 @@ from torch import Tensor  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+from lineartime.benchmark.markdown import folded, markdown  # noqa: E402
+from lineartime.ops import decode_step, mixed_chunk, norm, quadratic  # noqa: E402
 
 SHARED_KIB = {80: 163, 90: 227}
 """Shared memory that one program can have, by architecture."""
@@ -102,10 +105,10 @@ class Recorder:
         asking = [module for name, module in sys.modules.items()
                   if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper")]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(JITFunction, "run", lambda kernel, *args, grid, warmup, **kwargs: self.record(
-                kernel, backend, arch, args, kwargs)))
+            stack.enter_context(patch.object(JITFunction, "run", lambda kernel, *args, grid, warmup, **kwargs: (
+                self.record(kernel, backend, arch, args, kwargs))))
             for module in asking:
-                stack.enter_context(replaced(module, "is_hopper", lambda device: arch >= 90))
+                stack.enter_context(patch.object(module, "is_hopper", lambda device: arch >= 90))
             yield self.launches
 
     def record(self, kernel: JITFunction, backend: Any, arch: int, args: tuple[Any, ...],
@@ -119,17 +122,6 @@ class Recorder:
                                                                         options))
         if self.known[key] not in self.launches:
             self.launches.append(self.known[key])
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
-    """An attribute that is another for a while."""
-    kept = getattr(owner, name)
-    setattr(owner, name, by)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
 
 
 def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, str], constants: dict[Any, Any],
@@ -169,48 +161,41 @@ def attention_inputs(case: Case, n_heads: int, n_bias: int) -> dict[str, Tensor 
 
 
 def gated_chunk_attention(case: Case) -> Tensor:
-    from lineartime.ops.mixed_chunk import gated_chunk_attention
-
     assert case.chunk is not None
     uvz, *rest, segment_ids = attention_inputs(case, 4, 2 * case.chunk - 1).values()
-    return gated_chunk_attention(uvz, *rest, chunk_size=case.chunk, causal=case.causal, segment_ids_BT=segment_ids)
+    return mixed_chunk.gated_chunk_attention(uvz, *rest, chunk_size=case.chunk, causal=case.causal,
+                                             segment_ids_BT=segment_ids)
 
 
 def gated_quadratic_attention(case: Case) -> Tensor:
-    from lineartime.ops.quadratic import gated_quadratic_attention
-
     uvz, *rest, segment_ids = attention_inputs(case, 2, 2 * case.n_tokens - 1).values()
-    return gated_quadratic_attention(uvz, *rest, scale_len=512, causal=case.causal, segment_ids_BT=segment_ids)
+    return quadratic.gated_quadratic_attention(uvz, *rest, scale_len=512, causal=case.causal,
+                                               segment_ids_BT=segment_ids)
 
 
 def add_layer_norm(case: Case) -> Tensor:
     """As in training: what layers add is `dtype`, the residual stream float32."""
-    from lineartime.ops.norm import add_norm
-
     dtype = getattr(torch, case.dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        total, normed = add_norm(numbers(2, 512, 768), numbers(2, 512, 768, dtype=dtype), numbers(768), numbers(768))
+        total, normed = norm.add_norm(numbers(2, 512, 768), numbers(2, 512, 768, dtype=dtype), numbers(768),
+                                      numbers(768))
     return total.sum() + normed.sum()
 
 
 def add_scale_norm(case: Case) -> Tensor:
     """All in one type."""
-    from lineartime.ops.norm import add_norm
-
     dtype = getattr(torch, case.dtype)
     x, delta = numbers(2, 512, 768, dtype=dtype), numbers(2, 512, 768, dtype=dtype)
-    total, normed = add_norm(x, delta, numbers(1, dtype=dtype), None)
+    total, normed = norm.add_norm(x, delta, numbers(1, dtype=dtype), None)
     return total.sum() + normed.sum()
 
 
 def chunk_decode_step(case: Case) -> Tensor:
     """64 rows at once, all in the type of a model cast for decoding but the sums and the bias."""
-    from lineartime.ops.decode_step import chunk_decode_step
-
     assert case.chunk is not None
     n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
     place = torch.zeros(n, dtype=torch.long)
-    return chunk_decode_step(
+    return decode_step.chunk_decode_step(
         torch.zeros(n, 2 * D_INNER + S, dtype=kind), *(torch.zeros(4, S, dtype=kind) for _ in range(2)),
         *(torch.zeros(n, S // 2, dtype=kind) for _ in range(2)), torch.zeros(c),
         *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)), torch.zeros(n, S, D_INNER), place, place,
@@ -222,21 +207,13 @@ OPS: dict[str, Callable[[Case], Tensor]] = {
     "add_norm": add_layer_norm, "add_norm, one type": add_scale_norm, "chunk_decode_step": chunk_decode_step}
 
 
-MODULE_OF = {"gated_chunk_attention": "lineartime.ops.mixed_chunk", "add_norm": "lineartime.ops.norm",
-             "gated_quadratic_attention": "lineartime.ops.quadratic", "chunk_decode_step": "lineartime.ops.decode_step"}
-"""Imported before anything is recorded, so that what they ask of the device can be answered."""
-
-
 def cases() -> list[Case]:
     """Every case of the table, those of a training run first."""
-    made = []
-    for dtype, chunk, causal, documents in itertools.product(DTYPES, CHUNKS, (True, False), (True, False)):
-        made.append(Case("gated_chunk_attention", dtype, chunk, causal, documents))
-    for dtype in DTYPES:
-        # Long rows sum their chunks in two levels.
-        made.append(Case("gated_chunk_attention", dtype, 256, n_tokens=LONG_ROW))
-    for dtype, causal, documents in itertools.product(DTYPES, (True, False), (True, False)):
-        made.append(Case("gated_quadratic_attention", dtype, None, causal, documents))
+    both = (True, False)
+    made = [Case("gated_chunk_attention", *rest) for rest in itertools.product(DTYPES, CHUNKS, both, both)]
+    # Long rows sum their chunks in two levels.
+    made += [Case("gated_chunk_attention", dtype, 256, n_tokens=LONG_ROW) for dtype in DTYPES]
+    made += [Case("gated_quadratic_attention", *rest) for rest in itertools.product(DTYPES, (None,), both, both)]
     made += [Case(op, dtype, None, None, None) for op in ("add_norm", "add_norm, one type") for dtype in DTYPES]
     made += [Case("chunk_decode_step", dtype, chunk, None, None) for dtype in DTYPES for chunk in CHUNKS]
     return sorted(made, key=lambda case: not case.default)
@@ -252,8 +229,6 @@ def quick(case: Case) -> bool:
 def measure(wanted: Sequence[Case], archs: Sequence[int], progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row for every program of every case and architecture."""
     recorder, rows = Recorder(), []
-    for op in {case.op for case in wanted}:
-        importlib.import_module(MODULE_OF[op.partition(",")[0]])
     for number, case in enumerate(wanted, 1):
         started, n_known = time.monotonic(), len(recorder.known)
         for arch in archs:
@@ -290,22 +265,19 @@ def case_text(cases: Sequence[dict[str, Any]]) -> str:
     return ", ".join([*words, *["long rows"] * all(case["n_tokens"] >= LONG_ROW for case in cases)])
 
 
-def line_text(line: dict[str, Any]) -> str:
+def line_texts(line: dict[str, Any]) -> list[str]:
     """A line of a table up to the type of what it is of: what every table that has its program shows alike."""
     name = f"`{line['kernel']}`" + (f" ({line['options']})" if line["options"] else "")
     spilled = f"**{line['spilled']}**" if line["spilled"] else "0"
-    cells = [name, f"sm_{line['arch']}", line["tiles"], f"{line['warps']}, {line['stages']}", str(line["registers"]),
-             spilled, f"{line['shared'] / 1024:.3g}", str(line["tensor_cores"])]
-    return f"| {' | '.join(cells)} | {line['dtype']}"
+    return [name, f"sm_{line['arch']}", line["tiles"], f"{line['warps']}, {line['stages']}", str(line["registers"]),
+            spilled, f"{line['shared'] / 1024:.3g}", str(line["tensor_cores"]), line["dtype"]]
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
-    made = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
-    for line in lines:
-        made.append(", ".join(filter(None, [line_text(line), case_text(line["cases"])])) + " |")
-    return "\n".join(made)
+    return markdown(head, [[*texts[:-1], ", ".join(filter(None, [texts[-1], case_text(line["cases"])]))]
+                           for line in lines for texts in [line_texts(line)]])
 
 
 def section(rows: Sequence[dict[str, Any]]) -> str:
@@ -318,7 +290,7 @@ def section(rows: Sequence[dict[str, Any]]) -> str:
                   table(lines_of([row for row in default if row["op"] == op]))]
         rest = [row for row in rows if row["op"] == op and row not in default]
         if rest:
-            parts += [f"<details><summary>{op}, the rest</summary>", table(lines_of(rest)), "</details>"]
+            parts.append(folded(f"{op}, the rest", table(lines_of(rest))))
     return "\n\n".join(parts)
 
 

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from lineartime.benchmark import Row
 from lineartime.benchmark.loss import measure_loss
-from lineartime.benchmark.measure import Row, measure_gemm
+from lineartime.benchmark.measure import measure_gemm
 from lineartime.benchmark.memory import read_prompt
 from lineartime.benchmark.op import measure_op
 from lineartime.benchmark.step import reference, training_steps

@@ -1,21 +1,18 @@
 """Time per generated token after contexts of different lengths."""
 
 import copy
-import itertools
-import secrets
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from lineartime.attention.combiner import RowCache
-from lineartime.benchmark.measure import Row, clock_of, provenance, spread, what_is_timed
+from lineartime.benchmark import Row, measure
+from lineartime.benchmark.measure import Progress, Stopwatch, ignore
 from lineartime.config import ModelConfig, to_dict
 from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, larger
 from lineartime.errors import NumericsError, UsageError
@@ -33,39 +30,13 @@ DTYPES = ("float32", "bfloat16")
 LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest error of a decoded logit against a parallel forward in float32, over the largest logit."""
 PIECES = 8
-"""Turns that a block is decoded in, so that the cells share what the machine does to them."""
+"""Turns that a block is decoded in, so that the cases share what the machine does to them."""
 FEW = 8
 """Tokens that choose a type, and tokens before the first timed block."""
 
 
 @dataclass
-class Marks:
-    """The clocks before the first token of a block and after each."""
-
-    device: torch.device
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    events: list[torch.cuda.Event] = field(default_factory=list)
-
-    def mark(self) -> None:
-        self.wall.append(time.perf_counter() * 1e3)
-        self.cpu.append(time.process_time() * 1e3)
-        if self.device.type == "cuda":
-            self.events.append(torch.cuda.Event(enable_timing=True))
-            self.events[-1].record()
-
-    def milliseconds(self) -> dict[str, list[float]]:
-        """Of each token, by clock."""
-        times = {name: [after - before for before, after in itertools.pairwise(marks)]
-                 for name, marks in (("wall", self.wall), ("cpu", self.cpu))}
-        if self.events:
-            torch.cuda.synchronize(self.device)
-            times["gpu"] = [before.elapsed_time(after) for before, after in itertools.pairwise(self.events)]
-        return times
-
-
-@dataclass
-class Cell:
+class DecodeCase:
     """One model after one context: its rows, and the times of its blocks by clock."""
 
     label: str
@@ -85,25 +56,25 @@ class Cell:
     def block_tokens(self) -> int:
         return whole_chunks(self.model.config)
 
-    def decode(self, n_tokens: int) -> dict[str, list[float]]:
-        """Greedy tokens, one after the other: milliseconds of each, by clock."""
-        marks = Marks(self.next_ids_B.device)
-        if marks.device.type == "cuda":
-            torch.cuda.synchronize(marks.device)
-        marks.mark()
+    def decode(self, n_tokens: int) -> Stopwatch:
+        """Greedy tokens, one after the other: the times of each."""
+        watch = Stopwatch(self.next_ids_B.device)
+        watch.wait()
+        marks = [watch.mark()]
         for _ in range(n_tokens):
             logits_BV = (decode_step(self.model, self.next_ids_B, self.state) if self.captured is None
                          else self.captured(self.next_ids_B))
             self.next_ids_B = logits_BV.argmax(-1)
-            marks.mark()
-        return marks.milliseconds()
+            marks.append(watch.mark())
+        watch.add(marks)
+        return watch
 
     def time_piece(self, piece: int) -> None:
         """One of a block's pieces. A token of another state comes before, so that the weights are where they are while
-        a text is decoded, whatever the cell before has done to the processor's memory."""
+        a text is decoded, whatever the case before has done to the processor's memory."""
         decode_step(self.model, self.next_ids_B, self.model.decoding_state(len(self.next_ids_B)))
         n_tokens = self.block_tokens * (piece + 1) // PIECES - self.block_tokens * piece // PIECES
-        for clock, times in self.decode(n_tokens).items():
+        for clock, times in self.decode(n_tokens).times.items():
             self.token_ms.setdefault(clock, []).extend(times)
 
     def blocks_ms(self) -> dict[str, list[list[float]]]:
@@ -121,20 +92,18 @@ def whole_chunks(config: ModelConfig) -> int:
 def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int] = CONTEXTS, *, batch_size: int = 1,
                      dtype: str = "fastest", quadratic_up_to: int = 32768, read_up_to: int = 2048, repeats: int = 2,
                      threads: int = 1, device: str = "cpu", capture: bool = False, seed: int = 0,
-                     progress: Callable[[str], None] = lambda line: None) -> list[Row]:
+                     progress: Progress = ignore) -> list[Row]:
     """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per model and context.
 
-    Blocks of greedy tokens are timed, `repeats` of each cell, all in turns: whole chunks, so that each block closes as
+    Blocks of greedy tokens are timed, `repeats` of each case, all in turns: whole chunks, so that each block closes as
     many as a long text does per token. Weights are random, which changes no time. A context up to `read_up_to` is read
-    and, in a cell of its own, filled: what a state holds does not matter to its time, only how much. Longer ones are
+    and, in a case of its own, filled: what a state holds does not matter to its time, only how much. Longer ones are
     only filled. dtype: "float32", "bfloat16", or "fastest": whichever is, at the model's longest context.
     quadratic_up_to: models whose state grows are not measured beyond it. capture: steps are CUDA graphs.
 
     A model's logits are compared with those of a parallel forward before it is timed. Raises UsageError, and
     NumericsError where the logits differ."""
-    if not contexts or min(contexts) < 1 or min(repeats, threads, batch_size) < 1:
-        raise UsageError("nothing to measure", f"contexts = {list(contexts)}, repeats = {repeats}, "
-                         f"batch = {batch_size}, threads = {threads}", "they take whole numbers from 1")
+    measure.require_positive(contexts=min(contexts, default=0), repeats=repeats, threads=threads, batch=batch_size)
     if dtype not in ("fastest", *DTYPES):
         raise UsageError("wrong value", f"precision = {dtype}", "it takes fastest, float32 or bfloat16")
     threads_before = torch.get_num_threads()
@@ -142,30 +111,28 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
     try:
         with ExitStack() as stack:
             settings = choose_settings(torch.device(device))
-            cells: list[Cell] = []
+            cases: list[DecodeCase] = []
             for label, config in configs.items():
                 longest = quadratic_up_to if decoding_bytes(config).per_token else max(contexts)
                 mine = sorted(n for n in set(contexts) if n <= longest)
                 if mine:
                     torch.manual_seed(seed)
                     model = LanguageModel(config).to(device).eval()
-                    cells += cells_of(label, model, mine, batch_size, dtype, read_up_to, repeats, capture, stack,
+                    cases += cases_of(label, model, mine, batch_size, dtype, read_up_to, repeats, capture, stack,
                                       progress)
             for repeat in range(repeats):
-                for piece in range(PIECES):
-                    # Turned round every time, so that no cell always follows the same one.
-                    for cell in cells[:: -1 if piece % 2 else 1]:
-                        cell.time_piece(piece)
-                    progress(f"block {repeat + 1} of {repeats}: {piece + 1} of {PIECES} pieces")
+                progress(f"block {repeat + 1} of {repeats}")
+                for piece, case in measure.in_turn(cases, range(PIECES)):
+                    case.time_piece(piece)
     finally:
         torch.set_num_threads(threads_before)
-    shared = {"run": secrets.token_hex(4), "repeats": repeats, "threads": threads, "settings": settings, **provenance()}
-    return [row_of(cell) | shared for cell in cells]
+    shared = {"repeats": repeats, "threads": threads, "settings": settings, **measure.facts_of_run()}
+    return [row_of(case) | shared for case in cases]
 
 
-def cells_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_size: int, dtype: str, read_up_to: int,
-             repeats: int, capture: bool, stack: ExitStack, progress: Callable[[str], None]) -> list[Cell]:
-    """A model's cells, ready to be timed: type chosen, output checked, contexts there, a few tokens decoded."""
+def cases_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_size: int, dtype: str, read_up_to: int,
+             repeats: int, capture: bool, stack: ExitStack, progress: Progress) -> list[DecodeCase]:
+    """A model's cases, ready to be timed: type chosen, output checked, contexts there, a few tokens decoded."""
     room = max(contexts) + FEW + repeats * whole_chunks(model.config)
     model.check_length(room)
     ids_1T, expected_NV = reference_logits(model)
@@ -174,28 +141,27 @@ def cells_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_si
         tried = copy.deepcopy(model).to(getattr(torch, candidate))
         with packed_weights(tried):
             state = filled_state(tried, max(contexts), batch_size, room)
-            cell = Cell(label, tried, max(contexts), "filled", state, zeros(tried, batch_size), {}, {})
-            cell.decode(2)
-            times = cell.decode(FEW)
-        dtype_ms[candidate] = statistics.median(times.get("gpu", times["cpu"]))
+            case = DecodeCase(label, tried, max(contexts), "filled", state, zeros(tried, batch_size), {}, {})
+            case.decode(2)
+            dtype_ms[candidate] = statistics.median(case.decode(FEW).compared())
         progress(f"{label}: {candidate} takes {dtype_ms[candidate]:.1f} ms a token after {max(contexts):,}")
     chosen = min(dtype_ms, key=dtype_ms.__getitem__) if dtype_ms else dtype
     model.to(getattr(torch, chosen))
     stack.enter_context(packed_weights(model))
     check = check_decoding(model, ids_1T, expected_NV, chosen, label)
-    cells = []
+    cases = []
     for n in contexts:
         room = n + FEW + repeats * whole_chunks(model.config)
         made = {"filled": filled_state(model, n, batch_size, room)}
         if n <= read_up_to:
             made["read"] = read_state(model, n, batch_size, room)
         for how, state in made.items():
-            cell = Cell(label, model, n, how, state, zeros(model, batch_size), dtype_ms, check,
-                        CapturedStep(model, state) if capture else None)
-            cell.decode(FEW)
-            cells.append(cell)
+            case = DecodeCase(label, model, n, how, state, zeros(model, batch_size), dtype_ms, check,
+                              CapturedStep(model, state) if capture else None)
+            case.decode(FEW)
+            cases.append(case)
             progress(f"{label}: {n:,} tokens {how}")
-    return cells
+    return cases
 
 
 def zeros(model: LanguageModel, batch_size: int) -> Tensor:
@@ -274,25 +240,24 @@ def fill(x_BL: Tensor) -> None:
         x_BL[:, start : start + piece] = drawn[:, : x_BL.shape[1] - start]
 
 
-def row_of(cell: Cell) -> Row:
-    model, weight, batch_size = cell.model, cell.model.embed.weight, len(cell.next_ids_B)
-    blocks = cell.blocks_ms()
-    clock = "gpu" if "gpu" in blocks else "cpu"
-    times: dict[str, Any] = {f"{name}_ms": spread([statistics.fmean(block) for block in each])
-                             for name, each in blocks.items()}
-    variant = "eager" if cell.captured is None else "captured"
-    return {"benchmark": "decode", "cell": None, "model": cell.label, "variant": variant,
+def row_of(case: DecodeCase) -> Row:
+    model, weight, batch_size = case.model, case.model.embed.weight, len(case.next_ids_B)
+    blocks = case.blocks_ms()
+    times = measure.spreads({clock: [statistics.fmean(block) for block in each] for clock, each in blocks.items()})
+    slowest = [max(block) for block in blocks[f"{times['clock']}_ms"]]
+    variant = "eager" if case.captured is None else "captured"
+    return {"benchmark": "decode", "cell": None, "model": case.label, "variant": variant,
             "attention": "fused" if model.config.attn_kernel == "softmax" else None,
-            "label": cell.label if variant == "eager" else f"{cell.label}:{variant}",
+            "label": case.label if variant == "eager" else f"{case.label}:{variant}",
             "config": to_dict(model.config), "n_parameters": sum(p.numel() for p in model.parameters()),
-            "context_tokens": cell.context, "context": cell.how, "batch_size": batch_size,
-            "dtype": str(weight.dtype).removeprefix("torch."), "dtype_ms": cell.dtype_ms, "device": weight.device.type,
-            "unit": "token", "block_tokens": cell.block_tokens, "warm_up": FEW, **times, "clock": clock,
-            "slowest_token_ms": spread([max(block) for block in blocks[clock]]),
-            "tokens_per_s": batch_size * 1e3 / times[f"{clock}_ms"]["median"],
-            "state_bytes": decoding_bytes(model.config, weight.dtype).at(cell.context),
-            "allocated_state_bytes": cell.state.n_bytes // batch_size, "peak_mib": peak_rss_bytes() / 2**20,
-            "check": cell.check}
+            "context_tokens": case.context, "context": case.how, "batch_size": batch_size,
+            "dtype": str(weight.dtype).removeprefix("torch."), "dtype_ms": case.dtype_ms, "device": weight.device.type,
+            "unit": "token", "block_tokens": case.block_tokens, "warm_up": FEW, **times,
+            "slowest_token_ms": measure.spread(slowest),
+            "tokens_per_s": batch_size * 1e3 / measure.compared_ms(times)["median"],
+            "state_bytes": decoding_bytes(model.config, weight.dtype).at(case.context),
+            "allocated_state_bytes": case.state.n_bytes // batch_size, "peak_mib": peak_rss_bytes() / 2**20,
+            "check": case.check}
 
 
 def flatness(rows: Sequence[Row]) -> dict[str, float]:
@@ -300,7 +265,7 @@ def flatness(rows: Sequence[Row]) -> dict[str, float]:
     medians: dict[str, list[float]] = {}
     for row in rows:
         if row["context"] == "filled":
-            medians.setdefault(row["label"], []).append(row[clock_of(row) + "_ms"]["median"])
+            medians.setdefault(row["label"], []).append(measure.compared_ms(row)["median"])
     return {label: max(values) / min(values) - 1 for label, values in medians.items()}
 
 
@@ -311,7 +276,7 @@ def speedups(rows: Sequence[Row]) -> list[tuple[str, str, int, float]]:
     for row in rows:
         base = mine.get(row["context_tokens"])
         if row["label"] != first and row["context"] == "filled" and base is not None:
-            ratio = row[clock_of(row) + "_ms"]["median"] / base[clock_of(base) + "_ms"]["median"]
+            ratio = measure.compared_ms(row)["median"] / measure.compared_ms(base)["median"]
             found.append((first, row["label"], row["context_tokens"], ratio))
     return found
 
@@ -319,13 +284,13 @@ def speedups(rows: Sequence[Row]) -> list[tuple[str, str, int, float]]:
 def print_decode(rows: Sequence[Row]) -> None:
     """Print `benchmark_decode`'s rows as a table, how flat each model's are, and how they compare."""
     console, first = Console(highlight=False), rows[0]
-    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {what_is_timed(first)}:\n"
+    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {measure.what_is_timed(first)}:\n"
                   f"averages over whole chunks ({first['block_tokens']} tokens, {first['repeats']} times), and the "
                   "slowest token.\nA filled context was never read: its state holds random numbers.",
                   markup=False)
     made = table("model", "type", "context", "", "median", "slowest", "state a row", width=14)
     for row in rows:
-        times = row[clock_of(row) + "_ms"]
+        times = measure.compared_ms(row)
         made.add_row(row["label"], row["dtype"], f"{row['context_tokens']:,}", row["context"], f"{times['median']:.2f}",
                      f"{row['slowest_token_ms']['max']:.2f}", mib(row["state_bytes"]))
     console.print(made)

@@ -5,17 +5,17 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineartime.benchmark.markdown import TITLES, parameters, title, tokens
-from lineartime.benchmark.rows import STEPS, Table, side_name
-from lineartime.plot import COLOURS, drawing
+from lineartime.benchmark.rows import KIND, OURS, STEPS, contexts_of, dtypes_of, kinds_of, newest, side_name, size_of
+from lineartime.plot import COLOURS, drawing, scale_logarithmically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
+    from pandas import DataFrame
 
 NAME_HEIGHT = 0.058
 """Of a line's name, in heights of a panel."""
@@ -24,89 +24,63 @@ Line = tuple[str, str, list[int], list[float]]
 """Side, variant, contexts, values."""
 
 
-def files_of(table: Table) -> list[tuple[str, str]]:
+def files_of(table: "DataFrame") -> list[tuple[str, str]]:
     """File names of a table's pictures and what each shows, "time" or "memory"; none without two contexts to join."""
-    if table.benchmark not in TITLES:
+    first = table.iloc[0]
+    if first["benchmark"] not in TITLES:
         return []
-    machine = "cpu" if table.on_cpu else re.sub(r"\W+", "-", table.hardware.lower()).strip("-")
-    parts = [table.benchmark, table.name, machine, f"{table.threads}threads" if table.threads > 1 else "",
-             parameters(table.n_parameters).replace(" ", ""), f"{max(cell.n_tokens for cell in table.cells)}"]
+    machine = "cpu" if first["device"] == "cpu" else re.sub(r"\W+", "-", first["hardware"].lower()).strip("-")
+    parts = [first["benchmark"], first["name"], machine, f"{first['threads']}threads" if first["threads"] > 1 else "",
+             parameters(size_of(table)).replace(" ", ""), f"{table.n_tokens.max()}"]
     stem = "-".join(part for part in parts if part)
-    return [(f"{stem}-{what}.png", what) for what in (["time", "memory"] if table.benchmark in STEPS else ["time"])
-            if any(len(contexts) > 1 for dtype in table.dtypes for _, _, contexts, _ in lines_of(table, dtype, what))]
+    return [(f"{stem}-{what}.png", what) for what in (["time", "memory"] if first["benchmark"] in STEPS else ["time"])
+            if any(len(contexts) > 1 for lines in lines_of(table, what).values() for _, _, contexts, _ in lines)]
 
 
-def lines_of(table: Table, dtype: str, what: str) -> list[Line]:
-    """What is drawn for one type: the value of each side and variant by context."""
-    lines = []
-    for side in table.sides:
-        for variant in dict.fromkeys(cell.variant for cell in table.cells if cell.side == side):
-            found = [table.newest(side=side, variant=variant, dtype=dtype, context=context)
-                     for context in table.contexts]
-            points = [(cell.context, cell.ms.median if what == "time" else cell.peak_mib) for cell in found
-                      if cell is not None and cell.ms]
-            known = [(context, value) for context, value in points if value]
-            if known:
-                lines.append((side, variant, [context for context, _ in known], [value for _, value in known]))
+def lines_of(table: "DataFrame", what: str) -> dict[str, list[Line]]:
+    """What is drawn, by type: the value of each side and variant by context."""
+    column = "ms" if what == "time" else "peak_mib"
+    lines: dict[str, list[Line]] = {dtype: [] for dtype in dtypes_of(table)}
+    known = newest(table[table.ms.notna()]).dropna(subset=column).sort_values("context").groupby(KIND)
+    for side, variant in dict.fromkeys((side, variant) for side, variant, _ in kinds_of(table)):
+        for dtype, made in lines.items():
+            if (side, variant, dtype) in known.groups:
+                points = known.get_group((side, variant, dtype))
+                made.append((side, variant, points.context.tolist(), points[column].tolist()))
     return lines
 
 
-def digest(table: Table, what: str) -> str:
+def digest(table: "DataFrame", what: str) -> str:
     """A hash of all that a picture is drawn from; the picture carries it, so that one of older rows is found out."""
-    drawn = [title(table), what, [[dtype, lines_of(table, dtype, what)] for dtype in table.dtypes]]
+    drawn = [title(table), what, [*lines_of(table, what).items()]]
     return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
-def draw(table: Table, what: str, path: Path) -> None:
-    """One picture: a panel for each type, FLASH in front."""
-    sides = sorted(table.sides, key=lambda side: side != "flash")
+def draw(table: "DataFrame", what: str, path: Path) -> None:
+    """Write one picture: a panel for each type, FLASH in front. Raises ResourceError."""
+    sides = sorted(table.side.unique(), key=lambda side: side != OURS)
     colour = dict(zip(sides, itertools.cycle(COLOURS), strict=False))
-    dtypes = [dtype for dtype in table.dtypes if lines_of(table, dtype, what)]
-    with drawing(path, width=6.2 * len(dtypes) if len(dtypes) > 1 else 8, height=4.4,
+    panels_of = {dtype: lines for dtype, lines in lines_of(table, what).items() if lines}
+    benchmark, hardware = table.benchmark.iat[0], table.hardware.iat[0]
+    with drawing(path, width=6.2 * len(panels_of) if len(panels_of) > 1 else 8, height=4.4,
                  metadata={"Rows": digest(table, what)}) as figure:
-        panels = figure.subplots(1, len(dtypes), squeeze=False, sharey=True)[0]
-        for axes, dtype in zip(panels, dtypes, strict=True):
-            lines = lines_of(table, dtype, what)
-            two_kinds = {side for side in sides if len({line[1] for line in lines if line[0] == side}) > 1}
+        panels = figure.subplots(1, len(panels_of), squeeze=False, sharey=True)[0]
+        for axes, (dtype, lines) in zip(panels, panels_of.items(), strict=True):
+            two_kinds = {side for side in sides if sum(line[0] == side for line in lines) > 1}
             for side, variant, contexts, values in lines:
                 eager = variant == "eager" and side in two_kinds
                 axes.plot(contexts, values, marker="o", color=colour[side], markersize=3.5,
-                          linewidth=1.1 if eager else 2.2 if side == "flash" else 1.6,
-                          linestyle=(0, (4, 2)) if eager else "-", zorder=3 if side == "flash" else 2)
-            scale_logarithmically(axes, {context: tokens(context) for context in table.contexts})
+                          linewidth=1.1 if eager else 2.2 if side == OURS else 1.6,
+                          linestyle=(0, (4, 2)) if eager else "-", zorder=3 if side == OURS else 2)
+            scale_logarithmically(axes, {context: tokens(context) for context in contexts_of(table)})
             axes.set_title(dtype)
             axes.set_xlabel("tokens of context")
-        axes = panels[0]
-        if what == "memory":
-            axes.set_ylabel("peak memory, MiB")
-        elif table.benchmark in STEPS:
-            axes.set_ylabel("ms per token of a step")
-        else:
-            axes.set_ylabel("ms per generated token")
-        for axes, dtype in zip(panels, dtypes, strict=True):
             axes.spines["right"].set_visible(False)
-            name_lines(axes, lines_of(table, dtype, what), colour)
-        figure.suptitle(f"{title(table)}. {table.hardware}", fontsize=9.5, x=0.008, ha="left", color="#555555")
-
-
-def scale_logarithmically(axes: "Axes", contexts: Mapping[int, str]) -> None:
-    """Both axes, with the names of the contexts that were measured and plain numbers."""
-    from matplotlib.ticker import NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(list(contexts), list(contexts.values()))
-    axes.xaxis.set_minor_locator(NullLocator())
-    label_plainly(axes.yaxis)
-
-
-def label_plainly(axis: "Axis") -> None:
-    """1, 2, 5, 10 along a logarithmic axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
-    axis.set_minor_formatter(NullFormatter())
+        step = "ms per token of a step" if benchmark in STEPS else "ms per generated token"
+        panels[0].set_ylabel("peak memory, MiB" if what == "memory" else step)
+        for axes, lines in zip(panels, panels_of.values(), strict=True):
+            name_lines(axes, lines, colour)
+        figure.suptitle(f"{title(table)}. {hardware}", fontsize=9.5, x=0.008, ha="left", color="#555555")
 
 
 def name_lines(axes: "Axes", lines: Sequence[Line], colour: dict[str, str]) -> None:
@@ -119,7 +93,7 @@ def name_lines(axes: "Axes", lines: Sequence[Line], colour: dict[str, str]) -> N
     for place, (_, side, variant, context, value) in zip(places, ends, strict=True):
         axes.annotate(side_name(side) + (f", {variant}" if side in several else ""), xy=(context, value),
                       xytext=(1.06, place), textcoords="axes fraction", va="center", fontsize=9, color=colour[side],
-                      fontweight="bold" if side == "flash" else "normal", annotation_clip=False,
+                      fontweight="bold" if side == OURS else "normal", annotation_clip=False,
                       arrowprops={"arrowstyle": "-", "color": "#c4c4c4", "linewidth": 0.7, "shrinkA": 2, "shrinkB": 4,
                                   "relpos": (0, 0.5)})
 

@@ -1,21 +1,23 @@
-"""What was wanted (`lineartime/benchmark/goals.toml`) beside what the rows say was reached."""
+"""Goals (`lineartime/benchmark/goals.toml`) beside what the rows say was reached."""
 
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lineartime.benchmark.markdown import markdown, number, tokens, without_repeats
-from lineartime.benchmark.rows import STEPS, Cell, Table, ratio, tables_of
+from lineartime.benchmark import Row
+from lineartime.benchmark.markdown import kind_text, markdown, number, tokens, unique, without_repeats
+from lineartime.benchmark.rows import OURS, STEPS, compare, size_of, tables_of
 from lineartime.errors import DataError
 
-OURS = "flash"
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 
 @dataclass(frozen=True)
-class Target:
+class Goal:
     """One number to reach; the fields are described in `lineartime/benchmark/goals.toml`."""
 
     what: str
@@ -42,208 +44,184 @@ class Target:
             return tokens(self.first)
         return f"from {tokens(self.first)}" + (f" to {tokens(self.last)}" if self.last else " on")
 
+    def reached_by(self, value: float, limit: float) -> bool:
+        return value >= limit if self.at_least else value <= limit
+
 
 @dataclass(frozen=True)
 class Reached:
-    """The worst value of those that count, and where it was; None where nothing was measured."""
+    """The worst value of those that count, and where it was; where nothing was measured None, and what failed."""
 
     value: float | None
     at: str
 
-    def verdict(self, target: Target) -> str:
+    def verdict(self, goal: Goal) -> str:
+        """By how much a goal was met or missed, or why that is not known."""
         if self.value is None:
             return self.at or "not measured"
-        def reaches(limit: float) -> bool:
-            return self.value >= limit if target.at_least else self.value <= limit  # type: ignore[operator]
-
-        met = reaches(target.limit)
-        aim = ", and the aim" if target.aim is not None and reaches(target.aim) else ""
-        by = (f"{abs(self.value - target.limit):.3f}" if target.measure in ("slope", "flat")
-              else f"{abs(self.value / target.limit - 1):.0%}")
+        met = goal.reached_by(self.value, goal.limit)
+        aim = ", and the aim" if goal.aim is not None and goal.reached_by(self.value, goal.aim) else ""
+        by = (f"{abs(self.value - goal.limit):.3f}" if goal.measure in ("slope", "flat")
+              else f"{abs(self.value / goal.limit - 1):.0%}")
         return f"{'met' if met else '**missed**'} by {by}{aim}"
 
 
-def read_targets(path: Path) -> list[Target]:
-    """The targets of a TOML file, one for each limit. Raises DataError."""
+def read_goals(path: Path) -> list[Goal]:
+    """The goals of a TOML file, one for each limit. Raises DataError."""
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["target"]
-        return [target for entry in entries for target in targets_of(entry)]
+        return [goal for entry in entries for goal in goals_of(entry)]
     except OSError as e:
-        raise DataError("cannot read the targets", path, e.strerror) from None
+        raise DataError("cannot read the goals", path, e.strerror) from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise DataError("not a file of targets", path, f"{type(e).__name__}: {e}") from None
+        raise DataError("not a file of goals", path, f"{type(e).__name__}: {e}") from None
 
 
-def targets_of(entry: dict[str, Any]) -> list[Target]:
-    """A table of the file: one target, or one for each context that has a limit of its own."""
+def goals_of(entry: Row) -> list[Goal]:
+    """A table of the file: one goal, or one for each context that has a limit of its own."""
     if entry["measure"] not in MEASURES or ("at_least" in entry) == ("at_most" in entry):
-        raise ValueError(f"target {entry['what']!r} needs a measure of {', '.join(MEASURES)} and one limit")
+        raise ValueError(f"goal {entry['what']!r} needs a measure of {', '.join(MEASURES)} and one limit")
     limits, aims = entry["at_least" if "at_least" in entry else "at_most"], entry.get("aim")
     if aims is not None and (aims.keys() if isinstance(aims, dict) else None) != (
             limits.keys() if isinstance(limits, dict) else None):
-        raise ValueError(f"target {entry['what']!r} needs an aim for each limit")
+        raise ValueError(f"goal {entry['what']!r} needs an aim for each limit")
     spans = ([(int(context), int(context), limit, aims and aims[context]) for context, limit in limits.items()]
              if isinstance(limits, dict) else [(entry.get("from", 0), entry.get("to"), limits, aims)])
     low, high = entry.get("parameters", (0, math.inf))
-    return [Target(entry["what"], entry["measure"], entry["benchmark"], entry["device"], (low, high), first, last,
-                   float(limit), "at_least" in entry, entry.get("type"), entry.get("over"), entry.get("variant"),
-                   entry.get("over_variant"), entry.get("tokens"), aim if aim is None else float(aim))
+    return [Goal(entry["what"], entry["measure"], entry["benchmark"], entry["device"], (low, high), first, last,
+                 float(limit), "at_least" in entry, entry.get("type"), entry.get("over"), entry.get("variant"),
+                 entry.get("over_variant"), entry.get("tokens"), aim if aim is None else float(aim))
             for first, last, limit, aim in spans]
 
 
-def targets_table(targets: Sequence[Target], cells: Sequence[Cell]) -> str:
-    """Each target, what was reached, and by how much it was met or missed."""
-    tables = tables_of(cells)
-    lines = []
-    for target in targets:
-        reached = reach(target, tables)
-        wanted = f"{'at least' if target.at_least else 'at most'} {limit_text(target.limit)}"
-        wanted += "" if target.aim is None else f", aim {limit_text(target.aim)}"
+def goals_table(goals: Sequence[Goal], rows: Sequence[Row]) -> str:
+    """Each goal, what `read_rows`' measurements reached, and by how much the goal was met or missed; in a line below,
+    the goals that nothing was measured of."""
+    tables, lines, missing = tables_of(rows), [], []
+    for goal in goals:
+        reached = reach(goal, tables)
+        if reached == Reached(None, ""):
+            missing.append(goal)
+            continue
+        wanted = f"{'at least' if goal.at_least else 'at most'} {limit_text(goal.limit)}"
+        wanted += "" if goal.aim is None else f", aim {limit_text(goal.aim)}"
         value = "-" if reached.value is None else f"{limit_text(reached.value)}{reached.at and f' at {reached.at}'}"
-        lines.append([target.what, target.dtype or "fastest of each", target.where, wanted, value,
-                      reached.verdict(target)])
-    return markdown(["what", "type", "context", "wanted", "reached", "so it is"], without_repeats(lines)) + "\n"
+        lines.append([goal.what, goal.dtype or "fastest of each", goal.where, wanted, value, reached.verdict(goal)])
+    table = markdown(["what", "type", "context", "wanted", "reached", "so it is"], without_repeats(lines))
+    return "\n\n".join([table] * bool(lines) + [not_measured(goals, missing)] * bool(missing)) + "\n"
+
+
+def not_measured(goals: Sequence[Goal], missing: Sequence[Goal]) -> str:
+    """In a line: the goals that nothing was measured of; where these are all of a device, only their number."""
+    words = []
+    for device, name in (("cuda", "a GPU"), ("cpu", "a processor")):
+        every, mine = (sum(goal.device == device for goal in some) for some in (goals, missing))
+        if mine and mine == every:
+            words.append(f"all {mine} goals for {name}")
+        else:
+            words += unique(goal.what for goal in missing if goal.device == device)
+    return f"Not measured: {'; '.join(words)}."
 
 
 def limit_text(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else number(x)
 
 
-def reach(target: Target, tables: Sequence[Table]) -> Reached:
-    """What the rows say of a target: of the tables of its machine and size, the one with the newest row that tells."""
+def reach(goal: Goal, tables: "Sequence[DataFrame]") -> Reached:
+    """What the rows say of a goal: of the tables of its machine and size, the one with the newest row that tells."""
     best = Reached(None, "")
-    if target.tokens:
-        tables = [replace(table, cells=mine) for table in tables
-                  if (mine := tuple(cell for cell in table.cells if cell.n_tokens == target.tokens))]
-    for table in sorted(tables, key=lambda table: max(cell.row.get("time", "") for cell in table.cells)):
-        size = target.parameters[0] <= table.n_parameters <= target.parameters[1]
-        same = table.benchmark == target.benchmark or {table.benchmark, target.benchmark} <= {*STEPS}
-        if same and size and table.on_cpu == (target.device == "cpu"):
-            found = MEASURES[target.measure](target, table)
-            if found.value is not None or best.value is None:
-                best = found if found.value is not None or found.at else best
+    for table in sorted(tables, key=lambda table: table.time.max()):
+        cells = table[table.n_tokens == goal.tokens] if goal.tokens else table
+        same = {table.benchmark.iat[0], goal.benchmark}
+        if len(cells) and (len(same) == 1 or same <= {*STEPS}) and (
+                goal.parameters[0] <= size_of(cells) <= goal.parameters[1]) and (
+                (table.device.iat[0] == "cpu") == (goal.device == "cpu")):
+            chosen = (cells.context >= goal.first) & (cells.context <= (goal.last or math.inf)) & (
+                True if goal.dtype is None else cells.dtype == goal.dtype)
+            values, failed = MEASURES[goal.measure](goal, cells[chosen])
+            values = values.dropna()
+            if len(values):
+                at = values.idxmin() if goal.at_least else values.idxmax()
+                best = Reached(float(values[at]), tokens(at) if len(values) > 1 else "")
+            elif failed and best.value is None:
+                best = Reached(None, failed)
     return best
 
 
-def contexts_of(target: Target, table: Table) -> list[int]:
-    return [context for context in table.contexts if target.first <= context <= (target.last or math.inf)]
+Measured = tuple["Series", str]
+"""Values by context, and what failed in words."""
 
 
-def worst(target: Target, found: Sequence[tuple[float, str]], missing: str = "") -> Reached:
-    if not found:
-        return Reached(None, missing)
-    value, at = min(found) if target.at_least else max(found)
-    return Reached(value, at if len(found) > 1 else "")
+def compared(goal: Goal, cells: "DataFrame", of: "Callable[[DataFrame], Series]") -> Measured:
+    """FLASH against `goal.over`, each in its fastest variant and type."""
+    both = compare(cells, OURS, goal.over or "", by_type=False, rival_variant=goal.over_variant)
+    failed = [f"{kind_text({name: pair[name + end] for name in ('side', 'variant', 'dtype')})} failed: "
+              f"{pair['failed' + end]}" for pair in both.to_dict("records") for end in ("", "_rival")
+              if pair["failed" + end]]
+    return of(both.set_index("context")), failed[0] if failed else ""
 
 
-def reached_speed(target: Target, table: Table) -> Reached:
-    found, missing = [], ""
-    for context in contexts_of(target, table):
-        if pair := table.pair(OURS, target.over or "", context, target.dtype, rival_variant=target.over_variant):
-            both = ratio(pair[1], pair[0])
-            if both:
-                found.append((both.value, tokens(context)))
-            missing = missing or failure(pair)
-    return worst(target, found, missing)
+def best_of(cells: "DataFrame", column: str, best: str) -> Measured:
+    """The largest or least number of a row's column in each context's newest run of ours."""
+    mine = cells[cells.side == OURS]
+    mine = mine[mine.run == mine.groupby("context").run.transform("last")]
+    numbers = mine.assign(number=[row.get(column) for row in mine.row])[mine.ms.notna()]
+    failed = mine.failed[mine.failed != ""]
+    return (numbers.astype({"number": float}).groupby("context").number.agg(best),
+            f"failed: {failed.iat[-1]}" if len(failed) else "")
 
 
-def reached_memory(target: Target, table: Table) -> Reached:
-    found, missing = [], ""
-    for context in contexts_of(target, table):
-        if pair := table.pair(OURS, target.over or "", context, target.dtype):
-            if pair[0].peak_mib and pair[1].peak_mib:
-                found.append((pair[0].peak_mib / pair[1].peak_mib, tokens(context)))
-            missing = missing or failure(pair)
-    return worst(target, found, missing)
-
-
-def reached_rate(target: Target, table: Table) -> Reached:
-    """Tokens per second in each context's newest run, of the fastest variant."""
-    return reached_by_best(target, table, "tokens_per_s", max)
-
-
-def reached_memory_mib(target: Target, table: Table) -> Reached:
-    """Of each context's newest run the variant that takes least."""
-    return reached_by_best(target, table, "above_import_mib", min)
-
-
-def reached_by_best(target: Target, table: Table, column: str, best: Callable[[list[float]], float]) -> Reached:
-    """The best number of a column in each context's newest run of ours."""
-    found, missing = [], ""
-    for context in contexts_of(target, table):
-        mine = [cell for cell in table.cells if cell.side == OURS and cell.context == context
-                and target.dtype in (None, cell.dtype)]
-        numbers = [cell.row[column] for cell in mine if cell.ms and cell.row.get(column) and cell.run == mine[-1].run]
-        if numbers:
-            found.append((best(numbers), tokens(context)))
-        elif mine:
-            missing = f"failed: {mine[-1].failed}"
-    return worst(target, found, missing)
-
-
-def reached_share(target: Target, table: Table) -> Reached:
+def share_of_copy(goal: Goal, cells: "DataFrame") -> Measured:
     """Of a copy's rate, at each context's newest row of the implementation `variant` of the op `over`."""
-    part = target.measure.removesuffix(" share")
-    shares = {cell.context: cell.row[part]["copy_share"] for cell in table.cells
-              if (cell.side, cell.variant) == (target.over, target.variant) and cell.ms and part in cell.row
-              and cell.context in contexts_of(target, table) and target.dtype in (None, cell.dtype)}
-    return worst(target, [(share, tokens(context)) for context, share in shares.items()])
+    part = goal.measure.removesuffix(" share")
+    mine = cells[(cells.side == goal.over) & (cells.variant == goal.variant) & cells.ms.notna()]
+    mine = mine.assign(share=[row.get(part, {}).get("copy_share", math.nan) for row in mine.row])
+    return mine.dropna(subset="share").groupby("context").share.last(), ""
 
 
-def reached_part(target: Target, table: Table) -> Reached:
+def part_over(goal: Goal, cells: "DataFrame") -> Measured:
     """Of the newest run with both implementations: time, or memory counted at many tokens, of `variant` over `over`."""
-    value = None
-    for theirs in table.cells:
-        for mine in table.cells:
-            if ((mine.run, mine.variant, theirs.variant) == (theirs.run, target.variant, target.over)
-                    and target.dtype in (None, mine.dtype) and mine.ms and theirs.ms):
-                if target.measure == "part time":
-                    value = mine.ms.median / theirs.ms.median
-                else:
-                    value = mine.row["many_tokens"]["counted_mib"] / theirs.row["many_tokens"]["counted_mib"]
-    return Reached(value, "")
+    ours, theirs = (cells[(cells.variant == variant) & cells.ms.notna()] for variant in (goal.variant, goal.over))
+    both = ours.merge(theirs, on="run", suffixes=("", "_over")).tail(1).set_index("context")
+    if goal.measure == "part time":
+        return both.ms / both.ms_over, ""
+    counted = (both[name].map(lambda row: row["many_tokens"]["counted_mib"]) for name in ("row", "row_over"))
+    return next(counted) / next(counted), ""
 
 
-def failure(pair: Sequence[Cell]) -> str:
-    return next((f"{cell.text} failed: {cell.failed}" for cell in pair if cell.failed), "")
-
-
-def times_in_one_run(target: Target, table: Table) -> list[tuple[int, float]]:
-    """Contexts and our medians in the newest run that has both ends: of the variant and type that is fastest there."""
-    wanted = contexts_of(target, table)
-    if not wanted or target.first not in wanted or (target.last or target.first) not in wanted:
-        return []
-    for run in reversed(list(dict.fromkeys(cell.run for cell in table.cells))):
-        by_kind: dict[tuple[str, str], dict[int, float]] = {}
-        for cell in table.cells:
-            if (cell.run == run and cell.side == OURS and cell.ms and cell.context in wanted
-                    and target.dtype in (None, cell.dtype)):
-                by_kind.setdefault((cell.variant, cell.dtype), {})[cell.context] = cell.ms.median
-        whole = [times for times in by_kind.values() if target.first in times and (target.last or 0) in times]
+def times_in_one_run(goal: Goal, cells: "DataFrame") -> "Series":
+    """Our times by context in the newest run that has both ends: of the variant and type with the most contexts, and
+    of these the fastest."""
+    mine = cells[(cells.side == OURS) & cells.ms.notna()]
+    for run in reversed(cells.run.unique()):
+        kinds = [kind.groupby("context").ms.last() for _, kind in mine[mine.run == run].groupby(["variant", "dtype"])]
+        whole = [times for times in kinds if {goal.first, goal.last or 0} <= {*times.index}]
         if whole:
-            most = max(map(len, whole))
-            return sorted(min((times for times in whole if len(times) == most), key=lambda times: sum(times.values()),
-                              ).items())
-    return []
+            return min(whole, key=lambda times: (-len(times), times.sum()))
+    return cells.ms.head(0)
 
 
-def reached_slope(target: Target, table: Table) -> Reached:
+def slope(goal: Goal, cells: "DataFrame") -> Measured:
     """Least squares of log time per token on log context."""
-    times = times_in_one_run(target, table)
-    if len(times) < 2:
-        return Reached(None, "")
-    x, y = [math.log(context) for context, _ in times], [math.log(ms) for _, ms in times]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return Reached(sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-                   / sum((a - mean_x) ** 2 for a in x), "")
+    import pandas
+
+    times = times_in_one_run(goal, cells)
+    x, y = (pandas.Series([math.log(n) for n in of], dtype=float) for of in (times.index, times))
+    return (pandas.Series([x.cov(y) / x.var()] if len(times) > 1 else [], dtype=float)), ""
 
 
-def reached_flat(target: Target, table: Table) -> Reached:
-    times = [ms for _, ms in times_in_one_run(target, table)]
-    return Reached(max(times) / min(times) - 1 if len(times) > 1 else None, "")
+def flat(goal: Goal, cells: "DataFrame") -> Measured:
+    """Our largest time over the smallest, less 1."""
+    import pandas
+
+    times = times_in_one_run(goal, cells)
+    return pandas.Series([times.max() / times.min() - 1] if len(times) > 1 else [], dtype=float), ""
 
 
-MEASURES: dict[str, Callable[[Target, Table], Reached]] = {
-    "speed": reached_speed, "memory": reached_memory, "memory_mib": reached_memory_mib, "slope": reached_slope,
-    "flat": reached_flat, "part time": reached_part, "part memory": reached_part, "rate": reached_rate,
-    "forward share": reached_share, "backward share": reached_share}
+MEASURES: dict[str, "Callable[[Goal, DataFrame], Measured]"] = {
+    "speed": lambda goal, cells: compared(goal, cells, lambda both: both.value),
+    "memory": lambda goal, cells: compared(goal, cells, lambda both: both.peak_mib / both.peak_mib_rival),
+    "memory_mib": lambda goal, cells: best_of(cells, "above_import_mib", "min"),
+    "rate": lambda goal, cells: best_of(cells, "tokens_per_s", "max"),
+    "slope": slope, "flat": flat, "part time": part_over, "part memory": part_over, "forward share": share_of_copy,
+    "backward share": share_of_copy}

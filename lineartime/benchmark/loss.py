@@ -1,6 +1,5 @@
 """The loss over a large vocabulary: time side by side, and memory, counted where it does not fit."""
 
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -8,27 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lineartime.benchmark.measure import (
-    Row,
-    Stopwatch,
-    available_bytes,
-    compare,
-    in_own_process,
-    peak_of,
-    provenance,
-    what_is_timed,
-)
-from lineartime.errors import ResourceError
-from lineartime.info import table
+from lineartime.benchmark import Row, measure
+from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.runtime import choose_settings
-from lineartime.settings import require, require_name
+from lineartime.settings import require_name
 
 LIMITS = {"float32": 1e-5, "bfloat16": 0.02}
 """Largest relative error of the losses and of any gradient that is let pass, against the plain loss in float64."""
@@ -47,8 +34,8 @@ def of_torch(reduction: str) -> Loss:
     """`F.linear_cross_entropy` by chunks of its own choice. Autocast does not reach it, so inputs are cast before."""
     def loss(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
         device = x_ND.device.type
-        product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
-        x_ND, weight_VD, bias_V = (t.to(product) for t in (x_ND, weight_VD, bias_V))
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
+        x_ND, weight_VD, bias_V = (t.to(dtype) for t in (x_ND, weight_VD, bias_V))
         options = torch.nn.LinearCrossEntropyOptions()
         return at_least_float32(F.linear_cross_entropy(x_ND, weight_VD, targets_N, linear_bias=bias_V,
                                                        reduction=reduction, options=options))
@@ -65,31 +52,30 @@ def implementations() -> dict[str, Loss]:
 
 def benchmark_loss(*, vocab_size: int = 32_000, d_model: int = 768, tokens: int = 8192, many_tokens: int = 2**18,
                    precisions: Sequence[str] = ("float32", "bfloat16"), repeats: int = 3, threads: int = 1,
-                   device: str = "cpu", seed: int = 0, progress: Callable[[str], None] = lambda line: None,
-                   on_rows: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+                   device: str = "cpu", seed: int = 0, progress: Progress = ignore,
+                   on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of the loss of `tokens` hidden vectors, forward and backward; a row per implementation and type.
 
     Those of one type are one process, in which they take turns. Memory is what they need above their inputs; for
     `many_tokens` it is counted, and measured too where less than half of what is free is counted. Before a time counts,
     losses and gradients have been compared with float64. Raises UsageError for a wrong number or type, ResourceError
     where the process dies."""
-    require(min(vocab_size, d_model, tokens, many_tokens, repeats, threads) >= 1, "nothing to measure",
-            f"vocabulary {vocab_size}, width {d_model}, {tokens} and {many_tokens} tokens, {repeats} repeats")
+    measure.require_positive(vocab_size=vocab_size, d_model=d_model, tokens=tokens, many_tokens=many_tokens,
+                             repeats=repeats, threads=threads)
     rows = []
     for precision in precisions:
         require_name("precision", precision, LIMITS)
         progress(f"loss of {tokens:,} tokens, {precision}")
-        answer = in_own_process("loss", {
+        answer = measure.measured_alone("loss", {
             "sizes": [tokens, vocab_size, d_model], "many_tokens": many_tokens, "precision": precision,
-            "repeats": repeats, "threads": threads, "device": device, "seed": seed})
-        if "failed" in answer:
-            raise ResourceError("the loss failed", f"{tokens:,} tokens, {precision}", answer["failed"])
-        shared = {"settings": answer["settings"], "run": uuid.uuid4().hex[:12], **provenance()}
+            "repeats": repeats, "threads": threads, "device": device, "seed": seed},
+            "the loss failed", f"{tokens:,} tokens, {precision}")
+        shared = {"settings": answer["settings"], **measure.facts_of_run()}
         made = [{"benchmark": "loss", "cell": None, "model": "linear_cross_entropy", "variant": name,
                  "label": f"loss:{name}", "config": None, "vocab_size": vocab_size, "d_model": d_model,
                  "n_parameters": vocab_size * (d_model + 1), "context_tokens": tokens, "tokens_per_step": tokens,
                  "dtype": precision, "device": device, "threads": threads, "unit": "call", **found,
-                 "tokens_per_s": tokens * 1e3 / found[f"{found['clock']}_ms"]["median"],
+                 "tokens_per_s": tokens * 1e3 / measure.compared_ms(found)["median"],
                  "flops_per_token": 6 * vocab_size * d_model, "warm_up": 2, "repeats": repeats, **shared}
                 for name, found in answer["found"].items()]
         on_rows(made)
@@ -100,36 +86,33 @@ def benchmark_loss(*, vocab_size: int = 32_000, d_model: int = 768, tokens: int 
 def measure_loss(sizes: Sequence[int], many_tokens: int, precision: str, repeats: int, threads: int, device: str,
                  seed: int) -> Iterator[Row]:
     """One process's part of `benchmark_loss`."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    on, (n_tokens, *head) = torch.device(device), sizes
-    settings, every = choose_settings(on), implementations()
+    on, settings = measure.set_up(threads, device, seed)
+    (n_tokens, *head), every = sizes, implementations()
     inputs = random_inputs(n_tokens, *head, device=on)
     few = [t.detach()[:CHECKED_TOKENS] if i in (0, 3) else t.detach() for i, t in enumerate(inputs)]
     expected = losses_and_gradients(plain, [t.double().requires_grad_() for t in few[:3]] + few[3:], "float32")
     found: dict[str, Row] = {}
     for name, loss in every.items():
-        check = compare(name, losses_and_gradients(loss, [t.requires_grad_() for t in few[:3]] + few[3:], precision),
-                        expected, LIMITS[precision], what=f"mean loss and gradients of {CHECKED_TOKENS} tokens",
-                        against="the plain loss")
-        peak, above = peak_of(partial(losses_and_gradients, loss, inputs, precision), on)
+        ours = losses_and_gradients(loss, [t.requires_grad_() for t in few[:3]] + few[3:], precision)
+        check = measure.compare(name, ours, expected, LIMITS[precision], against="the plain loss",
+                                what=f"mean loss and gradients of {CHECKED_TOKENS} tokens")
+        peak, above = measure.peak_of(partial(losses_and_gradients, loss, inputs, precision), on)
         many = counted_bytes(loss, [many_tokens, *head], precision)
         found[name] = {"check": check, "peak_mib": mib(peak), "above_import_mib": mib(above),
                        "counted_mib": mib(counted_bytes(loss, sizes, precision)),
                        "many_tokens": {"tokens": many_tokens, "counted_mib": mib(many), "measured_mib": None}}
     del expected
     watches = {name: Stopwatch(on) for name in every}
-    for repeat in range(repeats):
-        for name in list(every)[:: -1 if repeat % 2 else 1]:
-            with watches[name].running():
-                losses_and_gradients(every[name], inputs, precision)
+    for _, name in measure.in_turn([*every], range(repeats)):
+        with watches[name].running():
+            losses_and_gradients(every[name], inputs, precision)
     del inputs, few
     for name, loss in every.items():
-        found[name] |= watches[name].spreads()
+        found[name] |= measure.spreads(watches[name].times)
         counted, n_inputs = found[name]["many_tokens"]["counted_mib"], 4 * many_tokens * (head[1] + 2) / 2**20
-        if counted is not None and (counted + n_inputs) * 2**20 < available_bytes() / 2 and name == "by chunks":
+        if counted is not None and (counted + n_inputs) * 2**20 < measure.available_bytes() / 2 and name == "by chunks":
             many_inputs = random_inputs(many_tokens, *head, device=on)
-            _, above = peak_of(partial(losses_and_gradients, loss, many_inputs, precision), on)
+            _, above = measure.peak_of(partial(losses_and_gradients, loss, many_inputs, precision), on)
             found[name]["many_tokens"]["measured_mib"] = mib(above)
     yield {"settings": settings, "found": found}
 
@@ -193,24 +176,17 @@ def mib(n_bytes: int | None) -> float | None:
 
 def print_loss(rows: Sequence[Row]) -> None:
     """Print `benchmark_loss`'s rows of one run as a table."""
-    console, first = Console(highlight=False), rows[0]
-    console.width = max(console.width, 120)
-    console.print(f"Head and loss of {first['tokens_per_step']:,} tokens, vocabulary {first['vocab_size']:,}, width "
-                  f"{first['d_model']}, {what_is_timed(first)}, {first['dtype']}; {first['repeats']} rounds, run "
-                  f"{first['run']}",
-                  markup=False)
-    many = first["many_tokens"]["tokens"]
-    made = table("implementation", "ms", "quartiles", "of plain", "MiB", "counted", f"{many:,} counted", "measured",
-                 "error", width=16)
-    base = first[f"{first['clock']}_ms"]["median"]
+    first = rows[0]
+    base, many = measure.compared_ms(first)["median"], first["many_tokens"]["tokens"]
 
-    def text(value: float | None) -> str:
-        return "" if value is None else f"{value:,.0f}"
+    def texts(row: Row) -> list[str]:
+        memory = [row["above_import_mib"], row["counted_mib"], *(row["many_tokens"][key] for key in (
+            "counted_mib", "measured_mib"))]
+        return [row["variant"], *measure.quartiles(row), f"{measure.compared_ms(row)['median'] / base:.2f}",
+                *("" if value is None else f"{value:,.0f}" for value in memory), f"{row['check']['error']:.1g}"]
 
-    for row in rows:
-        times = row[f"{row['clock']}_ms"]
-        made.add_row(row["variant"], f"{times['median']:,.0f}", f"{times['q1']:,.0f} to {times['q3']:,.0f}",
-                     f"{times['median'] / base:.2f}", text(row["above_import_mib"]), text(row["counted_mib"]),
-                     text(row["many_tokens"]["counted_mib"]), text(row["many_tokens"]["measured_mib"]),
-                     f"{row['check']['error']:.1g}")
-    console.print(made)
+    what = (f"Head and loss of {first['tokens_per_step']:,} tokens, vocabulary {first['vocab_size']:,}, "
+            f"width {first['d_model']}")
+    columns = ["implementation", "ms", "quartiles", "of plain", "MiB", "counted", f"{many:,} counted", "measured",
+               "error"]
+    measure.print_table(measure.heading(what, first), columns, map(texts, rows), width=16)

@@ -1,267 +1,230 @@
-"""The speed section: sentences, tables and captions as Markdown, made of measured rows and nothing else."""
+"""Measured rows as Markdown: tables, pictures and captions, made of the rows and nothing else."""
 
 import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lineartime.benchmark.rows import STEPS, Cell, Ratio, Table, ratio, side_name, tables_of
+from lineartime.benchmark import Row
+from lineartime.benchmark.rows import (
+    BENCHMARKS,
+    KIND,
+    OURS,
+    STEPS,
+    compare,
+    contexts_of,
+    dtypes_of,
+    kinds_of,
+    newest,
+    side_name,
+    size_of,
+    tables_of,
+)
 
-TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding",
-          "decode-read": "Decoding after contexts that were read"}
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+TITLES = dict(zip(BENCHMARKS, ("A training step", "Memory of a training step", "Decoding",
+                               "Decoding after contexts that were read"), strict=True))
 CLOCKS = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
-Row = dict[str, Any]
-RIVALS_OF = {"flash-quad": ("transformer++", "transformer++/unfused")}
-"""Besides FLASH against everything: what else of ours is compared, and with whom."""
+VALUES: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "tokens": ("Tokens per second", lambda row: f"{1e3 / row['ms']:,.0f}"),
+    "time": ("Milliseconds per token, and of the slowest",
+             lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}"),
+    "memory": ("Peak memory, MiB", lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}"),
+    "mfu": ("Share of the peak rate that the model's FLOPs take; causal squares are counted whole, and fused attention "
+            "skips half of them", lambda row: f"{row['row']['mfu']:.0%}" if row["row"].get("mfu") else "-"),
+    "state": ("Decoding state, MiB", lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"),
+}
+"""What can be shown of every row of a table: a heading, and the text of a number."""
+
+SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transformer++/unfused", "bfloat16"),
+           ("flash-pytorch", "bfloat16"))
+"""The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
+float32."""
+
+Pictures = Callable[["DataFrame"], Sequence[str]]
+"""The paths of a table's pictures."""
 
 
-def speed_section(cells: Sequence[Cell], n_old: int = 0, *, shown: Sequence[str] = (),
-                  pictures: Callable[[Table], Sequence[str]] = lambda table: ()) -> str:
-    """What the rows say: the losses of all, then the tables. shown: names of tables or benchmarks to show, by default
-    every one. pictures: the paths of a table's pictures."""
-    tables = tables_of(cells)
-    parts = [losses(tables)]
-    tables = [table for table in tables if table.among(shown)]
-    for table in tables:
-        if table.benchmark not in TITLES:
-            continue
-        parts.append(f"### {title(table)}")
-        parts += [f"![{alt_text(table, path)}]({path})" for path in pictures(table)]
-        if table.benchmark == "memory":
-            parts.append("Peak memory, MiB:\n\n" + value_table(table, memory_text))
-        parts.append(ratio_table(table))
-        if table.decoding:
-            parts.append(folded("Milliseconds per token, and of the slowest", value_table(table, time_text)))
-        else:
-            parts.append(folded("Tokens per second", value_table(table, tokens_text)))
-        if table.benchmark != "memory" and any(cell.peak_mib for cell in table.cells):
-            parts.append(folded("Peak memory, MiB", value_table(table, memory_text)))
-        if any(cell.row.get("mfu") for cell in table.cells):
-            heading = ("Share of the peak rate that the model's FLOPs take; causal squares are counted whole, and "
-                       "fused attention skips half of them")
-            parts.append(folded(heading, value_table(table, mfu_text)))
-        if any(cell.row.get("state_bytes") for cell in table.cells):
-            parts.append(folded("Decoding state, MiB", value_table(table, state_text)))
-        parts.append(caption(table))
-    others = [table for table in tables if table.benchmark not in TITLES]
-    if others:
-        parts.append("### Parts alone")
-    for table in others:
-        parts += [part_table(table), caption(table)]
+def speed_section(rows: Sequence[Row], n_old: int = 0, *, shown: Sequence[str] = (),
+                  pictures: Pictures = lambda table: ()) -> str:
+    """All tables of `read_rows`' measurements; with names in `shown`, a summary of the tables that have them."""
+    tables = tables_of(rows)
+    if shown:
+        return speed_summary(tables, shown, pictures)
+    models = [table for table in tables if table.benchmark.iat[0] in TITLES]
+    others = [table for table in tables if table.benchmark.iat[0] not in TITLES]
+    parts = [part for table in models for part in table_parts(table, pictures(table))]
+    parts += ["### Parts alone"] * bool(others)
+    parts += [part for table in others for part in (part_table(table), caption(table))]
     if n_old:
         parts.append(f"Left out: {n_old} rows of an older form, which say neither their run nor their quartiles.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def title(table: Table) -> str:
+def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
+    """A title, pictures, ratios, and folded what they are made of."""
+    benchmark, known = table.benchmark.iat[0], {name for row in table.row for name in row if row[name]}
+    parts = [f"### {title(table)}", *(f"![{alt_text(table, path)}]({path})" for path in pictures)]
+    if benchmark == "memory":
+        parts.append(f"Peak memory, MiB:\n\n{value_table(table, 'memory')}")
+    parts.append(ratio_table(table))
+    folds = {"tokens": benchmark in STEPS, "time": benchmark not in STEPS,
+             "memory": benchmark != "memory" and table.peak_mib.notna().any(), "mfu": "mfu" in known,
+             "state": "state_bytes" in known}
+    parts += [folded(VALUES[what][0], value_table(table, what)) for what, there in folds.items() if there]
+    return [*parts, caption(table)]
+
+
+def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures: Pictures) -> str:
+    """A picture and a table of a few lines: FLASH's speed over others in training steps, from the tables that have one
+    of the names, alone or with a hyphen behind it, on the machine of the one with most contexts."""
+    import pandas
+
+    chosen = [table for table in tables if table.benchmark.iat[0] in STEPS and table.side.nunique() > 1
+              and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
+    if not chosen:
+        return "No training steps of two models were measured side by side yet.\n"
+    widest, same = max(chosen, key=lambda table: table.context.nunique()), ["hardware", "threads", "size"]
+    chosen = [table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()]
+    cells = pandas.concat(chosen, ignore_index=True)
+    contexts, lines, every = contexts_of(cells), [], []
+    for rival, dtype in SUMMARY:
+        pairs = compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict("records")
+        if pairs:
+            lines.append([side_name(rival), dtype, *ratio_texts(pairs, contexts)])
+            every += pairs
+    what = title(widest.assign(name=""))
+    how = f"{what}, each model in its fastest variant. Bold: FLASH is slower."
+    parts = [*(f"![{alt_text(widest, path)}]({path})" for path in pictures(widest)[:1]), how,
+             ratio_lines(["type"], contexts, lines, every), caption(cells)]
+    return "\n\n".join(parts) + "\n"
+
+
+def title(table: "DataFrame") -> str:
     """"A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)"."""
-    n_tokens = span_of(f"{n:,}" for n in sorted({cell.n_tokens for cell in table.cells}))
-    words = TITLES[table.benchmark]
-    if table.benchmark in STEPS:
+    first, n_tokens = table.iloc[0], span_of(f"{n:,}" for n in sorted(table.n_tokens.unique()))
+    words = TITLES[first["benchmark"]]
+    if first["benchmark"] in STEPS:
         words += f" of {n_tokens} tokens"
     elif n_tokens != "1":
         words += f" {n_tokens} rows at once"
-    words += f", {parameters(table.n_parameters)} parameters, "
-    words += "on a processor" if table.on_cpu else f"on one {table.hardware}"
-    return words + (f" ({table.name})" if table.name else "")
+    words += f", {parameters(size_of(table))} parameters, "
+    words += "on a processor" if first["device"] == "cpu" else f"on one {first['hardware']}"
+    return words + (f" ({first['name']})" if first["name"] else "")
 
 
-def alt_text(table: Table, path: str) -> str:
+def alt_text(table: "DataFrame", path: str) -> str:
+    """What a picture shows."""
     what = "Peak memory" if "memory" in path else "Time per token"
     return f"{what} against context. {title(table)}"
 
 
-def losses(tables: Sequence[Table]) -> str:
-    """Where FLASH loses, in words; where it does not, how near it comes to that."""
-    lines, ratios = [], []
-    for table in tables:
-        if table.benchmark not in TITLES:
-            continue
-        found = []
-        for ours, rival in opponents(table):
-            slow, eager, heavy, compared = losses_to(table, ours, rival)
-            ratios += [(value, f"{side_name(rival)}, {where}") for value, where in compared if ours == "flash"]
-            said = [f"it is slower {joined(slow)}"] if slow else []
-            said += [f"with both eager it is slower {'also ' if slow else ''}{joined(eager)}"] if eager else []
-            said += [f"it takes more memory {joined(heavy)}"] if heavy else []
-            if said:
-                found.append(f"  - {side_name(ours)} against {side_name(rival)}: {'; '.join(said)}.")
-        if found:
-            lines += [f"- {title(table)}:", *found]
-    if lines:
-        how = ("The number is FLASH's speed in times the other's, or its memory in times the other's; each side at its "
-               "fastest unless it says otherwise. \"?\" marks what lies within the quartiles' reach of even.")
-        return "**Where it loses, first.** " + how + "\n\n" + "\n".join(lines)
-    if not ratios:
-        return "No two models were measured side by side yet."
-    value, where = min(ratios)
-    return ("**Where it loses, first.** Nowhere in these rows: its speed is at least "
-            f"{number(value)} times the other's ({where}).")
+def ratio_table(table: "DataFrame") -> str:
+    """FLASH's speed over each rival, by context: each side's fastest, then both eager; below 1 in bold. Steps are
+    compared in each type, decoding in each side's fastest. A star marks where FLASH had a variant that the other had
+    not."""
+    contexts, lines, unmatched = contexts_of(table), [], []
+    for rival in table.side.unique() if OURS in set(table.side) else ():
+        shown: list[list[tuple[int, int]]] = []
+        for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] in STEPS),
+                                      ("both eager", "eager", True)):
+            both = compare(table, OURS, rival, by_type=by_type, variant=variant)
+            for dtype in dtypes_of(table) if by_type else [None]:
+                pairs = (both if dtype is None else both[both.dtype == dtype]).to_dict("records")
+                ids = [(pair["at"], pair["at_rival"]) for pair in pairs]
+                if rival != OURS and pairs and ids not in shown:
+                    shown.append(ids)
+                    unmatched += pairs
+                    lines.append([side_name(rival), dtype or "fastest of each", how, *ratio_texts(pairs, contexts)])
+    return ratio_lines(["type", "how"], contexts, lines, unmatched) if lines else ""
 
 
-def losses_to(table: Table, ours: str, rival: str,
-              ) -> tuple[list[str], list[str], list[str], list[tuple[float, str]]]:
-    """Where `ours` is slower, slower with both eager though not at its fastest, and larger; and every ratio of
-    fastest to fastest with where it is."""
-    slow: list[str] = []
-    eager: list[str] = []
-    heavy: list[str] = []
-    compared = []
-    for dtype in pair_dtypes(table):
-        by_kind: dict[str, list[str]] = {"slow": [], "eager": [], "heavy": []}
-        for context in table.contexts:
-            pair = table.pair(ours, rival, context, dtype)
-            if pair is None or (both := ratio(pair[1], pair[0])) is None:
-                continue
-            at = tokens(context)
-            compared.append((both.value, f"{dtype + ' ' if dtype else ''}at {at}"))
-            same = table.pair(ours, rival, context, dtype, "eager")
-            plain = ratio(same[1], same[0]) if same else None
-            if both.value < 1:
-                by_kind["slow"].append(f"{at} ({doubtful(both)})")
-            elif plain and plain.value < 1:
-                by_kind["eager"].append(f"{at} ({doubtful(plain)})")
-            mine, theirs = pair[0].peak_mib, pair[1].peak_mib
-            if mine and theirs and mine > theirs:
-                by_kind["heavy"].append(f"{at} ({number(mine / theirs)})")
-        for kind, texts in (("slow", slow), ("eager", eager), ("heavy", heavy)):
-            if by_kind[kind]:
-                texts.append(f"{'in ' + dtype + ' ' if dtype else ''}at {listed(by_kind[kind])}")
-    return slow, eager, heavy, compared
+def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[Sequence[str]],
+                pairs: Sequence[Row]) -> str:
+    """Ratios as a table, with a note of the variants that only FLASH was measured in."""
+    unmatched = unique(each for pair in pairs for each in pair["unmatched"])
+    note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
+    return markdown(["FLASH's speed over", *words, *map(tokens, contexts)], without_repeats(lines)) + note
 
 
-def opponents(table: Table) -> list[tuple[str, str]]:
-    """FLASH with everybody, then what else is ours with its rivals."""
-    pairs = [("flash", side) for side in table.sides if side != "flash" and "flash" in table.sides]
-    return pairs + [(ours, side) for ours, rivals in RIVALS_OF.items() for side in rivals
-                    if ours in table.sides and side in table.sides]
+def ratio_texts(pairs: Sequence[Row], contexts: Sequence[int]) -> list[str]:
+    """The rows of `compare` as text, by context."""
+    texts = {pair["context"]: ratio_text(pair) + "\\*" * bool(pair["unmatched"]) for pair in pairs}
+    return [texts.get(context, "-") for context in contexts]
 
 
-def pair_dtypes(table: Table) -> list[str | None]:
-    """In which types two sides meet: in each type for steps, each in its fastest for decoding."""
-    return [None] if table.decoding else list(table.dtypes)
+def ratio_text(pair: Row) -> str:
+    """A ratio and its quartiles; below 1 in bold."""
+    if math.isnan(pair["value"]):
+        return " and ".join(who for who, ms in (("FLASH", pair["ms"]), ("other", pair["ms_rival"]))
+                            if math.isnan(ms)) + " failed"
+    value = f"**{number(pair['value'])}**" if pair["value"] < 1 else number(pair["value"])
+    return f"{value} ({number(pair['low'])}-{number(pair['high'])})"
 
 
-def ratio_table(table: Table) -> str:
-    """FLASH's speed over each rival, by context: each side's fastest, then both eager. A star marks where FLASH had a
-    variant that the other had not."""
-    lines = []
-    unmatched: list[str] = []
-    for ours, rival in opponents(table):
-        if ours != "flash":
-            continue
-        shown = []
-        for how, variant in (("fastest of each", None), ("both eager", "eager")):
-            for dtype in (table.dtypes if variant else pair_dtypes(table)):
-                pairs = [table.pair(ours, rival, context, dtype, variant) for context in table.contexts]
-                if any(pairs) and pairs not in shown:
-                    shown.append(pairs)
-                    ahead = [table.unmatched(*pair) if pair and not variant else [] for pair in pairs]
-                    unmatched += [each for alone in ahead for each in alone]
-                    lines.append([side_name(rival), dtype or "fastest of each", how,
-                                  *(ratio_text(pair) + "\\*" * bool(alone)
-                                    for pair, alone in zip(pairs, ahead, strict=True))])
-    if not lines:
-        return ""
-    head = ["FLASH's speed over", "type", "how", *map(tokens, table.contexts)]
-    note = ""
-    if unmatched:
-        note = f"\n\n\\* FLASH was measured {listed(list(dict.fromkeys(unmatched)))} too, the other was not."
-    return markdown(head, without_repeats(lines)) + note
+def value_table(table: "DataFrame", what: str) -> str:
+    """One of `VALUES` by context, a line for each model, variant and type."""
+    texts = {(*(row[name] for name in KIND), row["context"]): "failed" if row["failed"] else VALUES[what][1](row)
+             for row in newest(table).to_dict("records")}
+    contexts = contexts_of(table)
+    lines = [[side_name(kind[0]), *kind[1:], *(texts.get((*kind, context), "-") for context in contexts)]
+             for kind in kinds_of(table)]
+    return markdown(["model", "variant", "type", *map(tokens, contexts)], without_repeats(lines))
 
 
-def ratio_text(pair: tuple[Cell, Cell] | None) -> str:
-    if pair is None:
-        return "-"
-    both = ratio(pair[1], pair[0])
-    if both is None:
-        return " and ".join(who for who, cell in zip(("FLASH", "other"), pair, strict=True) if not cell.ms) + " failed"
-    value = f"**{number(both.value)}**" if both.value < 1 else number(both.value)
-    return f"{value} ({number(both.low)}-{number(both.high)})"
-
-
-def value_table(table: Table, text: Callable[[Cell], str]) -> str:
-    """One number of each cell, a line for each model, variant and type, a column for each context."""
-    lines = []
-    for side in table.sides:
-        kinds = dict.fromkeys((cell.variant, cell.dtype) for cell in table.cells if cell.side == side)
-        for variant, dtype in kinds:
-            found = [table.newest(side=side, variant=variant, dtype=dtype, context=context)
-                     for context in table.contexts]
-            lines.append([side_name(side), variant, dtype,
-                          *("-" if cell is None else "failed" if cell.failed else text(cell) for cell in found)])
-    return markdown(["model", "variant", "type", *map(tokens, table.contexts)], without_repeats(lines))
-
-
-def tokens_text(cell: Cell) -> str:
-    return f"{cell.tokens_per_s:,.0f}"
-
-
-def time_text(cell: Cell) -> str:
-    slowest = cell.row.get("slowest_token_ms")
-    return (number(cell.ms.median) if cell.ms else "") + (f" / {number(slowest['max'])}" if slowest else "")
-
-
-def memory_text(cell: Cell) -> str:
-    return "-" if cell.peak_mib is None else f"{cell.peak_mib:,.0f}"
-
-
-def mfu_text(cell: Cell) -> str:
-    return f"{cell.row['mfu']:.0%}" if cell.row.get("mfu") else "-"
-
-
-def state_text(cell: Cell) -> str:
-    return f"{cell.row['state_bytes'] / 2**20:,.1f}" if cell.row.get("state_bytes") else "-"
-
-
-def part_table(table: Table) -> str:
+def part_table(table: "DataFrame") -> str:
     """What is neither a step nor decoding: a line for each implementation, its time over the first's of its run."""
+    firsts = table.drop_duplicates(["run", "side", "dtype", "context"])
+    both = table.assign(at=table.index).merge(firsts.assign(at=firsts.index), on=["run", "side", "dtype", "context"],
+                                              suffixes=("", "_first"))
     lines = []
-    newest = {(cell.side, cell.dtype, cell.context, cell.n_tokens, cell.variant): cell for cell in table.cells}
-    for cell in newest.values():
-        first = next(other for other in table.cells if (other.run, other.side, other.dtype, other.context)
-                     == (cell.run, cell.side, cell.dtype, cell.context))
-        both = ratio(cell, first)
-        ms = "failed" if cell.ms is None else f"{number(cell.ms.median)} ({number(cell.ms.q1)}-{number(cell.ms.q3)})"
-        above, many = cell.row.get("above_import_mib"), cell.row.get("many_tokens") or {}
-        lines.append([cell.side.replace("_", " "), cell.variant, cell.dtype, f"{cell.n_tokens:,}",
-                      f"{cell.context:,}", ms, number(both.value) if both and cell is not first else "-",
+    for row in both.drop_duplicates([*KIND, "context", "n_tokens"], keep="last").to_dict("records"):
+        above, many = row["row"].get("above_import_mib"), row["row"].get("many_tokens") or {}
+        over = row["ms"] / row["ms_first"]
+        lines.append([row["side"].replace("_", " "), row["variant"], row["dtype"], f"{row['n_tokens']:,}",
+                      f"{row['context']:,}",
+                      "failed" if row["failed"] else f"{number(row['ms'])} ({number(row['q1'])}-{number(row['q3'])})",
+                      "-" if row["at"] == row["at_first"] or math.isnan(over) else number(over),
                       "-" if above is None else f"{above:,.1f}",
                       f"{many['counted_mib']:,.0f} at {many['tokens']:,}" if many.get("counted_mib") else "-"])
     return markdown(["what", "by", "type", "tokens", "in rows of", "ms, forward and backward", "time over the first's",
                      "MiB above its inputs", "MiB counted"], without_repeats(lines))
 
 
-def caption(table: Table) -> str:
+def caption(table: "DataFrame") -> str:
     """Where the numbers come from: machine, clock, repeats, commit, versions, commands; and what failed."""
-    rows = [cell.row for cell in table.cells]
-    first = rows[0]
-    words = [machine_text(first)]
-    words.append(joined(unique(CLOCKS[row["clock"]] for row in rows if "clock" in row)))
-    words.append(joined(table.dtypes))
+    rows: list[Row] = table.row.tolist()
+    words = [machine_text(rows[0]), joined(unique(CLOCKS[row["clock"]] for row in rows if "clock" in row)),
+             joined(dtypes_of(table))]
     if "filled" in [row.get("context") for row in rows]:
         words.append("states of random numbers that were never tokens")
-    counts = sorted({cell.ms.n for cell in table.cells if cell.ms})
-    warm = sorted({row.get("warm_up", 0) for row in rows})
+    counts, warm = sorted(table.n.dropna().unique()), sorted({row.get("warm_up", 0) for row in rows})
     if counts:
-        words.append(f"medians of {span_of(map(str, counts))}, after {span_of(map(str, warm))} to warm up")
+        words.append(f"medians of {span_of(f'{n:.0f}' for n in counts)}, after {span_of(map(str, warm))} to warm up")
     words += provenance_words(rows)
     for name in sorted({name for row in rows for name in row.get("settings") or {}}):
         chosen = unique(str((row.get("settings") or {}).get(name, "not set")) for row in rows)
         words.append(f"{name.replace('_', ' ')}: {joined(chosen)}")
     overhead = [row["peak_mib"] - row["above_import_mib"] for row in rows
                 if row.get("peak_mib") and row.get("above_import_mib") is not None]
-    if overhead and table.benchmark in STEPS:
+    if overhead and table.benchmark.iat[0] in STEPS:
         words.append(f"memory is the process's own, {statistics.median(overhead):,.0f} MiB of it the imported program")
     commands = unique(re.sub(r" --json [^ ]+", "", row["command"]) for row in rows)
     made_by = ", ".join(f"`{command}`" for command in commands[:3])
     more = f" and {len(commands) - 3} more like them, which the rows have" if len(commands) > 3 else ""
     text = f"<sub>{'; '.join(word for word in words if word)}. Made by {made_by}{more}.</sub>"
-    failed = unique(f"{cell.text}, at {tokens(cell.context)}: {cell.failed}" for cell in table.cells
-                    if cell.failed and table.newest(side=cell.side, variant=cell.variant, dtype=cell.dtype,
-                                                    context=cell.context) is cell)
+    last = newest(table).sort_index()
+    failed = unique(f"{kind_text(row)}, at {tokens(row['context'])}: {row['failed']}"
+                    for row in last[last.failed != ""].to_dict("records"))
     return text + (f"\n\nFailed: {'; '.join(failed)}." if failed else "")
+
+
+def kind_text(row: Row) -> str:
+    """A measurement's side, variant and type."""
+    return f"{side_name(row['side'])}, {row['variant']}, {row['dtype']}"
 
 
 def machine_text(row: Row) -> str:
@@ -303,11 +266,6 @@ def tokens(n: int) -> str:
 def number(x: float, figures: int = 3) -> str:
     """Three figures or so, never an exponent."""
     return f"{x:.{max(0, figures - 1 - max(0, math.floor(math.log10(abs(x)))))}f}" if x else "0"
-
-
-def doubtful(both: Ratio) -> str:
-    """A ratio, with "?" where quartile against quartile comes out the other way."""
-    return number(both.value) + ("?" if both.high >= 1 else "")
 
 
 def span_of(texts: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ processor time of the process stands beside the time on the clock: on a CPU, oth
 """
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -15,23 +16,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from lineartime.errors import NumericsError
+from lineartime.atomic_io import read_json_lines
+from lineartime.benchmark import Row
+from lineartime.errors import NumericsError, ResourceError
+from lineartime.info import table
 from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
+from lineartime.settings import require
 
 ROOT = Path(__file__).resolve().parents[2]
-
-Row = dict[str, Any]
+T = TypeVar("T")
+Progress = Callable[[str], None]
+"""Is told in a line what is measured next."""
+OnRows = Callable[[list[Row]], None]
+"""Gets the rows that were measured together, as soon as they are there."""
 
 DATA_SHEET = {"H200": {"bfloat16": 989e12, "float32": 67e12}, "H100 80GB HBM3": {"bfloat16": 989e12, "float32": 67e12}}
-"""Dense products per second that NVIDIA states, a multiply-add being 2; float32 without TF32."""
+"""Dense FLOP per second that NVIDIA states, a multiply-add being 2; float32 without TF32."""
 
 
 def provenance() -> Row:
@@ -83,17 +93,36 @@ def version() -> str | None:
         return None
 
 
+def facts_of_run() -> Row:
+    """What the rows that were measured together share: the name of their run, and `provenance`."""
+    return {"run": uuid.uuid4().hex[:12], **provenance()}
+
+
 def rows_of_commit(path: Path) -> list[Row]:
     """The rows of a file that were measured at the commit that is here, with no changes; a last line that was cut off
-    is left out."""
+    is left out. Raises DataError for a file that is not of rows."""
     here = commit()
     if not path.exists() or (here is not None and here.endswith("+changes")):
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if row.get("commit") == here]
+    return [row for row in read_json_lines(path, dict, "a row of a measurement") if row.get("commit") == here]
+
+
+def ignore(_: object) -> None:
+    """Do nothing: for callers who want neither progress nor rows before the end."""
+
+
+def require_positive(**counts: int) -> None:
+    """Raise UsageError where a number is below 1."""
+    require(min(counts.values()) >= 1, "nothing to measure",
+            ", ".join(f"{name} = {count:,}" for name, count in counts.items()), "they take whole numbers from 1")
+
+
+def in_turn(cases: Sequence[T], rounds: Iterable[int]) -> Iterator[tuple[int, T]]:
+    """Every case once a round, with the round. The order turns round every time, so that no case always follows the
+    same one."""
+    for number in rounds:
+        for case in cases[:: -1 if number % 2 else 1]:
+            yield number, case
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
@@ -106,7 +135,7 @@ def peak_of(work: Callable[[], object], device: torch.device) -> tuple[int, int]
 
 
 def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float, *,
-            what: str = "output and gradients", against: str = "the definition") -> Row:
+            what: str = "output and gradients", against: str = "the reference") -> Row:
     """A row's "check": the largest relative error of tensors by name against float64. Raises NumericsError where it is
     above the limit, or no number."""
     errors = {key: ((found[key].double() - x).norm() / x.norm()).item() for key, x in expected.items()}
@@ -126,48 +155,67 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+Mark = tuple[float, float, torch.cuda.Event | None]
+"""Milliseconds of the clock and of the processor, and a GPU's event."""
+
+
 class Stopwatch:
-    """Milliseconds of the clock, of the processor and, by its own events, of a GPU; per unit of work."""
+    """Milliseconds of the clock, of the processor and, by its own events, of a GPU.
+
+    `times` has them by the name of their clock, such as "cpu_ms"."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.wall_ms: list[float] = []
-        self.cpu_ms: list[float] = []
-        self.gpu_ms: list[float] = []
+        self.times: dict[str, list[float]] = {}
 
     @contextmanager
-    def running(self, units: int = 1) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
+        """Time what is done inside, and add it."""
         self.wait()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.device.type == "cuda" else 0)]
-        for event in events[:1]:
-            event.record()
-        wall, cpu = time.perf_counter(), time.process_time()
+        before = self.mark()
         yield
-        for event in events[1:]:
+        self.add([before, self.mark(wait=True)])
+
+    def mark(self, wait: bool = False) -> Mark:
+        """What the clocks say; wait: when a GPU has done what it was given."""
+        event = torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
+        if event is not None:
             event.record()
+        if wait:
+            self.wait()
+        return time.perf_counter() * 1e3, time.process_time() * 1e3, event
+
+    def add(self, marks: Sequence[Mark]) -> None:
+        """Add the time from each mark to the next."""
         self.wait()
-        self.wall_ms.append((time.perf_counter() - wall) * 1e3 / units)
-        self.cpu_ms.append((time.process_time() - cpu) * 1e3 / units)
-        if events:
-            self.gpu_ms.append(events[0].elapsed_time(events[1]) / units)
+        for (wall, cpu, event), (wall_after, cpu_after, event_after) in itertools.pairwise(marks):
+            passed = {"wall_ms": wall_after - wall, "cpu_ms": cpu_after - cpu}
+            if event is not None and event_after is not None:
+                passed["gpu_ms"] = event.elapsed_time(event_after)
+            for name, ms in passed.items():
+                self.times.setdefault(name, []).append(ms)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def last(self) -> Row:
-        """The newest measurement by name of its clock."""
-        return {f"{name}_ms": times[-1] for name, times in self.clocks().items()}
+        """The newest measurement by the name of its clock."""
+        return {name: times[-1] for name, times in self.times.items()}
 
-    def clocks(self) -> dict[str, list[float]]:
-        """Every clock that ran."""
-        every = {"wall": self.wall_ms, "cpu": self.cpu_ms, "gpu": self.gpu_ms}
-        return {name: times for name, times in every.items() if times}
+    def compared(self) -> list[float]:
+        """The times of the clock that is compared."""
+        return self.times[f"{clock_of_times(self.times)}_ms"]
 
-    def spreads(self) -> Row:
-        """A row's times, and which of its clocks is compared."""
-        return {f"{name}_ms": spread(times) for name, times in self.clocks().items()} | {
-            "clock": "gpu" if self.gpu_ms else "cpu"}
+
+def clock_of_times(times: Mapping[str, object]) -> str:
+    """Which clock is compared: that of a GPU, else that of the processor."""
+    return "gpu" if "gpu_ms" in times else "cpu"
+
+
+def spreads(times: Mapping[str, Sequence[float]]) -> Row:
+    """A row's times by the names of their clocks, and which clock is compared."""
+    return {name: spread(each) for name, each in times.items()} | {"clock": clock_of_times(times)}
 
 
 def spread(values: Sequence[float]) -> Row:
@@ -176,9 +224,9 @@ def spread(values: Sequence[float]) -> Row:
     return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values), "n": len(values)}
 
 
-def clock_of(row: Row) -> str:
-    """Which of a row's times is compared: that of the processor on a CPU, else that of the GPU."""
-    return row.get("clock") or ("cpu" if row["device"] == "cpu" else "gpu")
+def compared_ms(row: Row) -> Row:
+    """The times of a row by the clock that is compared."""
+    return row[f"{row['clock']}_ms"]
 
 
 def what_is_timed(row: Row) -> str:
@@ -187,21 +235,50 @@ def what_is_timed(row: Row) -> str:
     return f"processor time, {row['threads']} thread{'s' if row['threads'] > 1 else ''}"
 
 
-def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None) -> Iterator[Row]:
-    """Operations per second of a large square product, by the clock that is compared: the best of seven."""
+def heading(what: str, row: Row) -> str:
+    """What stands over the table of a run."""
+    return f"{what}, {what_is_timed(row)}, {row['dtype']}; {row['repeats']} rounds, run {row['run']}"
+
+
+def quartiles(row: Row, figures: str = ",.0f") -> list[str]:
+    """The median of a row, and its quartiles."""
+    times = compared_ms(row)
+    return [f"{times['median']:{figures}}", f"{times['q1']:{figures}} to {times['q3']:{figures}}"]
+
+
+def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], width: int) -> None:
+    """Print a table for a person, its first column at least so wide."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 120)
+    console.print(title, markup=False)
+    made = table(*columns, width=width)
+    for line in lines:
+        made.add_row(*line)
+    console.print(made)
+
+
+def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]:
+    """Begin a job in its process: threads, random numbers, settings; the device, and the settings that were chosen."""
     torch.set_num_threads(threads)
-    on, watch = torch.device(device), Stopwatch(torch.device(device))
-    choose_settings(on)
+    torch.manual_seed(seed)
+    on = torch.device(device)
+    return on, choose_settings(on)
+
+
+def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None) -> Iterator[Row]:
+    """Operations per second of a large square matmul, by the clock that is compared: the best of seven."""
+    on, _ = set_up(threads, device)
+    watch = Stopwatch(on)
     size = size or (2048 if device == "cpu" else 8192)
     a, b = (torch.randn(size, size, device=on, dtype=getattr(torch, dtype)) for _ in range(2))
     for _ in range(8):
         with watch.running():
             torch.mm(a, b)
-    yield {"flops": 2e3 * size**3 / min((watch.gpu_ms or watch.cpu_ms)[1:])}
+    yield {"flops": 2e3 * size**3 / min(watch.compared()[1:])}
 
 
 def peak_flops(dtype: str, threads: int, device: str) -> Row:
-    """What utilisation is measured against: the data sheet's rate of a GPU, else that of a large product here."""
+    """What utilisation is measured against: the data sheet's rate of a GPU, else that of a large matmul here."""
     if device == "cuda":
         for name, rates in DATA_SHEET.items():
             if name in torch.cuda.get_device_name() and dtype in rates:
@@ -263,3 +340,11 @@ def in_own_process(job: str, arguments: Row) -> Row:
         return worker.ask()
     finally:
         worker.close()
+
+
+def measured_alone(job: str, arguments: Row, what: str, where: str) -> Row:
+    """As `in_own_process`; raises ResourceError(what, where, why) where it dies."""
+    answer = in_own_process(job, arguments)
+    if "failed" in answer:
+        raise ResourceError(what, where, answer["failed"])
+    return answer

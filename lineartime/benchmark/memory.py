@@ -1,17 +1,17 @@
 """Memory while a long prompt is read."""
 
+import itertools
 import time
 from array import array
 from collections.abc import Iterator
 
 import torch
-from rich.console import Console
 
-from lineartime.benchmark.measure import Row, in_own_process, provenance
+from lineartime.benchmark import Row
+from lineartime.benchmark.measure import measured_alone, print_table, provenance, require_positive
 from lineartime.config import ModelConfig, to_dict
-from lineartime.errors import ResourceError, UsageError
 from lineartime.generation.generate import PIECE_TOKENS, prefill
-from lineartime.info import mib, table
+from lineartime.info import mib
 from lineartime.model import LanguageModel
 from lineartime.runtime import peak_bytes
 
@@ -22,13 +22,9 @@ def benchmark_read(config: ModelConfig, n_tokens: int = 1_000_000, *, threads: i
 
     The row has the most memory the process has had, whenever a tenth of the prompt has been read: what a model with a
     state of constant size needs does not grow after the first. Raises ResourceError where the process dies."""
-    if min(n_tokens, threads) < 1:
-        raise UsageError("nothing to measure", f"n_tokens = {n_tokens}, threads = {threads}",
-                         "they take whole numbers from 1")
-    answer = in_own_process("read", {"config": to_dict(config), "n_tokens": n_tokens, "threads": threads,
-                                     "device": device, "seed": seed})
-    if "failed" in answer:
-        raise ResourceError("reading the prompt failed", f"{n_tokens:,} tokens", answer["failed"])
+    require_positive(tokens=n_tokens, threads=threads)
+    asked = {"config": to_dict(config), "n_tokens": n_tokens, "threads": threads, "device": device, "seed": seed}
+    answer = measured_alone("read", asked, "reading the prompt failed", f"{n_tokens:,} tokens")
     return {"benchmark": "read", "prompt_tokens": n_tokens, **answer, "threads": threads, "device": device,
             "dtype": "float32", "config": to_dict(config), **provenance()}
 
@@ -59,13 +55,10 @@ def read_prompt(config: Row, n_tokens: int, threads: int, device: str, seed: int
 
 def print_read(row: Row) -> None:
     """Print `benchmark_read`'s row."""
-    console, tenths = Console(highlight=False), row["tenths"]
-    made = table("tokens read", "peak memory", "tokens/s", width=12)
-    before: Row = {"tokens": 0, "seconds": 0.0}
-    for now in tenths:
+    tenths, lines = row["tenths"], []
+    for before, now in itertools.pairwise([{"tokens": 0, "seconds": 0.0}, *tenths]):
         speed = (now["tokens"] - before["tokens"]) / (now["seconds"] - before["seconds"])
-        made.add_row(f"{now['tokens']:,}", f"{now['peak_mib']:,.1f} MiB", f"{speed:,.0f}")
-        before = now
-    console.print(made)
-    console.print(f"{row['prompt_tokens']:,} tokens read in {row['wall_seconds']:,.0f} s; peak memory grew by "
-                  f"{row['growth_mib']:,.1f} MiB after the first tenth; the state is {mib(row['state_bytes'])}")
+        lines.append([f"{now['tokens']:,}", f"{now['peak_mib']:,.1f} MiB", f"{speed:,.0f}"])
+    print_table(f"{row['prompt_tokens']:,} tokens read in {row['wall_seconds']:,.0f} s; peak memory grew by "
+                f"{row['growth_mib']:,.1f} MiB after the first tenth; the state is {mib(row['state_bytes'])}",
+                ["tokens read", "peak memory", "tokens/s"], lines, width=12)

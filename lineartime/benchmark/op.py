@@ -1,51 +1,42 @@
-"""Forward and backward of one op at the size a model gives it: every implementation beside its definition.
+"""Forward and backward of one op at the size a model gives it: every implementation beside its PyTorch reference.
 
 An implementation is a function of tensors and of nothing else; all of an op's take the same. The first of them is the
-definition, which is also what outputs and gradients are checked against, in float64. An op that knows the bytes it must
-move has forward and backward timed apart too, beside a copy: memory is what such an op waits for.
+reference, against which outputs and gradients are checked in float64. An op that knows the bytes it must move has
+forward and backward timed apart too, beside a copy: memory is what such an op waits for.
 """
 
 import functools
-import uuid
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime import ops
+from lineartime.benchmark import Row, measure
 from lineartime.benchmark.loss import plain
-from lineartime.benchmark.measure import (
-    Row,
-    Stopwatch,
-    compare,
-    in_own_process,
-    peak_flops,
-    peak_of,
-    provenance,
-    what_is_timed,
-)
+from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
 from lineartime.benchmark.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
-from lineartime.errors import ResourceError
-from lineartime.info import table
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.reference import rotary
-from lineartime.runtime import choose_settings
 from lineartime.settings import require, require_name
 
 LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
-"""Largest relative error of the output and of any gradient that is let pass, against the definition in float64."""
+"""Largest relative error of the output and of any gradient that is let pass, against the reference in float64."""
 
 KERNEL = "triton"
 """What an implementation is called that runs on a GPU only."""
 
 Inputs = dict[str, Tensor]
 Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
+Settings = Callable[[ModelConfig], dict[str, Any]]
+"""What an op takes of a model besides tensors."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Op:
     inputs: Callable[[ModelConfig, int], Inputs]
     """Its tensors for a model and a number of rows: normal numbers, and integers where it takes integers."""
     implementations: Callable[[ModelConfig], dict[str, Implementation]]
-    """By name, the definition first."""
+    """By name, the reference first."""
     wide: tuple[str, ...] = ()
     """Inputs that are float32 in a step of bfloat16 too."""
     fixed: tuple[str, ...] = ()
@@ -87,50 +78,51 @@ def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
     return {name: torch.randn(n_rows, config.context, config.n_heads, config.qk_width) for name in "qkv"}
 
 
-def and_compiled(definition: Implementation) -> dict[str, Implementation]:
-    """A definition, and the same compiled at its first call."""
-    compiled = functools.cache(lambda: torch.compile(definition))
-    return {"reference": definition, "compiled": lambda **inputs: compiled()(**inputs)}
+def side_by_side(settings: Settings, **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
+    """Functions by name, called with an op's tensors in their order and a model's settings; behind "reference" the same
+    compiled."""
+    def made(config: ModelConfig) -> dict[str, Implementation]:
+        found: dict[str, Implementation] = {}
+        for name, function in functions.items():
+            found[name] = with_settings(function, settings(config))
+            if name == "reference":
+                found["compiled"] = compiled(found[name])
+        return found
+    return made
 
 
-def mixed_chunk(config: ModelConfig) -> dict[str, Implementation]:
-    def definition(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, w: Tensor) -> Tensor:
-        return ops.mixed_chunk_attention(q_quad, k_quad, q_lin, k_lin, v, w, scale_len=config.scale_len,
-                                         causal=config.causal)
-
-    return and_compiled(definition)
+def with_settings(function: Implementation, settings: dict[str, Any]) -> Implementation:
+    return lambda **inputs: function(*inputs.values(), **settings)
 
 
-def quadratic(config: ModelConfig) -> dict[str, Implementation]:
-    def definition(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
-        return ops.quadratic_attention(q, k, v, w, scale_len=config.scale_len, causal=config.causal)
-
-    return and_compiled(definition)
-
-
-def linear(config: ModelConfig) -> dict[str, Implementation]:
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.linear_attention(q, k, v, causal=config.causal)
-
-    return and_compiled(definition)
+def compiled(function: Implementation) -> Implementation:
+    """A function that is compiled at its first call."""
+    once = functools.cache(lambda: torch.compile(function))
+    return lambda **inputs: once()(**inputs)
 
 
-def softmax(config: ModelConfig) -> dict[str, Implementation]:
-    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=config.causal).transpose(1, 2)
+def in_kernels(module: str, name: str) -> Implementation:
+    """An op of `lineartime.ops` in kernels, imported at its first call: Triton is not everywhere."""
+    def kernel(*tensors: Tensor, **settings: Any) -> Tensor | tuple[Tensor, ...]:
+        return getattr(importlib.import_module(f"lineartime.ops.{module}"), name)(*tensors, **settings)
+    return kernel
 
-    return {"unfused": functools.partial(softmax_attention, causal=config.causal), "fused": fused}
+
+def causal(config: ModelConfig) -> dict[str, Any]:
+    return {"causal": config.causal}
 
 
-def cross_entropy(config: ModelConfig) -> dict[str, Implementation]:
-    def with_logits(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-        return plain(x, weight, bias, targets).mean()
+def scaled(config: ModelConfig) -> dict[str, Any]:
+    return {"scale_len": config.scale_len, "causal": config.causal}
 
-    def by_chunks(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, bias, targets).mean()
 
-    return {"plain": with_logits, "without logits": by_chunks}
+def chunked(config: ModelConfig) -> dict[str, Any]:
+    return {"chunk_size": config.scale_len, "causal": config.causal}
+
+
+def fused_softmax(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool) -> Tensor:
+    q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
+    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=causal).transpose(1, 2)
 
 
 def gated_inputs(config: ModelConfig, n_rows: int) -> Inputs:
@@ -141,33 +133,6 @@ def gated_inputs(config: ModelConfig, n_rows: int) -> Inputs:
     sin, cos = rotary(torch.arange(config.context)[None], s, torch.float32)
     return {"uvz": torch.randn(n_rows, config.context, 2 * config.v_width + s), "gamma": torch.randn(n_heads, s),
             "beta": torch.randn(n_heads, s), "sin": sin, "cos": cos, "w": torch.randn(2 * n - 1) * 0.02}
-
-
-def gated_chunks(config: ModelConfig) -> dict[str, Implementation]:
-    def definition(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
-        return reference.gated_chunk_attention(uvz, gamma, beta, sin, cos, w, chunk_size=config.scale_len,
-                                               causal=config.causal)
-
-    def kernel(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
-        from lineartime.ops.mixed_chunk import gated_chunk_attention
-
-        return gated_chunk_attention(uvz, gamma, beta, sin, cos, w, chunk_size=config.scale_len, causal=config.causal)
-
-    return {**and_compiled(definition), KERNEL: kernel}
-
-
-def gated_row(config: ModelConfig) -> dict[str, Implementation]:
-    def definition(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
-        return reference.gated_quadratic_attention(uvz, gamma, beta, sin, cos, w, scale_len=config.scale_len,
-                                                   causal=config.causal)
-
-    def kernel(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
-        from lineartime.ops.quadratic import gated_quadratic_attention
-
-        return gated_quadratic_attention(uvz, gamma, beta, sin, cos, w, scale_len=config.scale_len,
-                                         causal=config.causal)
-
-    return {**and_compiled(definition), KERNEL: kernel}
 
 
 def bytes_of_gated_chunks(config: ModelConfig, size: int) -> dict[str, float]:
@@ -193,32 +158,34 @@ def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
             "weight": torch.randn(d), "bias": torch.randn(d)}
 
 
-def add_norm(config: ModelConfig) -> dict[str, Implementation]:
-    def kernel(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        from lineartime.ops import norm
-
-        return norm.add_norm(x, delta, weight, bias)
-
-    return {**and_compiled(reference.add_norm), KERNEL: kernel}
-
-
 def bytes_of_add_norm(config: ModelConfig, size: int) -> dict[str, float]:
     """Two tensors read and two written, and back three read and one written."""
     return {"forward": 4 * size * config.d_model, "backward": 4 * size * config.d_model}
 
 
+PARAMETERS = ("gamma", "beta", "sin", "cos", "w")
 OPS: dict[str, Op] = {
-    "gated_chunk_attention": Op(gated_inputs, gated_chunks, ("gamma", "beta", "sin", "cos", "w"), ("sin", "cos"),
-                                bytes_of_gated_chunks),
-    "gated_quadratic_attention": Op(gated_inputs, gated_row, ("gamma", "beta", "sin", "cos", "w"), ("sin", "cos"),
-                                    bytes_of_gated_row),
-    "add_norm": Op(norm_inputs, add_norm, ("weight", "bias"), (), bytes_of_add_norm),
+    "gated_chunk_attention": Op(gated_inputs, side_by_side(
+        chunked, reference=reference.gated_chunk_attention, triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
+        PARAMETERS, ("sin", "cos"), bytes_of_gated_chunks),
+    "gated_quadratic_attention": Op(gated_inputs, side_by_side(
+        scaled, reference=reference.gated_quadratic_attention,
+        triton=in_kernels("quadratic", "gated_quadratic_attention")),
+        PARAMETERS, ("sin", "cos"), bytes_of_gated_row),
+    "add_norm": Op(norm_inputs, side_by_side(
+        lambda config: {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
+        ("weight", "bias"), (), bytes_of_add_norm),
     "mixed_chunk_attention": Op(lambda config, n: with_bias(chunked_inputs(
-        config, n, ("q_quad", "k_quad", "q_lin", "k_lin", "v"))), mixed_chunk),
-    "quadratic_attention": Op(lambda config, n: with_bias(chunked_inputs(config, n, "qkv")), quadratic),
-    "linear_attention": Op(lambda config, n: chunked_inputs(config, n, "qkv"), linear),
-    "softmax_attention": Op(row_inputs, softmax),
-    "linear_cross_entropy": Op(head_inputs, cross_entropy),
+        config, n, ("q_quad", "k_quad", "q_lin", "k_lin", "v"))), side_by_side(
+        scaled, reference=ops.mixed_chunk_attention)),
+    "quadratic_attention": Op(lambda config, n: with_bias(chunked_inputs(config, n, "qkv")), side_by_side(
+        scaled, reference=ops.quadratic_attention)),
+    "linear_attention": Op(lambda config, n: chunked_inputs(config, n, "qkv"), side_by_side(
+        causal, reference=reference.linear_attention)),
+    "softmax_attention": Op(row_inputs, side_by_side(causal, unfused=softmax_attention, fused=fused_softmax)),
+    "linear_cross_entropy": Op(head_inputs, lambda config: {
+        "plain": lambda **inputs: plain(*inputs.values()).mean(),
+        "without logits": lambda **inputs: linear_cross_entropy(*inputs.values()).mean()}),
 }
 
 MODEL_OF = {"gated_quadratic_attention": "flash-quad", "quadratic_attention": "flash-quad",
@@ -229,37 +196,33 @@ MODEL_OF = {"gated_quadratic_attention": "flash-quad", "quadratic_attention": "f
 def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 8192,
                  precisions: Sequence[str] = ("float32",), only: Sequence[str] = (), repeats: int = 10,
                  threads: int = 1, device: str = "cpu", seed: int = 0,
-                 progress: Callable[[str], None] = lambda line: None,
-                 on_rows: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+                 progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of forward and backward of one op; a row per implementation, model and type.
 
     The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). A model and
     type is one process, in which the implementations take turns. Before a time counts, the output and every gradient
-    have been compared with those of the definition in float64. only: the implementations wanted, by default all that
+    have been compared with those of the reference in float64. only: the implementations wanted, by default all that
     the device can run. Raises UsageError for an unknown op, implementation or type and for a kernel on a processor,
     ResourceError where the process dies."""
     require_name("op", name, OPS)
     require(KERNEL not in only or device == "cuda", "kernels run on a GPU", f"--only {KERNEL} on {device}",
             "leave it out, or take --device cuda")
-    require(bool(configs) and min(repeats, threads, tokens) >= 1, "nothing to measure",
-            f"{len(configs)} models, repeats = {repeats}, threads = {threads}, tokens = {tokens}")
+    measure.require_positive(models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
     for precision in precisions:
         require_name("precision", precision, LIMITS)
     rows = []
     for precision in precisions:
-        peak = peak_flops(precision, threads, device)
+        peak = measure.peak_flops(precision, threads, device)
         for config in configs:
             progress(f"{name}, context {config.context:,}, {precision}")
             n_rows = max(tokens // config.context, 1)
-            answer = in_own_process("op", {
+            answer = measure.measured_alone("op", {
                 "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "only": list(only),
-                "repeats": repeats, "threads": threads, "device": device, "seed": seed})
-            if "failed" in answer:
-                raise ResourceError(f"{name} failed", f"context {config.context:,}, {precision}", answer["failed"])
-            shared = {"run": uuid.uuid4().hex[:12], **provenance()}
-            shared |= {key: answer[key] for key in ("settings", "copy_bytes_per_s") if key in answer}
-            made = [op_row(name, config, n_rows, precision, found, peak, threads, device, repeats) | shared
-                    for found in answer["found"]]
+                "repeats": repeats, "threads": threads, "device": device, "seed": seed},
+                f"{name} failed", f"context {config.context:,}, {precision}")
+            found, shared = answer.pop("found"), {**measure.facts_of_run(), **answer}
+            made = [op_row(name, config, n_rows, precision, each, peak, threads, device, repeats) | shared
+                    for each in found]
             on_rows(made)
             rows += made
     return rows
@@ -268,7 +231,7 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
 def op_row(name: str, config: ModelConfig, n_rows: int, precision: str, found: Row, peak: Row, threads: int,
            device: str, repeats: int) -> Row:
     """The row of one implementation, without what it shares with others."""
-    n_tokens, ms = n_rows * config.context, found[f"{found['clock']}_ms"]["median"]
+    n_tokens, ms = n_rows * config.context, measure.compared_ms(found)["median"]
     flops = found.pop("flops") / n_tokens
     return {"benchmark": "op", "cell": None, "op": name, "model": name, "variant": found["implementation"],
             "label": f"{name}:{found['implementation']}", "config": to_dict(config), "n_parameters": 0,
@@ -281,63 +244,53 @@ def op_row(name: str, config: ModelConfig, n_rows: int, precision: str, found: R
 def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequence[str], repeats: int, threads: int,
                device: str, seed: int) -> Iterator[Row]:
     """One process's part of `benchmark_op`."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    on, fields, op = torch.device(device), ModelConfig(**config), OPS[name]
-    settings, every = choose_settings(on), op.implementations(fields)
+    on, settings = measure.set_up(threads, device, seed)
+    fields, op = ModelConfig(**config), OPS[name]
+    every = op.implementations(fields)
     for each in only:
         require_name("implementation", each, every)
-    definition = next(iter(every.values()))
+    first = next(iter(every.values()))
     chosen = list(only) or [each for each in every if each != KERNEL or on.type == "cuda"]
     inputs = typed(op, op.inputs(fields, n_rows), on, getattr(torch, precision))
     with attention_backend(on):
         # Of the rounded inputs, so that what is measured is the op's own error.
         exact = typed(op, inputs, on, torch.float64)
-        cotangents = [torch.randn_like(out) for out in outputs(definition, exact)]
-        expected = value_and_gradients(definition, exact, cotangents)
+        cotangents = [torch.randn_like(out) for out in outputs(first, exact)]
+        expected = value_and_gradients(first, exact, cotangents)
         with FlopCounterMode(display=False) as counter:
-            value_and_gradients(definition, inputs, cotangents)
+            value_and_gradients(first, inputs, cotangents)
         del exact
-        cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(definition, inputs), strict=True)]
+        cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, inputs), strict=True)]
         found = []
         for label in chosen:
-            check = compare(label, value_and_gradients(every[label], inputs, cotangents), expected, LIMITS[precision])
-            peak, above = peak_of(functools.partial(value_and_gradients, every[label], inputs, cotangents), on)
+            ours = value_and_gradients(every[label], inputs, cotangents)
+            check = measure.compare(label, ours, expected, LIMITS[precision])
+            del ours
+            peak, above = measure.peak_of(functools.partial(value_and_gradients, every[label], inputs, cotangents), on)
             found.append({"implementation": label, "check": check, "flops": counter.get_total_flops(),
                           "peak_mib": peak / 2**20, "above_import_mib": above / 2**20})
         del expected
-        watches = [{part: Stopwatch(on) for part in ("both", "forward", "backward")} for _ in found]
-        for repeat in range(repeats):
-            for i in range(len(found))[:: -1 if repeat % 2 else 1]:
-                function = every[found[i]["implementation"]]
-                with watches[i]["both"].running():
-                    value_and_gradients(function, inputs, cotangents)
-                if op.least_bytes:
-                    with watches[i]["forward"].running():
-                        made = outputs(function, inputs)
-                    with watches[i]["backward"].running():
-                        gradients(made, inputs, cotangents)
-                    del made
-    rows = [row | watch["both"].spreads() for row, watch in zip(found, watches, strict=True)]
+        watches = {label: {part: Stopwatch(on) for part in ("both", "forward", "backward")} for label in chosen}
+        for _, label in measure.in_turn(chosen, range(repeats)):
+            with watches[label]["both"].running():
+                value_and_gradients(every[label], inputs, cotangents)
+            if op.least_bytes:
+                with watches[label]["forward"].running():
+                    made = outputs(every[label], inputs)
+                with watches[label]["backward"].running():
+                    gradients(made, inputs, cotangents)
+                del made
+    answer: Row = {"settings": settings, "found": [row | measure.spreads(watches[row["implementation"]]["both"].times)
+                                                   for row in found]}
     if op.least_bytes:
-        rate = copy_rate(on)
-        for row, watch in zip(rows, watches, strict=True):
-            row |= halves(watch, op.least_bytes(fields, getattr(torch, precision).itemsize), n_rows * fields.context,
-                          rate)
-        yield {"settings": settings, "found": rows, "copy_bytes_per_s": rate}
-    else:
-        yield {"settings": settings, "found": rows}
-
-
-def halves(watches: dict[str, Stopwatch], least_bytes: dict[str, float], n_tokens: int, rate: float) -> Row:
-    """Forward and backward apart: times, the bytes that must be moved, and what share of a copy's rate that makes."""
-    row: Row = {}
-    for part, n_bytes in least_bytes.items():
-        spreads = watches[part].spreads()
-        ms = spreads[f"{spreads['clock']}_ms"]
-        row[part] = {"ms": ms, "least_bytes_per_token": n_bytes,
-                     "copy_share": n_bytes * n_tokens * 1e3 / ms["median"] / rate}
-    return row
+        rate, n_tokens = copy_rate(on), n_rows * fields.context
+        for part, n_bytes in op.least_bytes(fields, getattr(torch, precision).itemsize).items():
+            for row in answer["found"]:
+                ms = measure.spread(watches[row["implementation"]][part].compared())
+                row[part] = {"ms": ms, "least_bytes_per_token": n_bytes,
+                             "copy_share": n_bytes * n_tokens * 1e3 / ms["median"] / rate}
+        answer["copy_bytes_per_s"] = rate
+    yield answer
 
 
 def copy_rate(device: torch.device) -> float:
@@ -347,7 +300,7 @@ def copy_rate(device: torch.device) -> float:
     for _ in range(8):
         with watch.running():
             target.copy_(source)
-    return 2e3 * source.nbytes / min((watch.gpu_ms or watch.cpu_ms)[1:])
+    return 2e3 * source.nbytes / min(watch.compared()[1:])
 
 
 def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -383,26 +336,17 @@ def value_and_gradients(function: Implementation, inputs: Inputs, cotangents: Se
 
 def print_op(rows: Sequence[Row]) -> None:
     """Print `benchmark_op`'s rows as a table."""
-    console, first = Console(highlight=False), rows[0]
-    console.width = max(console.width, 120)
-    console.print(f"{first['op']}, forward and backward, {what_is_timed(first)}, {first['dtype']}; "
-                  f"{first['repeats']} rounds, "
-                  f"run {first['run']}", markup=False)
-    made = table("implementation", "rows", "context", "ms", "quartiles", "memory MiB", "GFLOP/s", "error", width=20)
-    for row in rows:
-        times = row[f"{row['clock']}_ms"]
-        made.add_row(row["implementation"], str(row["batch_size"]), f"{row['context_tokens']:,}",
-                     f"{times['median']:,.2f}", f"{times['q1']:,.2f} to {times['q3']:,.2f}",
-                     f"{row['above_import_mib']:,.1f}",
-                     f"{row['flops_per_token'] * row['tokens_per_s'] / 1e9:,.0f}", f"{row['check']['error']:.1g}")
-    console.print(made)
-    shared = [row for row in rows if "forward" in row]
-    if shared:
-        rate = shared[0]["copy_bytes_per_s"]
-        console.print(f"Of the bytes that must be moved, at {rate / 1e9:,.0f} GB/s of a copy here:", markup=False)
-        made = table("implementation", "context", "forward ms", "share", "backward ms", "share", width=20)
-        for row in shared:
-            parts = [(f"{row[part]['ms']['median']:,.2f}", f"{row[part]['copy_share']:.0%}")
-                     for part in ("forward", "backward")]
-            made.add_row(row["implementation"], f"{row['context_tokens']:,}", *parts[0], *parts[1])
-        console.print(made)
+    measure.print_table(measure.heading(f"{rows[0]['op']}, forward and backward", rows[0]),
+                ["implementation", "rows", "context", "ms", "quartiles", "memory MiB", "GFLOP/s", "error"],
+                ([row["implementation"], str(row["batch_size"]), f"{row['context_tokens']:,}",
+                  *measure.quartiles(row, ",.2f"), f"{row['above_import_mib']:,.1f}",
+                  f"{row['flops_per_token'] * row['tokens_per_s'] / 1e9:,.0f}", f"{row['check']['error']:.1g}"]
+                 for row in rows), width=20)
+    if "forward" in rows[0]:
+        rate = f"{rows[0]['copy_bytes_per_s'] / 1e9:,.0f} GB/s of a copy here"
+        measure.print_table(f"Of the bytes that must be moved, at {rate}:",
+                    ["implementation", "context", "forward ms", "share", "backward ms", "share"],
+                    ([row["implementation"], f"{row['context_tokens']:,}", *(
+                        text for part in ("forward", "backward")
+                        for text in (f"{row[part]['ms']['median']:,.2f}", f"{row[part]['copy_share']:.0%}"))]
+                     for row in rows), width=20)

@@ -42,7 +42,7 @@ class Label:
     checkpointed: bool = False
     unfused: bool = False
     reference: bool = False
-    """Our definitions where there are kernels too."""
+    """The PyTorch reference where there are kernels too."""
 
     @property
     def text(self) -> str:
@@ -71,9 +71,9 @@ def parse_label(text: str) -> Label:
     require(softmax or not label.unfused, "only the Transformers have a fused attention", text, "leave out :unfused")
     require(model not in PEERS or not label.checkpointed, "a peer has no activation checkpointing", text,
             "leave out :checkpoint")
-    require(model not in PEERS or not label.reference, "a peer has no definitions of ours", text,
+    require(model not in PEERS or not label.reference, "a peer has no reference of ours", text,
             "leave out :reference")
-    require(not (label.unfused and label.reference), "unfused attention is a definition already", text,
+    require(not (label.unfused and label.reference), "unfused attention is a reference already", text,
             "leave out :reference")
     return label
 
@@ -225,5 +225,5 @@ def compile_(model: nn.Module) -> None:
 
 
 def without_variants(label: Label) -> Label:
-    """The model as its definition runs: eager, attention fused."""
+    """The model as its reference runs: eager, attention fused."""
     return replace(label, compiled=False, checkpointed=False, unfused=False, reference=False)

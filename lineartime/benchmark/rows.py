@@ -1,90 +1,38 @@
-"""Rows of measurements, read and put in order: what may stand in one table, and what may be divided by what.
+"""Measured rows as data frames: what may stand in one table, and what may be divided by what.
 
-A ratio is made of two rows of one run (one call of `lineartime benchmark`), which measured them in turn. The newest run
-that has both counts.
+A table is a data frame with a row for each measurement, in the order of time. A ratio is made of two rows of one run
+(one call of `lineartime benchmark`), which measured them in turn. The newest run that has both counts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lineartime.atomic_io import read_json_lines
+from lineartime.benchmark import Row
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transformer", "transformer+": "Transformer+",
          "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
          "performer-matmul": "Performer-Matmul", "flash-pytorch": "FLASH-pytorch",
          "fla:retention": "retention of flash-linear-attention", "fla:gla": "GLA of flash-linear-attention"}
+OURS = "flash"
+"""The side that is compared with every other."""
+
 STEPS = ("step", "memory")
 """Benchmarks of whole training steps; "memory" takes one row, at growing contexts."""
 
+BENCHMARKS = ("step", "memory", "decode", "decode-read")
+"""Benchmarks of whole models, in the order that they are shown."""
+
+KIND = ["side", "variant", "dtype"]
+"""Columns that tell the lines of a table apart."""
+
 SAME_SIZE = 1.3
 """Runs whose models' numbers of parameters are within this factor share a table; the models of one run always do."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, quartiles, least and most of repeated measurements."""
-
-    median: float
-    q1: float
-    q3: float
-    min: float
-    max: float
-    n: int
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """One median over another; `low` and `high` take each side's one quartile over the other's opposite one."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One row: what was measured and what came out."""
-
-    benchmark: str
-    name: str
-    """Of the table that it was measured for, up to a slash; empty for one without a name."""
-    run: str
-    side: str
-    """The model, "model/unfused" for attention that is not fused, and "model/reference" for our definitions where there
-    are kernels: what is compared with what."""
-    variant: str
-    context: int
-    dtype: str
-    hardware: str
-    threads: int
-    n_parameters: int
-    n_tokens: int
-    """In a step; rows at once where something else than a step was timed."""
-    ms: Spread | None
-    """Milliseconds per token, of the clock that counts; None where it failed."""
-    failed: str | None
-    row: dict[str, Any]
-
-    @property
-    def text(self) -> str:
-        return f"{side_name(self.side)}, {self.variant}, {self.dtype}"
-
-    @property
-    def tokens_per_s(self) -> float:
-        return 1e3 / self.ms.median if self.ms else math.nan
-
-    @property
-    def peak_mib(self) -> float | None:
-        """The most memory of a process of its own; decoding has all models in one."""
-        return self.row.get("peak_mib") if self.ms and not self.decoding else None
-
-    @property
-    def decoding(self) -> bool:
-        return self.benchmark.startswith("decode")
 
 
 def side_name(side: str) -> str:
@@ -94,158 +42,122 @@ def side_name(side: str) -> str:
     return NAMES.get(model, model) + words[attention]
 
 
-def read_rows(path: Path) -> tuple[list[Cell], int]:
-    """The cells of a file of JSON lines, and how many rows are older than runs and units and so left out.
+def read_rows(path: Path) -> tuple[list[Row], int]:
+    """The measurements of a file of JSON lines, and how many rows are older than runs and units and so left out.
 
     Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
     writing it."""
     n_old = 0
 
-    def parse(row: dict[str, Any]) -> Cell | None:
+    def parse(row: Row) -> Row | None:
         nonlocal n_old
         if "run" in row and ("unit" in row or "failed" in row):
-            return cell_of(row)
+            return measurement(row)
         if row["benchmark"] != "read":  # has a table of its own where it is measured
             n_old += 1
         return None
 
     parsed = read_json_lines(path, parse, "a row of a measurement")
-    return [cell for cell in parsed if cell is not None], n_old
+    return [row for row in parsed if row is not None], n_old
 
 
-def cell_of(row: dict[str, Any]) -> Cell:
-    """A row as `lineartime benchmark` writes it. Raises KeyError for what is missing."""
+def measurement(row: Row) -> Row:
+    """The columns of a table, from a row as `lineartime benchmark` writes it. Raises KeyError for what is missing.
+
+    `side` is what is compared with what: the model, "model/unfused" for attention that is not fused, "model/reference"
+    for the PyTorch reference where there are kernels. `ms` (with quartiles) is milliseconds per token by the clock that
+    counts, NaN where the measurement failed. `n_tokens` is of a step; of what else is timed, rows at once."""
     side = row["model"] + (f"/{row['attention']}" if row.get("attention") in ("unfused", "reference") else "")
+    decoding, well = row["benchmark"] == "decode", not row.get("failed")
+    times = row[f"{row['clock']}_ms"] if well else dict.fromkeys(("median", "q1", "q3", "n"), math.nan)
     tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
-    ms = None
-    if not row.get("failed"):
-        ms = spread_of(row[f"{row['clock']}_ms"], tokens)
-    # A decoding state may have been made up, and then what is long is its context and not what was read.
-    benchmark = row["benchmark"] + ("-read" if row.get("context") == "read" else "")
-    return Cell(benchmark=benchmark, name=(row.get("cell") or "").partition("/")[0], run=row["run"], side=side,
-                variant=row.get("variant") or "eager", context=row["context_tokens"], dtype=row["dtype"],
-                hardware=row["cpu"] if row["device"] == "cpu" else row["gpu"], threads=row["threads"],
-                n_parameters=row["n_parameters"], n_tokens=row.get("tokens_per_step") or row.get("batch_size") or 1,
-                ms=ms, failed=row.get("failed"), row=row)
+    return {
+        # A decoding state may have been made up; then its context is a length, and no text that was read.
+        "benchmark": row["benchmark"] + ("-read" if row.get("context") == "read" else ""),
+        "name": (row.get("cell") or "").partition("/")[0], "run": row["run"], "side": side,
+        "variant": row.get("variant") or "eager", "dtype": row["dtype"], "context": row["context_tokens"],
+        "device": row["device"], "hardware": row["cpu"] if row["device"] == "cpu" else row["gpu"],
+        "threads": row["threads"], "n_parameters": row["n_parameters"],
+        "n_tokens": row.get("tokens_per_step") or row.get("batch_size") or 1, "time": row.get("time", ""),
+        "ms": times["median"] / tokens, "q1": times["q1"] / tokens, "q3": times["q3"] / tokens, "n": times["n"],
+        # Decoding has all models in one process.
+        "peak_mib": row.get("peak_mib", math.nan) if well and not decoding else math.nan,
+        "failed": row.get("failed") or "", "row": row}
 
 
-def spread_of(times: dict[str, Any], tokens: int = 1) -> Spread:
-    """Times as a row has them, over the tokens of what was timed."""
-    return Spread(**{key: times[key] / tokens for key in ("median", "q1", "q3", "min", "max")}, n=times["n"])
+def tables_of(rows: Sequence[Row]) -> "list[DataFrame]":
+    """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and size of model.
+
+    Where one context was measured with several numbers of tokens in a step, each number's rank makes a table: the
+    largest ones stand together."""
+    import pandas
+
+    if not rows:
+        return []
+    cells = pandas.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
+    size_of_run = ours_first(cells).drop_duplicates("run").set_index("run").n_parameters
+    sizes = size_of_run.drop_duplicates().sort_values()
+    classes = dict(zip(sizes, (sizes > SAME_SIZE * sizes.shift(fill_value=0)).cumsum(), strict=True))
+    cells["size"] = cells.run.map(size_of_run).map(classes)
+    keys = ["benchmark", "name", "hardware", "threads", "size"]
+    cells["rank"] = cells.groupby([*keys, "context"]).n_tokens.rank("dense", ascending=False)
+    order = {benchmark: i for i, benchmark in enumerate(BENCHMARKS)}
+    return sorted((table for _, table in cells.groupby([*keys, "rank"], sort=False)), key=lambda table: (
+        order.get(table.benchmark.iat[0], len(order)), table.device.iat[0] == "cpu", size_of(table),
+        table.name.iat[0], -table.n_tokens.max()))
 
 
-@dataclass(frozen=True)
-class Table:
-    """Cells that stand together: one benchmark, name, machine, number of threads and size of model."""
-
-    benchmark: str
-    name: str
-    hardware: str
-    threads: int
-    cells: tuple[Cell, ...]
-    """In the order they were measured."""
-
-    @cached_property
-    def contexts(self) -> list[int]:
-        return sorted({cell.context for cell in self.cells})
-
-    @cached_property
-    def dtypes(self) -> list[str]:
-        return sorted({cell.dtype for cell in self.cells}, key=lambda dtype: (dtype != "float32", dtype))
-
-    @cached_property
-    def sides(self) -> list[str]:
-        return list(dict.fromkeys(cell.side for cell in self.cells))
-
-    @property
-    def decoding(self) -> bool:
-        return self.cells[0].decoding
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.cells[0].row["device"] == "cpu"
-
-    @property
-    def n_parameters(self) -> int:
-        """FLASH's, else the first model's."""
-        return next((cell for cell in self.cells if cell.side == "flash"), self.cells[0]).n_parameters
-
-    def among(self, names: Sequence[str]) -> bool:
-        """Whether its name or its benchmark is one of these; no names mean every table."""
-        return not names or self.name in names or self.benchmark in names
-
-    def newest(self, **wanted: Any) -> Cell | None:
-        """The last measured cell with these fields; one that failed only where none went well."""
-        found = [cell for cell in self.cells if all(getattr(cell, name) == value for name, value in wanted.items())]
-        return next((cell for cell in reversed(found) if cell.ms), found[-1] if found else None)
-
-    def pair(self, ours: str, rival: str, context: int, dtype: str | None, variant: str | None = None,
-             rival_variant: str | None = None) -> tuple[Cell, Cell] | None:
-        """The cells of two sides in the newest run that has both: of one variant, or each side's fastest.
-
-        dtype None takes each side's fastest type too. rival_variant: the other side's alone. A side that failed in
-        every way is there as it failed."""
-        def fastest(side: str, run: str, variant: str | None) -> Cell | None:
-            found = [cell for cell in self.cells if cell.side == side and cell.run == run and cell.context == context
-                     and dtype in (None, cell.dtype) and variant in (None, cell.variant)]
-            return min(found, key=lambda cell: cell.ms.median if cell.ms else math.inf, default=None)
-
-        for run in reversed(list(dict.fromkeys(cell.run for cell in self.cells))):
-            mine, theirs = fastest(ours, run, variant), fastest(rival, run, rival_variant or variant)
-            if mine and theirs:
-                return mine, theirs
-        return None
+def ours_first(cells: "DataFrame") -> "DataFrame":
+    """FLASH's rows before others."""
+    return cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
 
 
-    def unmatched(self, ours: Cell, rival: Cell) -> list[str]:
-        """Variants that our side was measured in beside the rival, and the rival was not."""
-        def variants(cell: Cell) -> dict[str, None]:
-            return dict.fromkeys(other.variant for other in self.cells if (other.side, other.run, other.context)
-                                 == (cell.side, cell.run, cell.context))
-
-        theirs = variants(rival)
-        return [variant for variant in variants(ours) if variant not in theirs]
+def size_of(table: "DataFrame") -> int:
+    """The number of parameters of FLASH, else of the first model."""
+    return int(ours_first(table).n_parameters.iat[0])
 
 
-def tables_of(cells: Sequence[Cell]) -> list[Table]:
-    """Cells in tables. Where one context was measured with several numbers of tokens in a step, each number's rank
-    makes a table: the largest ones stand together."""
-    cells = sorted(cells, key=lambda cell: cell.row.get("time", ""))
-    size_of_run: dict[str, int] = {}
-    for cell in sorted(cells, key=lambda cell: cell.side != "flash"):
-        size_of_run.setdefault(cell.run, cell.n_parameters)
-    sizes = size_classes(size_of_run.values())
-    groups: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in cells:
-        key = (cell.benchmark, cell.name, cell.hardware, cell.threads, sizes[size_of_run[cell.run]])
-        groups.setdefault(key, []).append(cell)
-    made = []
-    for (benchmark, name, hardware, threads, _), together in groups.items():
-        counts = {context: sorted({cell.n_tokens for cell in together if cell.context == context}, reverse=True)
-                  for context in {cell.context for cell in together}}
-        for rank in range(max(map(len, counts.values()))):
-            mine = tuple(cell for cell in together if counts[cell.context].index(cell.n_tokens) == rank)
-            made.append(Table(benchmark, name, hardware, threads, mine))
-    order = {"step": 0, "memory": 1, "decode": 2, "decode-read": 3}
-    return sorted(made, key=lambda table: (order.get(table.benchmark, 4), table.on_cpu, table.n_parameters, table.name,
-                                           -max(cell.n_tokens for cell in table.cells)))
+def contexts_of(table: "DataFrame") -> list[int]:
+    return sorted(table.context.unique().tolist())
 
 
-def size_classes(sizes: Iterable[int]) -> dict[int, int]:
-    """By number of parameters: the class it is in, where neighbours within `SAME_SIZE` share one."""
-    classes: dict[int, int] = {}
-    before, number = 0, 0
-    for size in sorted(set(sizes)):
-        number += size > before * SAME_SIZE
-        classes[size], before = number, size
-    return classes
+def dtypes_of(table: "DataFrame") -> list[str]:
+    """float32 first."""
+    return sorted(table.dtype.unique(), key=lambda dtype: (dtype != "float32", dtype))
 
 
-def ratio(rival: Cell, ours: Cell, of: Callable[[Cell], Spread | None] = lambda cell: cell.ms) -> Ratio | None:
-    """How many times as fast ours is: the rival's time over ours."""
-    a, b = of(rival), of(ours)
-    return None if a is None or b is None else ratio_of(a, b)
+def kinds_of(table: "DataFrame") -> list[tuple[str, str, str]]:
+    """Sides in the order they were measured first, and in each its variants and types in theirs."""
+    sides = [*table.side.unique()]
+    kinds = table[KIND].drop_duplicates().itertuples(index=False, name=None)
+    return sorted(kinds, key=lambda kind: sides.index(kind[0]))
 
 
-def ratio_of(a: Spread, b: Spread) -> Ratio:
-    return Ratio(a.median / b.median, a.q1 / b.q3, a.q3 / b.q1)
+def newest(table: "DataFrame") -> "DataFrame":
+    """The last measured row of each side, variant, type and context; one that failed only where none went well."""
+    return table.assign(well=table.ms.notna()).sort_values("well", kind="stable").drop_duplicates(
+        [*KIND, "context"], keep="last")
+
+
+def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant: str | None = None,
+            rival_variant: str | None = None) -> "DataFrame":
+    """Two sides at each context (by_type: and in each type), in the newest run that has both: each in its fastest
+    variant, or in the one that is given; without by_type, each in its fastest type.
+
+    Columns of the rival end in "_rival"; `value`, `low` and `high` are the rival's time over ours, and take each side's
+    one quartile over the other's opposite one; `unmatched` lists the variants that only our side was measured in, where
+    none is given. A side that failed in every way is there as it failed, without times."""
+    keys = ["context", "dtype"] if by_type else ["context"]
+    table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
+
+    def fastest(side: str, variant: str | None) -> "DataFrame":
+        found = table[(table.side == side) & (True if variant is None else table.variant == variant)]
+        return found.sort_values("ms", kind="stable").drop_duplicates(["n_run", *keys])
+
+    both = fastest(ours, variant).merge(fastest(rival, rival_variant or variant), on=["n_run", *keys],
+                                        suffixes=("", "_rival"))
+    both = both.sort_values("n_run").drop_duplicates(keys, keep="last").sort_values("context")
+    variants = table.groupby(["side", "n_run", "context"]).variant.unique()
+    both["unmatched"] = [[each for each in variants[ours, *at] if variant is None and each not in variants[rival, *at]]
+                         for at in zip(both.n_run, both.context, strict=True)]
+    return both.assign(value=both.ms_rival / both.ms, low=both.q1_rival / both.q3, high=both.q3_rival / both.q1)

@@ -12,38 +12,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lineartime.benchmark.measure import (
-    Row,
-    Stopwatch,
-    Worker,
-    available_bytes,
-    in_own_process,
-    peak_flops,
-    provenance,
-    what_is_timed,
-)
-from lineartime.benchmark.peers import (
-    Label,
-    attention_backend,
-    build,
-    compile_,
-    flops_per_token,
-    parse_label,
-    peer_version,
-    without_variants,
-)
+from lineartime.benchmark import Row, measure, peers
+from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
+from lineartime.benchmark.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
-from lineartime.errors import NumericsError, UsageError
-from lineartime.info import describe, table
+from lineartime.errors import NumericsError
+from lineartime.info import describe
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
-from lineartime.runtime import choose_settings, forget_peak, peak_bytes, release_memory, rss_bytes
-from lineartime.settings import require
+from lineartime.runtime import forget_peak, peak_bytes, release_memory, rss_bytes
+from lineartime.settings import require_name
 from lineartime.training import compute_gradient, make_optimizer
 
 Precision = Literal["float32", "bfloat16"]
@@ -64,7 +46,7 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Cell:
+class StepCase:
     """One model at one context in one type."""
 
     label: Label
@@ -90,8 +72,8 @@ class Cell:
 
     @property
     def reference(self) -> object:
-        """Cells for which this is the same are compared with the same step."""
-        return without_variants(self.label), self.config, self.checked_shape
+        """Cases for which this is the same are compared with the same step."""
+        return peers.without_variants(self.label), self.config, self.checked_shape
 
     @property
     def checked_shape(self) -> tuple[int, int]:
@@ -101,128 +83,120 @@ class Cell:
         return 1, min(self.config.context, 5 * (self.config.chunk_size or 256) // 2)
 
 
-def benchmark_step(cells: Sequence[Cell], *, repeats: int = 5, threads: int = 1, device: str = "cpu", seed: int = 0,
+def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int = 1, device: str = "cpu", seed: int = 0,
                    together: bool = False, benchmark: str = "step", there: Sequence[Row] = (),
-                   progress: Callable[[str], None] = lambda line: None,
-                   on_rows: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
-    """Time and memory of whole training steps; a row per cell.
+                   progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
+    """Time and memory of whole training steps; a row per case.
 
-    Every cell is a process of its own that stays. Those of one context and type take a step in turn, `repeats` times
+    Every case is a process of its own that stays. Those of one context and type take a step in turn, `repeats` times
     round and round; with `together` those of one type do. on_rows gets the rows of those that were measured together,
     which share their "run". Before a time counts, the loss and the gradient have been compared with those of the same
     weights in eager float32. A process that dies, or a peer that is not installed, gives a row with "failed" and no
-    times. there: rows that are there already; where they have all cells of a run, it is left out."""
-    if not cells or min(repeats, threads, *(min(cell.tokens, cell.config.context) for cell in cells)) < 1:
-        raise UsageError("nothing to measure", f"{len(cells)} cells, repeats = {repeats}, threads = {threads}",
-                         "they take whole numbers from 1")
-    groups: dict[object, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((None if together else cell.config.context, cell.precision), []).append(cell)
-    known = [identity(row) for row in there]
-    rows, peaks = [], {}
+    times. there: rows that are there already; where they have all cases of a run, it is left out."""
+    measure.require_positive(cases=len(cases), repeats=repeats, threads=threads, **{
+        "tokens of a step": min((min(case.tokens, case.config.context) for case in cases), default=1)})
+    groups: dict[object, list[StepCase]] = {}
+    for case in cases:
+        groups.setdefault((None if together else case.config.context, case.precision), []).append(case)
+    known, machine = [identity(row) for row in there], {"threads": threads, "device": device}
+    rows: list[Row] = []
+    peaks: dict[str, Row] = {}
+    references: dict[object, Row] = {}
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
-        references: dict[object, Row] = {}
         for group in groups.values():
-            if all(identity(step_row(cell, {"failed": ""}, {}, benchmark, device, threads, repeats)) in known
-                   for cell in group):
+            if all(identity(step_row(case, {"failed": ""}, {}, benchmark, repeats) | machine) in known
+                   for case in group):
                 progress(f"{group[0].text} and {len(group) - 1} more: there already")
                 continue
-            for cell in group:
-                if cell.precision not in peaks:
-                    peaks[cell.precision] = peak_flops(cell.precision, threads, device)
-            measured = measure_group(group, references, Path(folder), repeats=repeats, threads=threads, device=device,
-                                     seed=seed, progress=progress)
-            shared = {"run": uuid.uuid4().hex[:12], **provenance()}
-            made = [step_row(cell, answer, peaks[cell.precision], benchmark, device, threads, repeats) | shared
-                    for cell, answer in zip(group, measured, strict=True)]
+            for case in group:
+                if case.precision not in peaks:
+                    peaks[case.precision] = measure.peak_flops(case.precision, threads, device)
+            measured = measure_group(group, references, Path(folder), {**machine, "seed": seed}, repeats, progress)
+            shared = {**machine, **measure.facts_of_run()}
+            made = [step_row(case, answer, peaks[case.precision], benchmark, repeats) | shared
+                    for case, answer in zip(group, measured, strict=True)]
             on_rows(made)
             rows += made
     return rows
 
 
 def identity(row: Row) -> list[object]:
-    """What makes two rows of one commit two measurements of one cell."""
+    """What makes two rows of one commit two measurements of one case."""
     return [row.get(name) for name in ("benchmark", "cell", "label", "config", "context_tokens", "tokens_per_step",
                                        "dtype", "device", "threads")]
 
 
-def measure_group(cells: Sequence[Cell], references: dict[object, Row], folder: Path, *, repeats: int, threads: int,
-                  device: str, seed: int, progress: Callable[[str], None]) -> list[Row]:
-    """Each cell's last answer with its `times` added, or its failure."""
-    machine: Row = {"threads": threads, "device": device, "seed": seed}
-    workers = [Worker("step", {"label": cell.label.text, "config": to_dict(cell.config), "n_rows": cell.n_rows,
-                               "precision": cell.precision, **machine}) for cell in cells]
+def measure_group(cases: Sequence[StepCase], references: dict[object, Row], folder: Path, machine: Row, repeats: int,
+                  progress: Progress) -> list[Row]:
+    """Each case's last answer with its `times` added, or its failure.
 
-    def make_reference(cell: Cell) -> Row:
-        plain, (n_rows, n_tokens) = without_variants(cell.label), cell.checked_shape
-        progress(f"{plain.text}, context {cell.config.context:,}: eager float32, to compare with")
+    machine: threads, device and seed of a process. references: what steps are compared with; missing ones are added."""
+    on_cpu = machine["device"] == "cpu"
+    workers = [measure.Worker("step", {"label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows,
+                               "precision": case.precision, **machine}) for case in cases]
+
+    def make_reference(case: StepCase) -> Row:
+        plain, (n_rows, n_tokens) = peers.without_variants(case.label), case.checked_shape
+        progress(f"{plain.text}, context {case.config.context:,}: eager float32, to compare with")
         path = str(folder / f"{uuid.uuid4().hex}.safetensors")
-        return {"path": path, **in_own_process("reference", {
-            "label": plain.text, "config": to_dict(cell.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
+        return {"path": path, **measure.in_own_process("reference", {
+            "label": plain.text, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
             **machine})}
 
-    def prepare(cell: Cell, worker: Worker) -> Row:
-        progress(f"{cell.text}: check and warm-up")
-        wanted = references[cell.reference]
+    def prepare(case: StepCase, worker: measure.Worker) -> Row:
+        progress(f"{case.text}: check and warm-up")
+        wanted = references[case.reference]
         return wanted if "failed" in wanted else worker.ask({"wanted": wanted})
 
     try:
-        missing = {cell.reference: cell for cell in cells if cell.reference not in references}
-        if missing.pop(cells[0].reference, None):
-            references[cells[0].reference] = make_reference(cells[0])
-        answers = [prepare(cells[0], workers[0])]
+        missing = {case.reference: case for case in cases if case.reference not in references}
+        if missing.pop(cases[0].reference, None):
+            references[cases[0].reference] = make_reference(cases[0])
+        answers = [prepare(cases[0], workers[0])]
         # What follows is not timed: on a processor with cores to spare, several at once where memory is ample.
-        ample = 4 * answers[0].get("above_import_mib", math.inf) * 2**20 < available_bytes()
-        at_once = max((os.cpu_count() or 1) // threads, 1) if device == "cpu" and ample else 1
+        ample = 4 * answers[0].get("above_import_mib", math.inf) * 2**20 < measure.available_bytes()
+        at_once = max((os.cpu_count() or 1) // machine["threads"], 1) if on_cpu and ample else 1
         with ThreadPoolExecutor(at_once) as pool:
             references |= zip(missing, pool.map(make_reference, missing.values()), strict=True)
-            answers += pool.map(prepare, cells[1:], workers[1:])
+            answers += pool.map(prepare, cases[1:], workers[1:])
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
-        hold = device == "cpu" and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * available_bytes()
-        if device == "cpu" and not hold:
+        hold = on_cpu and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * measure.available_bytes()
+        if on_cpu and not hold:
             progress("too little memory for all at once: each gives it back after its step, and takes one more before")
-        watches: dict[int, Row] = {i: {} for i in alive}
-        for repeat in range(-1 if hold else 0, repeats):
-            progress(f"round {repeat + 1} of {repeats}")
-            # Turned round every time, so that no cell always follows the same one.
-            for i in alive[:: -1 if repeat % 2 else 1]:
-                answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold})
-                if "failed" in answer:
-                    answers[i] = answer
-                    continue
-                if repeat >= 0:
-                    for name, milliseconds in answer.pop("times").items():
-                        watches[i].setdefault(name, []).append(milliseconds)
-                answers[i] |= answer
+        times: dict[int, dict[str, list[float]]] = {i: {} for i in alive}
+        for number, i in measure.in_turn(alive, range(-1 if hold else 0, repeats)):
+            progress(f"round {number + 1} of {repeats}: {cases[i].text}")
+            answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold})
+            if number >= 0 and "failed" not in answer:
+                for name, ms in answer["times"].items():
+                    times[i].setdefault(name, []).append(ms)
+            answers[i] = answer if "failed" in answer else answers[i] | answer
     finally:
         for worker in workers:
             worker.close()
     for i in alive:
         if "failed" not in answers[i]:
             answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
-            answers[i]["times"] = watches[i]
+            answers[i]["times"] = times[i]
     return answers
 
 
-def step_row(cell: Cell, answer: Row, peak: Row, benchmark: str, device: str, threads: int, repeats: int) -> Row:
-    """The row of a cell that `measure_group` answered, without what it shares with others."""
-    label, config, peer = cell.label, cell.config, peer_version(cell.label)
+def step_row(case: StepCase, answer: Row, peak: Row, benchmark: str, repeats: int) -> Row:
+    """The row of a case that `measure_group` answered, without what it shares with others."""
+    label, config, peer = case.label, case.config, peers.peer_version(case.label)
     softmax = (config.attn_type, config.attn_kernel) == ("quadratic", "softmax") and peer is None
-    row: Row = {"benchmark": benchmark, "cell": cell.name, "model": label.model, "variant": label.variant,
+    row: Row = {"benchmark": benchmark, "cell": case.name, "model": label.model, "variant": label.variant,
                 **({"attention": "unfused" if label.unfused else "fused"} if softmax else {}),
                 **({"attention": "reference"} if label.reference else {}), "label": label.text,
                 "config": None if peer else to_dict(config), **({"peer": peer} if peer else {}),
                 "n_parameters": answer.get("n_parameters", describe(config).n_parameters),
-                "context_tokens": config.context, "tokens_per_step": cell.tokens_per_step, "dtype": cell.precision,
-                "device": device, "threads": threads, "unit": "step", "warm_up": WARM_UP, "repeats": repeats}
+                "context_tokens": config.context, "tokens_per_step": case.tokens_per_step, "dtype": case.precision,
+                "unit": "step", "warm_up": WARM_UP, "repeats": repeats}
     if "failed" in answer:
         return {**row, "failed": answer["failed"]}
-    watch = Stopwatch(torch.device(device))
-    times = answer["times"]
-    watch.wall_ms, watch.cpu_ms, watch.gpu_ms = times["wall_ms"], times["cpu_ms"], times.get("gpu_ms", [])
-    row |= watch.spreads()
-    tokens_per_s = cell.tokens_per_step * 1e3 / row[f"{row['clock']}_ms"]["median"]
-    flops = flops_per_token(label, config)
+    row |= measure.spreads(answer["times"])
+    tokens_per_s = case.tokens_per_step * 1e3 / measure.compared_ms(row)["median"]
+    flops = peers.flops_per_token(label, config)
     mfu = None if flops is None or not peak["peak_flops"] else flops * tokens_per_s / peak["peak_flops"]
     return {**row, "tokens_per_s": tokens_per_s, "peak_mib": answer["peak_mib"],
             "above_import_mib": answer["above_import_mib"], "flops_per_token": flops, "mfu": mfu, **peak,
@@ -235,18 +209,16 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
     An order says how many steps to take before the one that is timed ("warm"), and whether to give back the memory
     afterwards ("release")."""
-    imported, on, parsed, fields = rss_bytes() or 0, torch.device(device), parse_label(label), ModelConfig(**config)
-    torch.set_num_threads(threads)
-    settings = choose_settings(on)
+    imported, parsed, fields = rss_bytes() or 0, peers.parse_label(label), ModelConfig(**config)
+    on, settings = measure.set_up(threads, device, seed)
     train = TrainConfig(precision=precision, tokens_per_step=n_rows * fields.context,
                         micro_batch_tokens=n_rows * fields.context)
-    torch.manual_seed(seed)
-    model = build(parsed, fields).to(on).train()
+    model = peers.build(parsed, fields).to(on).train()
     if parsed.compiled:
-        compile_(model)
+        peers.compile_(model)
     optimizer = make_optimizer(model, train)
-    task: Objective = random_task(fields, n_rows, fields.context, seed)
-    batch = [torch.from_numpy(part).to(on) for part in task.batch(0)]
+    task = random_task(fields, n_rows, fields.context, seed)
+    batch = first_batch(task, on)
 
     def step() -> None:
         compute_gradient(model, task, batch, n_rows, train)
@@ -257,7 +229,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
         return {"peak_mib": peak / 2**20, "above_import_mib": max(peak - imported * (device == "cpu"), 0) / 2**20}
 
     watch = Stopwatch(on)
-    with attention_backend(on):
+    with peers.attention_backend(on):
         checked = check_step(model, fields, train, seed, wanted)
         if wanted["shape"] == [n_rows, fields.context]:
             optimizer.step()
@@ -284,23 +256,20 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
 def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int, device: str, seed: int,
               path: str) -> Iterator[Row]:
-    """One process's part of `benchmark_step`: the loss and gradient of new weights by the definition, in eager float32,
+    """One process's part of `benchmark_step`: the loss and gradient of new weights by the reference, in eager float32,
     row by row; the gradient goes into a file.
 
     Raises NumericsError where the loss is far from ln V, or a token changes what comes before it."""
-    torch.set_num_threads(threads)
-    on, fields = torch.device(device), ModelConfig(**config)
-    choose_settings(on)
-    torch.manual_seed(seed)
-    model = build(parse_label(label), fields).to(on).train()
+    on, _ = measure.set_up(threads, device, seed)
+    fields = ModelConfig(**config)
+    model = peers.build(peers.parse_label(label), fields).to(on).train()
     if isinstance(model, LanguageModel):
         model.activation_checkpointing = True
         model.set_impl("reference")
     if fields.causal:
         check_causal(model, torch.randint(fields.vocab_size, (1, min(n_tokens, 640)), device=on))
     task = random_task(fields, n_rows, n_tokens, seed)
-    batch = [torch.from_numpy(part).to(on) for part in task.batch(0)]
-    loss, _ = compute_gradient(model, task, batch, 1, TrainConfig(clip=None, micro_batch_tokens=4096))
+    loss, _ = compute_gradient(model, task, first_batch(task, on), 1, TrainConfig(clip=None, micro_batch_tokens=4096))
     away = abs(loss - math.log(fields.vocab_size))
     if away > NEAR_UNIFORM:
         raise NumericsError("the loss of new weights is far from ln V", f"{label}: by {away:.3f} nats")
@@ -331,8 +300,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     a single number, a sum over all tokens that cancels, may be ten times as far off."""
     n_rows, n_tokens = wanted["shape"]
     task, limit = random_task(config, n_rows, n_tokens, seed), LIMITS[train.precision]
-    device = next(model.parameters()).device
-    batch = [torch.from_numpy(part).to(device) for part in task.batch(0)]
+    batch = first_batch(task, next(model.parameters()).device)
     loss, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
     expected = load_file(wanted["path"])
     error, worst = abs(loss - wanted["loss"]) / wanted["loss"], "the loss"
@@ -360,6 +328,10 @@ def random_task(config: ModelConfig, n_rows: int, n_tokens: int, seed: int) -> O
     return RandomMasks(np.where(chosen, 0, ids[:, 1:]), np.where(chosen, ids[:, 1:], NO_TARGET))
 
 
+def first_batch(task: Objective, device: torch.device) -> list[Tensor]:
+    return [torch.from_numpy(part).to(device) for part in task.batch(0)]
+
+
 class RandomTokens(NextToken):
     """Language modelling of the same rows at every step."""
 
@@ -380,42 +352,36 @@ class RandomMasks(MaskedTokens):
         return self.arrays
 
 
-def step_cells(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
+def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig], longest: dict[str, int] | None = None,
-               name: str | None = None) -> list[Cell]:
-    """The cells of labels at contexts in types, those of one context side by side. config_of: a preset's model.
+               name: str | None = None) -> list[StepCase]:
+    """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model.
 
     longest: the last context of a label. Raises UsageError for an unknown label or type."""
     for precision in precisions:
-        require(precision in LIMITS, "wrong value", f"precision = {precision}", f"it takes {' or '.join(LIMITS)}")
-    limits: dict[Any, int] = {parse_label(text): n for text, n in (longest or {}).items()}
-    parsed = [parse_label(text) for text in labels]
-    return [Cell(label, replace(config_of(label.preset), context=context), tokens, precision, name)
+        require_name("precision", precision, LIMITS)
+    limits: dict[Any, int] = {peers.parse_label(text): n for text, n in (longest or {}).items()}
+    parsed = [peers.parse_label(text) for text in labels]
+    return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, name)
             for context in contexts for precision in precisions for label in parsed
             if context <= limits.get(label, context)]
 
 
 def print_step(rows: Sequence[Row]) -> None:
     """Print `benchmark_step`'s rows as tables, one for each run."""
-    console = Console(highlight=False)
-    console.width = max(console.width, 120)
+    columns = ["model", "parameters", "context", "tokens/s", "ms per step", "quartiles", "peak MiB", "above import",
+               "MFU"]
+
+    def texts(row: Row) -> list[str]:
+        head = [row["label"], f"{row['n_parameters'] / 1e6:,.2f} M", f"{row['context_tokens']:,}"]
+        if "failed" in row:
+            return [*head, "failed"]
+        return [*head, f"{row['tokens_per_s']:,.0f}", *measure.quartiles(row), f"{row['peak_mib']:,.0f}",
+                f"{row['above_import_mib']:,.0f}", f"{row['mfu']:.0%}" if row["mfu"] else ""]
+
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]
-        first = mine[0]
-        console.print(f"Training step, {what_is_timed(first)}, {first['dtype']}; {first['repeats']} rounds, run {run}",
-                      markup=False)
-        made = table("model", "parameters", "context", "tokens/s", "ms per step", "quartiles", "peak MiB",
-                     "above import", "MFU", width=22)
-        for row in mine:
-            head = (row["label"], f"{row['n_parameters'] / 1e6:,.2f} M", f"{row['context_tokens']:,}")
-            if "failed" in row:
-                made.add_row(*head, "failed")
-                continue
-            times = row[f"{row['clock']}_ms"]
-            made.add_row(*head, f"{row['tokens_per_s']:,.0f}", f"{times['median']:,.0f}",
-                         f"{times['q1']:,.0f} to {times['q3']:,.0f}", f"{row['peak_mib']:,.0f}",
-                         f"{row['above_import_mib']:,.0f}", f"{row['mfu']:.0%}" if row["mfu"] else "")
-        console.print(made)
+        measure.print_table(measure.heading("Training step", mine[0]), columns, map(texts, mine), width=22)
         for row in mine:
             if "failed" in row:
-                console.print(f"{row['label']} failed: {row['failed']}", markup=False)
+                print(f"{row['label']} failed: {row['failed']}")

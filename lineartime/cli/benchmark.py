@@ -13,9 +13,14 @@ from lineartime.config import PRESETS, ModelConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lineartime.benchmark.measure import Row
+    from lineartime.benchmark import Row
+
+    ConfigOf = Callable[[str], ModelConfig]
 
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
+DEFAULT = ["flash", "transformer++"]
+"""Who is measured where nobody is named."""
+
 Models = Annotated[list[str] | None, typer.Argument(help=f"Models: {', '.join(PRESETS)}.")]
 Task = Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of context, with commas.")]
@@ -44,15 +49,15 @@ def benchmark_decode(
     """Time per generated token after contexts of different lengths.
     Any --set applies to every model that has the field. Long contexts are not read, which would take minutes: their
     state is filled with random numbers."""
-    configs = benchmark_configs(models or ["flash", "transformer++"], task, settings or [])
-    contexts = whole_numbers(lengths)
+    config_of, contexts = presets(task, settings), whole_numbers(lengths)
+    configs = {name: config_of(name) for name in models or DEFAULT}
     from lineartime.benchmark import decode
 
     measured = decode.benchmark_decode(configs, contexts, batch_size=batch, dtype=precision,
                                        quadratic_up_to=quadratic_up_to, read_up_to=read_up_to, repeats=repeats,
                                        threads=threads, device=pick_device(device).type, capture=capture,
                                        progress=note)
-    shown_and_kept(decode.print_decode, rows)(measured)
+    show_and_keep(decode.print_decode, rows)(measured)
 
 
 Labels = Annotated[list[str] | None, typer.Argument(
@@ -83,8 +88,8 @@ def benchmark_step(
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
     Any --set applies to every model that has the field."""
-    measure_steps(labels or ["flash", "transformer++"], contexts, precision, tokens, task, shape, settings or [],
-                  together, repeats, threads, device, rows, cells, "step")
+    measure_steps(labels, contexts, precision, tokens, presets(task, settings, shape, cells), "step", rows,
+                  together=together, repeats=repeats, threads=threads, device=device)
 
 
 @benchmark.command("memory")
@@ -102,27 +107,22 @@ def benchmark_memory(
     cells: Cells = None,
 ) -> None:
     """Peak memory, and time per token beside it, of a training step of one row at growing contexts."""
-    measure_steps(labels or ["flash", "transformer++"], contexts, precision, 1, task, shape, settings or [],
-                  True, repeats, threads, device, rows, cells, "memory")
+    measure_steps(labels, contexts, precision, 1, presets(task, settings, shape, cells), "memory", rows,
+                  together=True, repeats=repeats, threads=threads, device=device)
 
 
-def measure_steps(labels: list[str], contexts: str, precision: str, tokens: int, task: str, shape: str | None,
-                  settings: list[str], together: bool, repeats: int, threads: int, device: str | None,
-                  rows: Path | None, cells: Path | None, benchmark: str) -> None:
+def measure_steps(labels: list[str] | None, contexts: str, precision: str, tokens: int, config_of: "ConfigOf",
+                  benchmark: str, rows: Path | None, *, together: bool, repeats: int, threads: int,
+                  device: str | None) -> None:
     """`benchmark step` and `benchmark memory`: rows are written as soon as they are there."""
     lengths = whole_numbers(contexts)
-    from lineartime.benchmark.cells import read_cells, shaped_config
-
-    fields = read_cells(cells).shape(shape) if shape else {}
     from lineartime.benchmark import peers, step
 
-    chosen = step.step_cells(labels, lengths, precision.split(","), tokens=tokens,
-                             config_of=lambda preset: shaped_config(preset, task, fields, settings))
-    for cell in chosen:
-        peers.check_installed(cell.label)
-
+    chosen = step.step_cases(labels or DEFAULT, lengths, precision.split(","), tokens=tokens, config_of=config_of)
+    for case in chosen:
+        peers.check_installed(case.label)
     step.benchmark_step(chosen, repeats=repeats, threads=threads, device=pick_device(device).type, together=together,
-                        benchmark=benchmark, progress=note, on_rows=shown_and_kept(step.print_step, rows))
+                        benchmark=benchmark, progress=note, on_rows=show_and_keep(step.print_step, rows))
 
 
 @benchmark.command("op")
@@ -148,17 +148,13 @@ def benchmark_op(
     """Forward and backward of one op, its implementations side by side, each checked against float64."""
     from dataclasses import replace
 
-    lengths = whole_numbers(contexts)
-    from lineartime.benchmark.cells import read_cells, shaped_config
-
-    fields = read_cells(cells).shape(shape) if shape else {}
+    lengths, config_of = whole_numbers(contexts), presets(task, settings, shape, cells)
     from lineartime.benchmark import op as ops
 
-    config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
-
+    config = config_of(model or ops.MODEL_OF.get(op, "flash"))
     ops.benchmark_op(op, [replace(config, context=n) for n in lengths], tokens=tokens, precisions=precision.split(","),
                      only=only or [], repeats=repeats, threads=threads, device=pick_device(device).type, progress=note,
-                     on_rows=shown_and_kept(ops.print_op, rows))
+                     on_rows=show_and_keep(ops.print_op, rows))
 
 
 @benchmark.command("run")
@@ -185,12 +181,11 @@ def benchmark_run(
     rows.parent.mkdir(parents=True, exist_ok=True)
     for table in tables:
         config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
-        chosen = step.step_cells(table.labels, table.contexts, table.precision, tokens=table.tokens, name=table.name,
+        chosen = step.step_cases(table.labels, table.contexts, table.precision, tokens=table.tokens, name=table.name,
                                  longest=table.longest, config_of=config_of)
         note(f"{table.name}: {len(chosen)} cells")
-
         step.benchmark_step(chosen, repeats=table.repeats, threads=threads, device=where, together=table.together,
-                            benchmark=table.benchmark, progress=note, on_rows=shown_and_kept(step.print_step, rows),
+                            benchmark=table.benchmark, progress=note, on_rows=show_and_keep(step.print_step, rows),
                             there=[] if again else measure.rows_of_commit(rows))
 
 
@@ -212,7 +207,7 @@ def benchmark_loss(
     loss.benchmark_loss(vocab_size=vocab_size, d_model=d_model, tokens=tokens, many_tokens=many_tokens,
                         precisions=precision.split(","), repeats=repeats, threads=threads,
                         device=pick_device(device).type, progress=note,
-                        on_rows=shown_and_kept(loss.print_loss, rows))
+                        on_rows=show_and_keep(loss.print_loss, rows))
 
 
 @benchmark.command("read")
@@ -226,7 +221,7 @@ def benchmark_read(
     rows: Rows = None,
 ) -> None:
     """Memory while a long prompt is read: the most a process has had after each tenth of it."""
-    config = benchmark_configs([model], task, settings or [])[model]
+    config = presets(task, settings)(model)
     from lineartime.benchmark import memory
 
     measured = memory.benchmark_read(config, tokens, threads=threads, device=pick_device(device).type)
@@ -235,7 +230,7 @@ def benchmark_read(
         append_json_lines(rows, [measured])
 
 
-def shown_and_kept(show: "Callable[[Sequence[Row]], None]", path: Path | None) -> "Callable[[list[Row]], None]":
+def show_and_keep(show: "Callable[[Sequence[Row]], None]", path: Path | None) -> "Callable[[list[Row]], None]":
     """What to do with rows as they come: print them, and write them to the file if there is one."""
     def on_rows(rows: "list[Row]") -> None:
         show(rows)
@@ -245,8 +240,10 @@ def shown_and_kept(show: "Callable[[Sequence[Row]], None]", path: Path | None) -
     return on_rows
 
 
-def benchmark_configs(models: list[str], task: str, settings: list[str]) -> dict[str, ModelConfig]:
-    """The models of a benchmark by name; a setting that only some of them have is given to those."""
-    from lineartime.benchmark.cells import shaped_config
+def presets(task: str, settings: list[str] | None, shape: str | None = None, cells: Path | None = None) -> "ConfigOf":
+    """A preset's model in a shape of the file of cells, then with settings; one that only some models have is given to
+    those."""
+    from lineartime.benchmark.cells import read_cells, shaped_config
 
-    return {name: shaped_config(name, task, settings=settings) for name in models}
+    fields = read_cells(cells).shape(shape) if shape else {}
+    return lambda preset: shaped_config(preset, task, fields, settings or [])

@@ -31,12 +31,12 @@ def report(
              "may be given again.")] = None,
     images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
     targets: Annotated[bool, typer.Option(
-        "--targets", help="Speed: print what was wanted beside what was reached.")] = False,
+        "--targets", help="Speed: print the goals beside what was reached.")] = False,
     targets_file: Annotated[Path | None, typer.Option(
-        help="Speed: what was wanted; by default the package's.")] = None,
+        help="Speed: the goals; by default the package's.")] = None,
 ) -> None:
     """The paper's numbers beside ours, as Markdown, PNG or one HTML page; or `speed`.
-    Speed and memory: where FLASH loses first, then ratios, times and memory by context."""
+    Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
     if table == SPEED:
         refuse(table, {"--scale": scale, "--html": html, "--png": png})
         report_speed(rows, targets, targets_file, into, images)
@@ -59,31 +59,37 @@ def refuse(what: str, given: dict[str, object]) -> None:
             raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
 
 
+def require_pandas() -> None:
+    """Raise UsageError where it is not installed."""
+    if find_spec("pandas") is None:
+        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
+
+
 def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, into: list[Path] | None,
                  images: Path) -> None:
     """`lineartime report speed`."""
-    from lineartime.benchmark.goals import read_targets, targets_table
+    require_pandas()
+    from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
 
     rows = rows or PACKAGE / "results" / "speed.jsonl"
-    cells, n_old = read_rows(rows)
-    if not cells and not n_old:
+    measured, n_old = read_rows(rows)
+    if not measured and not n_old:
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    wanted = read_targets(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
+    goals = read_goals(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
         from lineartime.report.pages import fill_pages, speed_places
 
-        say_written(fill_pages(into, images, speed_places(cells, n_old, wanted)))
+        say_written(fill_pages(into, images, speed_places(measured, n_old, goals)))
         return
-    print(targets_table(wanted, cells) if targets else speed_section(cells, n_old), end="")
+    print(goals_table(goals, measured) if targets else speed_section(measured, n_old), end="")
 
 
 def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None, html: Path | None, png: Path | None,
                   into: list[Path] | None, images: Path) -> None:
     """`lineartime report` of one table or all."""
-    if find_spec("pandas") is None:
-        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
+    require_pandas()
     from lineartime.reproduce.markdown import table_section, tables_shown
     from lineartime.reproduce.records import RECORDS
     from lineartime.reproduce.results import read_results

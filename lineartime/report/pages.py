@@ -1,8 +1,8 @@
 """Pages with places for what was measured: between `<!-- speed: begin -->` and `<!-- speed: end -->`.
 
-`<!-- speed small decode: begin -->` shows only the tables or benchmarks of these names; losses are said of all. A place
-for `targets` gets the table of what was wanted and reached. `<!-- table lm_wiki40b cpu: begin -->` shows a table of the
-paper at a scale. Places of the other report are left as they are.
+`<!-- speed small: begin -->` shows a picture and a short table, made of the tables of these names. A place for
+`targets` gets the table of goals. `<!-- table lm_wiki40b cpu: begin -->` shows a table of the paper at a scale. Places
+of the other report are left as they are.
 """
 
 import os
@@ -27,23 +27,23 @@ Place = Callable[[list[str], Callable[[str], str]], tuple[str, Pictures]]
 EXAMPLES = {"speed": "speed", "targets": "targets", "table": "table lm_wiki40b cpu"}
 
 
-def speed_places(tables: Sequence[Any], n_old: int, targets: Sequence[Any]) -> dict[str, Place]:
-    """Places for speed and memory, and for what was wanted of them: rows and targets as the benchmark reads them."""
+def speed_places(rows: Sequence[Any], n_old: int, goals: Sequence[Any]) -> dict[str, Place]:
+    """Places for speed and memory, and for goals: rows and goals as the benchmark reads them."""
     from lineartime.benchmark import figures
-    from lineartime.benchmark.goals import targets_table
+    from lineartime.benchmark.goals import goals_table
     from lineartime.benchmark.markdown import speed_section
 
     def speed(names: list[str], link: Callable[[str], str]) -> tuple[str, Pictures]:
         drawn: Pictures = {}
 
         def links(table: Any) -> list[str]:
-            files = figures.files_of(table)
+            files = figures.files_of(table)[: 1 if names else None]
             drawn.update({name: partial(figures.draw, table, what) for name, what in files})
             return [link(name) for name, _ in files]
 
-        return speed_section(tables, n_old, shown=names, pictures=links), drawn
+        return speed_section(rows, n_old, shown=names, pictures=links), drawn
 
-    return {"speed": speed, "targets": lambda names, link: (targets_table(targets, tables), {})}
+    return {"speed": speed, "targets": lambda names, link: (goals_table(goals, rows), {})}
 
 
 def table_places(records: Sequence[Record]) -> dict[str, Place]:

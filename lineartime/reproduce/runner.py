@@ -22,8 +22,7 @@ from lineartime import checkpoint
 from lineartime.atomic_io import append_json_lines, write_atomically
 from lineartime.benchmark.measure import ROOT, provenance, spread
 from lineartime.benchmark.peers import parse_label
-from lineartime.benchmark.step import Cell as TimedCell
-from lineartime.benchmark.step import benchmark_step
+from lineartime.benchmark.step import StepCase, benchmark_step
 from lineartime.config import run_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
@@ -342,7 +341,7 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
         settings = cell.settings(None)
         config = run_config({**settings, "data": "-", "out": "-", "vocab_size": cell.text.vocab_size})
         label = settings["model"] + (":compiled" if config.train.compile else "")
-        timed.append(TimedCell(parse_label(label), config.model, config.train.micro_batch_tokens,
+        timed.append(StepCase(parse_label(label), config.model, config.train.micro_batch_tokens,
                                config.train.precision))
     measured = benchmark_step(timed, threads=place.threads, device=place.device, progress=progress)
     rows = [{**row, "kind": "step", "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(None),

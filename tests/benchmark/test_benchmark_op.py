@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lineartime.benchmark import measure
 from lineartime.benchmark import op as op_module
 from lineartime.benchmark.cells import shaped_config
 from lineartime.benchmark.measure import compare
@@ -25,7 +26,7 @@ TINY = {"d_model": 32, "vocab_size": 50, "chunk_size": 16, "query_key_dim": 16, 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(op_module, "choose_settings", lambda device: {})
+    monkeypatch.setattr(measure, "choose_settings", lambda device: {})
 
 
 def config_of(name: str):
@@ -74,7 +75,7 @@ def test_what_is_not_a_number_is_no_agreement():
 
 
 def test_a_process_measures_an_op(capsys, monkeypatch):
-    monkeypatch.setattr(op_module, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
     rows = benchmark_op("softmax_attention", [config_of("softmax_attention")], tokens=96, repeats=3)
     assert [row["variant"] for row in rows] == ["unfused", "fused"] and len({row["run"] for row in rows}) == 1
     for row in rows:
@@ -87,7 +88,7 @@ def test_a_process_measures_an_op(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gated_chunk_attention", "gated_quadratic_attention", "add_norm"])
 def test_forward_and_backward_are_timed_apart_where_bytes_are_known(name, monkeypatch, capsys):
-    monkeypatch.setattr(op_module, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
     rows = benchmark_op(name, [config_of(name)], tokens=96, repeats=3, only=["reference"])
     (row,) = rows
     for part in ("forward", "backward"):

@@ -17,7 +17,7 @@ from lineartime.benchmark import measure, peers, step
 from lineartime.benchmark.__main__ import JOBS
 from lineartime.benchmark.cells import read_cells, shaped_config
 from lineartime.benchmark.peers import Peer, build, check_installed, flops_per_token, parse_label
-from lineartime.benchmark.step import benchmark_step, print_step, random_task, step_cells
+from lineartime.benchmark.step import benchmark_step, print_step, random_task, step_cases
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
 from lineartime.errors import NumericsError, UsageError
 from lineartime.info import describe
@@ -33,7 +33,7 @@ def tiny(preset: str, task: str = "wiki40b", context: int = 64) -> ModelConfig:
 
 
 def cells(*labels, contexts=(64,), precisions=("float32",), **options):
-    return step_cells(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
+    return step_cases(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def here(monkeypatch):
             pass
 
     monkeypatch.setattr(step.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(step, "Worker", Here)
-    monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
-    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": 1e11, "peak_flops_from": "measured GEMM"})
-    monkeypatch.setattr(step, "choose_settings", lambda device: {"chosen": "here"})
+    monkeypatch.setattr(measure, "Worker", Here)
+    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e11, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "choose_settings", lambda device: {"chosen": "here"})
     return asked
 
 
@@ -199,7 +199,7 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     assert turns == ["performer", "flash", "flash", "performer", "performer", "flash"]  # two in a first round
     assert [order for _, order in here if order and "warm" in order] == [{"warm": 0, "release": False}] * 6
     here.clear()
-    monkeypatch.setattr(step, "available_bytes", lambda: 0)
+    monkeypatch.setattr(measure, "available_bytes", lambda: 0)
     rows = benchmark_step(cells("flash", "performer"), repeats=2)
     assert [order for _, order in here if order and "warm" in order] == [{"warm": 1, "release": True}] * 4
     assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
@@ -224,11 +224,11 @@ def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, avai
         def close(self):
             pass
 
-    monkeypatch.setattr(step, "Worker", Slow)
-    monkeypatch.setattr(step, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
-    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": None, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "Worker", Slow)
+    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": None, "peak_flops_from": "measured GEMM"})
     monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(step, "available_bytes", lambda: available)
+    monkeypatch.setattr(measure, "available_bytes", lambda: available)
     rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
     assert max(n for during, n in most if not during) == at_once
     assert {n for during, n in most if during} == {1} and rows[0]["mfu"] is None
@@ -263,7 +263,7 @@ def test_what_does_another_step_is_not_timed(here, monkeypatch):
 
 @pytest.mark.parametrize("name", ["embed.weight", "layers.1.scale_offset.gamma", "layers.0.out_proj.bias"])
 def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
-    made = step.build
+    made = peers.build
 
     def spoiled(label, config):
         model = made(label, config)
@@ -273,7 +273,7 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
         model.get_parameter(name).register_hook(lambda gradient: gradient * 1.01)
         return model
 
-    monkeypatch.setattr(step, "build", spoiled)
+    monkeypatch.setattr(peers, "build", spoiled)
     (row,) = benchmark_step(cells("flash"), repeats=1)
     assert name in row["failed"]
 
@@ -291,8 +291,8 @@ def test_a_masked_model_is_not_shown_what_it_is_asked_for():
 
 
 def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkeypatch):
-    made = step.build
-    monkeypatch.setattr(step, "build", lambda label, config: made(label, tiny("flash", "c4")))
+    made = peers.build
+    monkeypatch.setattr(peers, "build", lambda label, config: made(label, tiny("flash", "c4")))
     assert "not causal" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
 
     def certain(label, config):
@@ -300,7 +300,7 @@ def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkey
         nn.init.normal_(model.head_bias, std=3)
         return model
 
-    monkeypatch.setattr(step, "build", certain)
+    monkeypatch.setattr(peers, "build", certain)
     assert "far from ln V" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
 
 
@@ -330,7 +330,7 @@ def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_i
 
 
 def test_processes_measure_a_step(monkeypatch):
-    monkeypatch.setattr(step, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
+    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
     (row,) = benchmark_step(cells("flash"), repeats=2)
     assert row["settings"]["float32_matmul"] == "highest" and 0 < row["mfu"] < 1
     assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2
@@ -341,7 +341,7 @@ def test_the_files_cells_can_be_measured():
     assert {"bench", "bench-all"} <= set(file.lists)
     for table in file.named(list(file.lists)):
         config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
-        made = step_cells(table.labels, table.contexts, table.precision, tokens=table.tokens, longest=table.longest,
+        made = step_cases(table.labels, table.contexts, table.precision, tokens=table.tokens, longest=table.longest,
                           config_of=config_of)
         assert made and all(cell.config.context in table.contexts for cell in made)
     assert {label.partition(":")[0] for table in file.tables.values() for label in table.labels} >= set(PRESETS)
@@ -349,7 +349,7 @@ def test_the_files_cells_can_be_measured():
     small = [describe(shaped_config(name, shape=shape)).n_parameters for name in ("flash", "transformer++")]
     assert small[0] == pytest.approx(small[1], rel=0.01)
     paper = file.tables["paper-latency"]
-    rows = step_cells(["flash"], paper.contexts, ["bfloat16"], tokens=paper.tokens, config_of=tiny)
+    rows = step_cases(["flash"], paper.contexts, ["bfloat16"], tokens=paper.tokens, config_of=tiny)
     assert sorted((cell.config.context, cell.n_rows) for cell in rows) == [(512, 4), (1024, 2), (2048, 1), (4096, 1)]
 
 

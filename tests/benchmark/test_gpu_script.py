@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from lineartime.atomic_io import append_json_lines
 from lineartime.benchmark.op import OPS
 from lineartime.benchmark.peers import parse_label
 from lineartime.cli.verbs import app
@@ -33,12 +34,16 @@ def script(*arguments, cwd=None, **environment):
                           env={**os.environ, **environment})
 
 
+def calls_of(stage):
+    return [call for call in gpu.read_calls() if call.stage == stage]
+
+
 def test_every_cell_is_one_that_the_benchmark_knows():
-    cells = [*gpu.cells_of_steps(), *gpu.cells_of_decoding(), *gpu.cells_of_kernels()]
+    cells = [call for call in gpu.read_calls() if call.stage != "tables"]
     assert len({cell.name for cell in cells}) == len(cells)
     assert {cell.stage for cell in cells} == set(gpu.STAGES) - {"tests", "tables"}
     verbs = typer.main.get_command(app).commands["benchmark"]
-    for cell in [*cells, *gpu.tiny_cells()[:-1]]:
+    for cell in [*cells, *gpu.read_calls(tiny=True)[:-1]]:
         verb, *rest = cell.arguments
         verbs.commands[verb].make_context(verb, [*rest, "--device", "cuda", "--json", "rows.jsonl"])
         for name in itertools.takewhile(lambda each: not each.startswith("--"), rest):
@@ -46,11 +51,11 @@ def test_every_cell_is_one_that_the_benchmark_knows():
 
 
 def test_every_table_is_made_and_the_most_telling_first():
-    cells = gpu.cells_of_tables()
+    cells = calls_of("tables")
     assert [cell.name for cell in cells][:4] == ["lm_pg19", "flash_ablation", "gap", "chunk_size"]
     assert sorted(cell.name for cell in cells) == sorted(TABLES)
     verb = typer.main.get_command(app).commands["reproduce"]
-    for cell in [*cells, gpu.tiny_cells()[-1]]:
+    for cell in [*cells, gpu.read_calls(tiny=True)[-1]]:
         given = verb.make_context("reproduce", [*cell.arguments[1:], "--rows", "rows.jsonl"]).params
         assert given["scale"] == "gpu" and set(given["tables"]) <= set(TABLES)
     first = cells_of("lm_pg19", "gpu")[:2]
@@ -58,10 +63,10 @@ def test_every_table_is_made_and_the_most_telling_first():
 
 
 def test_the_most_telling_comes_first():
-    first = gpu.cells_of_steps()[0]
+    first = calls_of("step")[0]
     assert first.name == "gpu/2048-bfloat16" and first.arguments[:6] == (
         "step", "flash:compiled", "flash", "flash:reference:compiled", "flash:reference", "transformer++:compiled")
-    assert [cells()[0].name for cells in (gpu.cells_of_kernels, gpu.cells_of_decoding)] == [
+    assert [calls_of(stage)[0].name for stage in ("kernels", "decode")] == [
         "gpu-op/gated_chunk_attention-8192", "gpu-decode-captured/64"]
 
 
@@ -102,18 +107,18 @@ def fake_measure(outcomes):
     def measure(cell, out, device, commit, seconds):
         ended = outcomes[cell.name]
         if ended == "done":
-            out.append(out.rows, [{"cell": cell.name}])
-        out.append(out.progress, [{"cell": cell.name, "ended": ended, "seconds": 0.0}])
+            append_json_lines(out.rows, [{"cell": cell.name}])
+        append_json_lines(out.progress, [{"cell": cell.name, "ended": ended, "seconds": 0.0}])
         return ended
     return measure
 
 
 def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, monkeypatch, capsys):
-    cells = [gpu.Cell("step", name, ()) for name in "abc"]
+    cells = [gpu.Call("step", name, ()) for name in "abc"]
     out = gpu.Out(tmp_path, None)
     monkeypatch.setattr(gpu.Out, "summarise", lambda self, cells, note="": None)
     monkeypatch.setattr(gpu, "measure", fake_measure({"a": "out of memory", "b": "done", "c": "done"}))
-    out.append(out.progress, [{"cell": "a", "ended": "out of memory", "seconds": 1.0}])
+    append_json_lines(out.progress, [{"cell": "a", "ended": "out of memory", "seconds": 1.0}])
     assert not gpu.run_cells("step", cells, out, "cpu", None, time.monotonic() + 100, 1.0)
     assert [line["cell"] for line in out.read(out.progress)] == ["a", "b", "c", "a"]
     assert out.measured() == {"b", "c"}
@@ -169,11 +174,11 @@ def tables(tmp_path, monkeypatch):
             called.append(table)
             ended = ends.get(table, "")
             log.write_text(f"{table} begins\nerror: no text of {table}\n")
-            out.append(out.tables, [{"scale": "gpu", "commit": None, "table": table}])
+            append_json_lines(out.tables, [{"scale": "gpu", "commit": None, "table": table}])
             return ended
 
         monkeypatch.setattr(gpu, "run", run)
-        cells = gpu.cells_of_tables()[:3]
+        cells = calls_of("tables")[:3]
         well = gpu.run_tables(cells, out, "cuda", "def", tmp_path / texts, time.monotonic() + 60, guess_s)
         return well, called
 
@@ -208,17 +213,17 @@ def test_no_table_is_begun_without_its_text_or_with_too_little_time(tables, monk
 def test_nothing_is_started_when_too_little_time_is_left(tmp_path, monkeypatch, capsys):
     out = gpu.Out(tmp_path, None)
     monkeypatch.setattr(gpu, "measure", fake_measure({"a": "done"}))
-    assert gpu.run_cells("step", [gpu.Cell("step", "a", ())], out, "cpu", None, time.monotonic() + 5, 10.0)
+    assert gpu.run_cells("step", [gpu.Call("step", "a", ())], out, "cpu", None, time.monotonic() + 5, 10.0)
     assert out.measured() == set() and "goes on with 1 cells" in capsys.readouterr().out
 
 
 def test_a_line_that_a_kill_cut_off_is_dropped_and_the_rest_stays(tmp_path):
     out = gpu.Out(tmp_path, None)
-    out.append(out.rows, [{"cell": "a"}, {"cell": "b"}])
+    append_json_lines(out.rows, [{"cell": "a"}, {"cell": "b"}])
     with out.rows.open("a") as file:
         file.write('{"cell": "c", "mo')
     assert out.measured() == {"a", "b"}
-    out.append(out.rows, [{"cell": "d"}])
+    append_json_lines(out.rows, [{"cell": "d"}])
     assert [row["cell"] for row in out.read(out.rows)] == ["a", "b", "d"]
 
 

@@ -1,4 +1,4 @@
-"""Reports from measured rows: ratios by hand and within a run, losses first, targets, pages in step with their rows."""
+"""Reports from measured rows: ratios by hand and within a run, goals, pages in step with their rows."""
 
 import itertools
 import json
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from matplotlib.image import imread
 from PIL import Image
 
 from lineartime.benchmark.figures import digest, files_of, spread_apart
-from lineartime.benchmark.goals import Target, reach, read_targets, targets_table
-from lineartime.benchmark.markdown import losses, number, ratio_table, speed_section
-from lineartime.benchmark.rows import ratio, read_rows, tables_of
+from lineartime.benchmark.goals import Goal, goals_table, reach, read_goals
+from lineartime.benchmark.markdown import number, ratio_table, speed_section
+from lineartime.benchmark.rows import compare, read_rows, tables_of
+from lineartime.cli.report import report_speed
 from lineartime.errors import DataError, UsageError
 from lineartime.report.pages import fill_pages, filled, speed_places
 
@@ -53,7 +55,7 @@ def only_table(tmp_path, rows):
 def test_a_ratio_is_the_others_time_over_ours_with_the_quartiles_apart(tmp_path):
     table = only_table(tmp_path, [made(ms=100, quartiles=(0.9, 1.25)),
                                   made("transformer++", 150, quartiles=(0.8, 1.2))])
-    both = ratio(*reversed(table.pair("flash", "transformer++", 2048, "float32")))
+    (both,) = compare(table, "flash", "transformer++", by_type=True).itertuples()
     assert (both.value, both.low, both.high) == pytest.approx((1.5, 150 * 0.8 / 125, 150 * 1.2 / 90))
     assert "| Transformer++ | float32 | fastest of each | 1.50 (0.96-2.00) |" in ratio_table(table)
 
@@ -61,8 +63,9 @@ def test_a_ratio_is_the_others_time_over_ours_with_the_quartiles_apart(tmp_path)
 def test_steps_of_different_size_are_compared_per_token(tmp_path):
     rows = [made(ms=100, context=16384), made("transformer++", 300, context=16384)]
     rows[1]["tokens_per_step"] = 2 * rows[0]["tokens_per_step"]
-    cells = cells_of(tmp_path, rows)
-    assert ratio(cells[1], cells[0]).value == pytest.approx(1.5)
+    both = [compare(pandas.concat(tables_of(cells_of(tmp_path, rows)), ignore_index=True), "flash", "transformer++",
+                    by_type=True)]
+    assert [*both[0].value] == pytest.approx([1.5])
 
 
 def test_each_sides_fastest_variant_counts_and_eager_meets_eager(tmp_path):
@@ -100,33 +103,18 @@ def test_what_failed_and_what_is_missing_is_said(tmp_path):
     assert "Failed: Transformer++, eager, float32, at 2K: out of memory." in text
 
 
-def test_where_it_loses_comes_first_and_says_by_how_much(tmp_path):
-    rows = [made(context=512), made("transformer++", 64, context=512, quartiles=(0.99, 1.01), peak=500),
+def test_where_it_loses_is_bold(tmp_path):
+    rows = [made(context=512), made("transformer++", 64, context=512, quartiles=(0.99, 1.01)),
             made(context=1024), made("transformer++", 98, context=1024), made(), made("transformer++", 140),
             made(ms=200, variant="compiled"), made(ms=300, dtype="bfloat16"),
             made("transformer++", 100, dtype="bfloat16")]
-    text = speed_section(cells_of(tmp_path, rows))
-    assert text.startswith("**Where it loses, first.**")
-    assert ("  - FLASH against Transformer++: it is slower in float32 at 512 (0.64) and 1K (0.98?), in bfloat16 at 2K "
-            "(0.33); it takes more memory in float32 at 512 (2.00).") in text.splitlines()
+    assert "| **0.64** (0.58-0.72) | **0.98** (0.80-1.20) | 1.40 " in ratio_table(only_table(tmp_path, rows))
+    assert "| bfloat16 | fastest of each | - | - | **0.33** " in ratio_table(only_table(tmp_path, rows))
 
 
-def test_a_loss_of_eager_against_eager_is_said_too(tmp_path):
-    table = only_table(tmp_path, [made(), made(ms=50, variant="compiled"), made("transformer++", 90)])
-    assert "with both eager it is slower in float32 at 2K (0.90?)." in losses([table])
-
-
-def test_without_a_loss_the_nearest_is_said(tmp_path):
-    table = only_table(tmp_path, [made(), made("transformer++", 140), made(context=512),
-                                  made("transformer++", 103, context=512)])
-    assert "Nowhere in these rows: its speed is at least 1.03 times the other's (Transformer++, float32 at 512)" in (
-        losses([table]))
-    assert losses([]) == "No two models were measured side by side yet."
-
-
-def test_flash_quad_is_compared_with_the_transformer(tmp_path):
-    table = only_table(tmp_path, [made("flash-quad", 250), made("transformer++", 100)])
-    assert "FLASH-Quad against Transformer++: it is slower in float32 at 2K (0.40)." in losses([table])
+def test_flash_is_compared_with_flash_quad(tmp_path):
+    table = only_table(tmp_path, [made(ms=250), made("flash-quad", 100)])
+    assert "| FLASH-Quad | float32 | fastest of each | **0.40** " in ratio_table(table)
 
 
 def test_decoding_meets_in_each_sides_fastest_type(tmp_path):
@@ -146,16 +134,16 @@ def test_contexts_that_were_read_are_not_beside_those_that_were_filled(tmp_path)
 def test_machines_threads_sizes_and_names_have_tables_of_their_own(tmp_path):
     rows = [made(), made(threads=2), made(run="2", n_parameters=112_000_000), made(cell="other"),
             made(cpu="Another CPU"), made("transformer++", n_parameters=2_900_000)]
-    sizes = [len(table.cells) for table in tables_of(cells_of(tmp_path, rows))]
+    sizes = [len(table) for table in tables_of(cells_of(tmp_path, rows))]
     assert sorted(sizes) == [1, 1, 1, 1, 2]
     parts = [made(cell="wide/2K"), made(cell="wide/8K", context=8192)]
-    assert len(only_table(tmp_path, parts).cells) == 2
+    assert len(only_table(tmp_path, parts)) == 2
 
 
 def test_fewer_tokens_in_a_step_are_another_table(tmp_path):
     rows = [made(), made(run="2", ms=1)]
     rows[1]["tokens_per_step"] = 2048
-    assert [table.cells[0].n_tokens for table in tables_of(cells_of(tmp_path, rows))] == [8192, 2048]
+    assert [table.n_tokens.iat[0] for table in tables_of(cells_of(tmp_path, rows))] == [8192, 2048]
 
 
 def test_the_caption_has_what_it_takes_to_repeat_it(tmp_path):
@@ -184,30 +172,30 @@ def test_a_cut_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_
         read_rows(tmp_path / "missing.jsonl")
 
 
-def target(**fields):
-    return Target(**{"what": "speed", "measure": "speed", "benchmark": "step", "device": "cpu", "first": 2048,
+def goal(**fields):
+    return Goal(**{"what": "speed", "measure": "speed", "benchmark": "step", "device": "cpu", "first": 2048,
                      "parameters": (1e6, 4e6), "last": 2048, "limit": 1.2, "at_least": True, "dtype": "float32",
                      "over": "transformer++", **fields})
 
 
 def verdict(tmp_path, rows, **fields):
-    wanted = target(**fields)
+    wanted = goal(**fields)
     reached = reach(wanted, tables_of(cells_of(tmp_path, rows)))
     return None if reached.value is None else pytest.approx(reached.value), reached.verdict(wanted)
 
 
-def test_targets_are_met_or_missed_by_so_much(tmp_path):
+def test_goals_are_met_or_missed_by_so_much(tmp_path):
     rows = [made(), made("transformer++", 150), made(context=8192), made("transformer++", 110, context=8192)]
     assert verdict(tmp_path, rows) == (1.5, "met by 25%")
     assert verdict(tmp_path, rows, last=None) == (1.1, "**missed** by 8%")
-    assert reach(target(last=None), tables_of(cells_of(tmp_path, rows))).at == "8K"
+    assert reach(goal(last=None), tables_of(cells_of(tmp_path, rows))).at == "8K"
     assert verdict(tmp_path, rows, over="flash-pytorch") == (None, "not measured")
     assert verdict(tmp_path, rows, parameters=(1e8, 2e8)) == (None, "not measured")
     assert verdict(tmp_path, [made(), made("transformer++", failed="out of memory")])[1] == (
         "Transformer++, eager, float32 failed: out of memory")
 
 
-def test_targets_of_memory_slope_and_flatness(tmp_path):
+def test_goals_of_memory_slope_and_flatness(tmp_path):
     rows = [made(peak=600), made("transformer++", peak=1000), made(ms=200, variant="compiled", peak=1)]
     assert verdict(tmp_path, rows, measure="memory", limit=0.5, at_least=False) == (0.6, "**missed** by 20%")
     assert verdict(tmp_path, rows, measure="memory_mib", limit=1000, at_least=False, over=None)[1] == "met by 130%"
@@ -243,7 +231,7 @@ def test_an_aim_is_beyond_what_must_be(tmp_path):
     rows = [made(), made("transformer++", 150)]
     assert verdict(tmp_path, rows, aim=1.6)[1] == "met by 25%"
     assert verdict(tmp_path, rows, aim=1.5)[1] == "met by 25%, and the aim"
-    assert "| at least 1.20, aim 1.60 | 1.50 |" in targets_table([target(aim=1.6)], cells_of(tmp_path, rows))
+    assert "| at least 1.20, aim 1.60 | 1.50 |" in goals_table([goal(aim=1.6)], cells_of(tmp_path, rows))
 
 
 def test_a_model_without_its_kernels_is_another_side(tmp_path):
@@ -254,7 +242,7 @@ def test_a_model_without_its_kernels_is_another_side(tmp_path):
     assert "|\n| FLASH without kernels | float32 | fastest of each | 1.60 " in ratio_table(only_table(tmp_path, rows))
 
 
-def test_targets_of_tokens_per_second_and_of_steps_of_so_many_tokens(tmp_path):
+def test_goals_of_tokens_per_second_and_of_steps_of_so_many_tokens(tmp_path):
     rows = [made(tokens_per_s=1000.0), made(ms=90, variant="compiled", tokens_per_s=1200.0),
             made(context=8192, tokens_per_s=900.0), made(run="0", time="2025-01-01T00:00:00Z", tokens_per_s=9999.0)]
     rate = {"measure": "rate", "over": None, "limit": 1000}
@@ -265,7 +253,7 @@ def test_targets_of_tokens_per_second_and_of_steps_of_so_many_tokens(tmp_path):
     assert verdict(tmp_path, rows, **rate, tokens=2**18) == (1200, "met by 20%")
 
 
-def test_targets_of_a_copys_rate(tmp_path):
+def test_goals_of_a_copys_rate(tmp_path):
     rows = [part(variant, 10, 1.0, benchmark="op") | {"forward": {"copy_share": share}}
             for variant, share in (("reference", 0.2), ("triton", 0.6))]
     common = {"benchmark": "op", "over": "linear_cross_entropy", "variant": "triton", "limit": 0.5, "first": 0,
@@ -274,23 +262,33 @@ def test_targets_of_a_copys_rate(tmp_path):
     assert verdict(tmp_path, rows, measure="backward share", **common) == (None, "not measured")
 
 
-def test_the_projects_targets_are_those_of_a_table(tmp_path):
-    wanted = read_targets(ROOT / "lineartime/benchmark/goals.toml")
+def test_the_projects_goals_are_those_of_a_table(tmp_path):
+    wanted = read_goals(ROOT / "lineartime/benchmark/goals.toml")
     speeds = {(each.over, each.dtype, each.first): each.limit for each in wanted if each.benchmark == "step"
               and each.measure == "speed"}
     assert speeds["transformer++", "bfloat16", 8192] == 4.5 and speeds["flash-pytorch", "float32", 2048] == 1.2
-    lines = targets_table(wanted, cells_of(tmp_path, [made(), made("transformer++", 210)])).splitlines()
-    assert len(lines) == len(wanted) + 2
-    assert any("| 2K | at least 1.05 | 2.10 | met by 100% |" in line for line in lines)
+    text = goals_table(wanted, cells_of(tmp_path, [made(), made("transformer++", 210)]))
+    assert "| 2K | at least 1.05 | 2.10 | met by 100% |" in text
+
+
+def test_goals_that_nothing_was_measured_of_are_a_line(tmp_path):
+    goals = [goal(what="one"), goal(what="two", over="flash-pytorch"), goal(what="three", over="performer"),
+             goal(device="cuda"), goal(device="cuda", first=8192)]
+    text = goals_table(goals, cells_of(tmp_path, [made(), made("transformer++", 150)]))
+    assert text.count("\n| ") == 2 and "| one | float32 | 2K | at least 1.20 | 1.50 | met by 25% |" in text
+    assert text.endswith("|\n\nNot measured: all 2 goals for a GPU; two; three.\n")
+    assert goals_table(goals[3:], []) == "Not measured: all 2 goals for a GPU.\n"
+    failed = goals_table(goals[:1], cells_of(tmp_path, [made(), made("transformer++", failed="killed")]))
+    assert "| - | Transformer++, eager, float32 failed: killed |" in failed
 
 
 @pytest.mark.parametrize("text", [
     "target = 1", "[[target]]\nwhat = 'x'\nmeasure = 'speed'", "[[", "a = 1",
     "[[target]]\nwhat = 'x'\nmeasure = 'speed'\nat_least = {2048 = 1, 8192 = 2}\naim = {2048 = 2}"])
-def test_a_broken_file_of_targets_is_an_error_of_one_line(tmp_path, text):
+def test_a_broken_file_of_goals_is_an_error_of_one_line(tmp_path, text):
     (tmp_path / "targets.toml").write_text(text)
-    with pytest.raises(DataError, match="not a file of targets") as raised:
-        read_targets(tmp_path / "targets.toml")
+    with pytest.raises(DataError, match="not a file of goals") as raised:
+        read_goals(tmp_path / "targets.toml")
     assert "\n" not in str(raised.value)
 
 
@@ -304,25 +302,35 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page.parent.mkdir()
     page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\n<!-- targets: begin -->\n"
                     "<!-- targets: end -->\nafter\n")
-    written = fill_pages([page], images, speed_places(cells, 0, [target()]))
+    written = fill_pages([page], images, speed_places(cells, 0, [goal()]))
     text = page.read_text()
-    assert text.startswith("before\n<!-- speed: begin -->\n\n**Where")
+    assert text.startswith("before\n<!-- speed: begin -->\n\n### A training step")
     assert text.endswith("<!-- targets: end -->\nafter\n")
     assert "met by 25%" in text and "\nold\n" not in text
     pictures = [path for path in written if path.suffix == ".png"]
     assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
-    fill_pages([page], images, speed_places(cells, 0, [target()]))
+    fill_pages([page], images, speed_places(cells, 0, [goal()]))
     assert page.read_text() == text
 
 
-def test_a_place_shows_the_tables_it_names_and_every_loss(tmp_path):
-    other = [row | {"cell": "other", "run": "2"} for row in two_contexts()]
-    other[1] |= made("transformer++", 50, cell="other", run="2")
-    text = "<!-- speed small: begin -->\n<!-- speed: end -->\n"
-    cells = cells_of(tmp_path, two_contexts() + other)
-    made_text, _ = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells, 0, []))
-    assert "### A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)" in made_text
-    assert "(other)\n" not in made_text and "(other):" in made_text
+def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
+    """Of the tables with that name, and of those that have it before a hyphen."""
+    rows = [made(model, ms, context=context, dtype=dtype, **more) for context in (2048, 8192)
+            for dtype in ("bfloat16", "float32") for model, ms, more in (
+                ("flash", 100, {}), ("flash", 50, {"variant": "compiled"}), ("transformer++", 90, {}),
+                ("transformer++", 75, {"variant": "compiled"}), ("transformer++", 300, {"attention": "unfused"}),
+                ("flash-pytorch", 60, {}))]
+    for context, name in ((512, "small-short"), (1024, "smaller")):
+        rows += [made(model, ms, context=context, cell=name, run=name) for model, ms in (("flash", 100),
+                                                                                         ("transformer++", 60))]
+    cells, text = cells_of(tmp_path, rows), "<!-- speed small decode: begin -->\n<!-- speed: end -->\n"
+    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells, 0, []))
+    lines = [line for line in made_text.splitlines() if line.startswith("| ")]
+    assert lines[0] == "| FLASH's speed over | type | 512 | 2K | 8K |" and len(lines) == 2 + 4
+    assert lines[3].startswith("|  | float32 | **0.60** (") and "| 1.50 (" in lines[3]
+    assert lines[4].startswith("| Transformer++, unfused attention | bfloat16 | - | 6.00 (4.91-7.33)\\* |")
+    assert made_text.count("![") == 1 and "-time.png)" in made_text and "<sub>1 thread of Made-up CPU" in made_text
+    assert [name in made_text for name in drawn] == [True]
 
 
 @pytest.mark.parametrize("text", [
@@ -375,8 +383,8 @@ def test_the_projects_pages_are_what_its_rows_give(page):
     """After new rows: lineartime report speed --into README.md --into docs/speed.md."""
     cells, n_old = read_rows(ROOT / "lineartime/results/speed.jsonl")
     text = (ROOT / page).read_text()
-    targets = read_targets(ROOT / "lineartime/benchmark/goals.toml")
-    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells, n_old, targets))
+    goals = read_goals(ROOT / "lineartime/benchmark/goals.toml")
+    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells, n_old, goals))
     assert made == text
     for name, draw in drawn.items():
         assert header(ROOT / "docs" / "images" / name) == digest(*draw.args), name
@@ -401,6 +409,14 @@ def test_the_command(tmp_path):
     done = command("--rows", str(rows))
     assert done.returncode == 3 and done.stderr.splitlines() == [
         f"error: no rows to report: {rows}; `lineartime benchmark ... --json FILE` writes them"]
+
+
+def test_without_pandas_it_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError) as raised:
+        report_speed(None, False, None, None, ROOT)
+    assert str(raised.value) == ("pandas is not installed: tables are made with it; "
+                                 "pip install 'lineartime[report]'")
 
 
 def test_a_report_of_text_needs_no_torch(tmp_path):
