@@ -9,6 +9,7 @@ H heads, K head width, V vocabulary. In decoding N counts new tokens and L keys 
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +163,10 @@ class ResidualLayer(nn.Module):
         self.config = config
         self.impl: str | None = None
         """"reference", "triton" (kernels), or None: kernels on CUDA for supported inputs."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without a compiled `add` (`LanguageModel.compile_layers`), which in a copy would be that of the original."""
+        return {name: value for name, value in super().__getstate__().items() if name != "add"}
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

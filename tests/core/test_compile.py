@@ -3,6 +3,7 @@
 PyTorch's compiler writes C++ for a CPU, so these take seconds each and need a compiler, as docs/guide.md says.
 """
 
+import copy
 import math
 
 import pytest
@@ -56,3 +57,12 @@ def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing):
         for parameter, gradient in wanted.items():
             limit = 2 * (eager[parameter] - gradient).norm() + rounding * gradient.norm()
             assert (compiled[parameter] - gradient).norm() <= limit, parameter  # false for a NaN too
+
+
+def test_a_copy_of_a_compiled_model_runs_on_its_own_weights():
+    """Nothing is compiled here: it is asked which layers a copy's layers would call."""
+    model = random_model(MODELS["transformer++"])
+    model.compile_layers()
+    made = copy.deepcopy(model)
+    assert all("add" in vars(layer) for layer in model.layers)
+    assert all("add" not in vars(layer) and layer.add.__self__ is layer for layer in made.layers)
