@@ -111,10 +111,9 @@ def build(label: Label, config: ModelConfig) -> nn.Module:
         model.activation_checkpointing = label.checkpointed
         if label.reference:
             model.set_impl("reference")
-        for number, layer in enumerate(model.layers):
+        for layer in model.layers:
             if label.unfused and isinstance(layer, MultiHeadAttention):
-                model.layers[number] = UnfusedMultiHeadAttention(config)
-                model.layers[number].load_state_dict(layer.state_dict())
+                layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
     peer = build_flash_pytorch(config) if label.model == "flash-pytorch" else build_fla(label.model, config)
     with torch.no_grad():

@@ -152,6 +152,7 @@ def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
 def test_what_is_compiled(monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(torch, "compile", lambda method: compiled.append(method.__self__) or method)
     ours, peer = (build(parse_label(text), tiny("flash")) for text in ("flash", "flash-pytorch"))
     peers.compile_(ours)
     assert isinstance(ours, LanguageModel) and compiled == list(ours.layers)

@@ -311,7 +311,7 @@ def test_training_makes_no_logits_unless_asked(hf):
 def test_activation_checkpointing(hf):
     ids_BT = packed_ids()
     calls = []
-    hf.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    hf.model.layers[0].in_proj.register_forward_pre_hook(lambda *_: calls.append(1))
 
     def gradients():
         calls.clear()

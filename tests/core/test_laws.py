@@ -24,7 +24,7 @@ from lineartime.layers import RelPosBias, ScaledSin, SequenceInfo
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
-from lineartime.ops.reference import rotary, toeplitz
+from lineartime.ops.reference import rotary, split_uvz, toeplitz
 from tiny_models import (
     BIDIRECTIONAL,
     CHUNK,
@@ -153,8 +153,8 @@ def test_identity_for_attention_is_a_glu(chunk_size: int | None, norm: str, caus
     with torch.no_grad():
         layer.scale_offset.gamma.zero_()
         layer.scale_offset.beta.zero_()
-        layer.rel_pos_bias.weight.zero_()[layer.scale_len - 1] = 1.0
-    u_BTE, v_BTE, _ = (F.silu(part) for part in layer.in_proj(layer.norm(x_BTD)))
+        layer.rel_pos_bias.weight.zero_()[config.scale_len - 1] = 1.0
+    u_BTE, v_BTE, _ = split_uvz(layer.in_proj(layer.norm(x_BTD)), config.query_key_dim)
     assert same(layer(x_BTD), x_BTD + F.linear(u_BTE * v_BTE, layer.out_proj.weight, layer.out_proj.bias))
 
 
