@@ -7,6 +7,7 @@ record of a seed counts, and a failure only where nothing went well.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,8 @@ def read_results(path: Path) -> list[Record]:
     records = read_records(path)
     for number, record in enumerate(records, 1):
         try:
-            columns = COLUMNS[record["kind"]]
-            if not record.get("failed"):
-                columns(record)
+            for column in COLUMNS[record["kind"]].values() if not record.get("failed") else ():
+                column(record)
             if record["kind"] != "step" and not isinstance(record["settings"]["seed"], int):
                 raise TypeError("the seed is no number")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
@@ -80,30 +80,25 @@ def read_results(path: Path) -> list[Record]:
     return records
 
 
-def train_columns(record: Record) -> Record:
-    held_out = record["held_out"]
-    return {"loss": held_out["loss"], "perplexity": math.exp(held_out["loss"]), "steps": record["curve"][-1][0],
-            "word_perplexity": held_out["word_perplexity"] if held_out.get("n_words") else None,
-            "n_parameters": record["n_parameters"], "tokens": record["tokens"], "record": record}
-
-
-def finetune_columns(record: Record) -> Record:
-    clock = "cpu" if record["device"] == "cpu" else "wall"
-    return {"f1": record["f1"], "step_ms": record["step_ms"][clock]["median"], "record": record}
-
-
-def step_columns(record: Record) -> Record:
-    ms = record[f"{record['clock']}_ms"]
-    return {"run": record["run"], "time": record["time"], **{name: ms[name] for name in ("median", "q1", "q3")},
-            "tokens": record["tokens_per_step"], "peak_mib": record.get("peak_mib"), "record": record,
-            "n_parameters": record.get("n_parameters")}
-
-
-COLUMNS: dict[str, Callable[[Record], Record]] = {
-    "train": train_columns, "finetune": finetune_columns, "step": step_columns}
-NAMES = {"train": ["loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens", "record"],
-         "finetune": ["f1", "step_ms", "record"],
-         "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters", "record"]}
+COLUMNS: dict[str, dict[str, Callable[[Record], Any]]] = {
+    "train": {
+        "loss": lambda row: row["held_out"]["loss"],
+        "perplexity": lambda row: math.exp(row["held_out"]["loss"]),
+        "word_perplexity": lambda row: row["held_out"]["word_perplexity"] if row["held_out"].get("n_words") else None,
+        "n_parameters": lambda row: row["n_parameters"],
+        "steps": lambda row: row["curve"][-1][0],
+        "tokens": lambda row: row["tokens"]},
+    "finetune": {
+        "f1": lambda row: row["f1"],
+        "step_ms": lambda row: row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]["median"]},
+    "step": {
+        "run": lambda row: row["run"],
+        "time": lambda row: row["time"],
+        **{name: partial(lambda name, row: row[f"{row['clock']}_ms"][name], name) for name in ("median", "q1", "q3")},
+        "tokens": lambda row: row["tokens_per_step"],
+        "peak_mib": lambda row: row.get("peak_mib"),
+        "n_parameters": lambda row: row.get("n_parameters")}}
+"""Of a frame, by the kind of its records."""
 
 
 def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Results:
@@ -145,9 +140,8 @@ def belongs(cell: Cell, record: Record) -> bool:
 def frame_of(found: pd.DataFrame, kind: str) -> pd.DataFrame:
     """What records of a kind say, by row, column and seed; steps, which have no seed, by row and column."""
     found = found[found.kind == kind]
-    by = CELL if kind == "step" else [*CELL, "seed"]
-    said = pd.DataFrame([COLUMNS[kind](record) for record in found.record], found.index, NAMES[kind])
-    return found[by].join(said).set_index(by)
+    columns = {name: [column(record) for record in found.record] for name, column in COLUMNS[kind].items()}
+    return found.assign(**columns).set_index(CELL if kind == "step" else [*CELL, "seed"])[[*columns, "record"]]
 
 
 def timed_together(timed: pd.DataFrame) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lineartime.benchmark.cells import shaped_config
 from lineartime.config import ModelConfig, TrainConfig, model_config
-from lineartime.reproduce.tables import TABLES, Column, Model, ScaleName, Settings, Table
+from lineartime.reproduce.tables import SCALE_NAMES, TABLES, Column, Model, ScaleName, Settings, Table
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,11 @@ class Scale:
 def read_scales() -> dict[ScaleName, Scale]:
     """The scales of `scales.toml` by name."""
     entries = tomllib.loads(Path(__file__).with_name("scales.toml").read_text(encoding="utf-8"))
-    return {name: Scale(**{**entry, "name": name, "questions": Questions(**entry["questions"]),
-                           "texts": {task: Text(**text) for task, text in entry["texts"].items()}})
-            for name, entry in entries.items()}
+    scales = {}
+    for name in SCALE_NAMES:
+        texts = {task: Text(**text) for task, text in entries[name].pop("texts").items()}
+        scales[name] = Scale(name, texts=texts, questions=Questions(**entries[name].pop("questions")), **entries[name])
+    return scales
 
 
 SCALES = read_scales()

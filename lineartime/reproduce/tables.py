@@ -77,11 +77,13 @@ def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     columns = {label: Column(**own) for label, own in entry.pop("columns", {}).items()}
     columns |= {f"{each.get('prefix', '')}{length}": Column(each["task"], length)
                 for each in entry.pop("contexts", []) for length in each["lengths"]}
-    run = {scale: tuple((tuple(part.get("models", models)), tuple(part.get("columns", columns)))
-                        for part in entry.pop(scale, [{}])) for scale in SCALE_NAMES}
-    one_seed = models if entry.get("one_seed") is True else entry.get("one_seed", ())
-    lists = {"measures": tuple(entry.pop("measures", ())), "one_seed": tuple(one_seed)}
-    return Table(name=name, models=models, columns=columns, **run, **{**entry, **lists})
+    for scale in SCALE_NAMES:
+        entry[scale] = tuple((tuple(part.get("models", models)), tuple(part.get("columns", columns)))
+                             for part in entry.get(scale, [{}]))
+    one_seed = entry.pop("one_seed", ())
+    return Table(**{**entry, "name": name, "models": models, "columns": columns,
+                    "measures": tuple(entry.get("measures", ())),
+                    "one_seed": tuple(models if one_seed is True else one_seed)})
 
 
 TABLES = read_tables()
