@@ -1,5 +1,5 @@
-"""A cell of a table at a scale of `scales.toml` as a run: what `lineartime train` is given, a flat table of settings, and
-a text. Two cells with the same settings and text share a run.
+"""A cell of a table at a scale of `scales.toml` as a run: what `lineartime train` is given, a flat table of settings,
+and a text. Two cells with the same settings and text share a run.
 """
 
 import json

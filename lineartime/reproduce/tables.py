@@ -1,5 +1,5 @@
-"""The paper's tables and figures as cells, read from `tables.toml`: a model of a row in a column, and which of them each
-scale runs."""
+"""The paper's tables and figures as cells, read from `tables.toml`: a model of a row in a column, and which of them
+each scale runs."""
 
 import tomllib
 from dataclasses import dataclass, field
