@@ -28,6 +28,9 @@ class Results:
 
     table: Table
     scale: Scale
+    rows: list[str]
+    """Those of which anything was run."""
+    columns: list[str]
     cells: pd.DataFrame
     """By row and column, in the order of columns, then rows: "cell"; "planned", whether the scale runs it (one that it
     does not run may be known from another table's run); "known", whether anything was run, even if it failed."""
@@ -47,19 +50,6 @@ class Results:
     def steps(self) -> pd.DataFrame:
         """The last line of every cell that was timed."""
         return self.timed.groupby(level=CELL, sort=False).tail(1)
-
-    @property
-    def rows(self) -> list[str]:
-        """Those of which anything was run."""
-        return self._known("row", self.table.models)
-
-    @property
-    def columns(self) -> list[str]:
-        return self._known("column", self.table.columns)
-
-    def _known(self, level: str, names: Iterable[str]) -> list[str]:
-        known = set(self.cells.index[self.cells.known].get_level_values(level))
-        return [name for name in names if name in known]
 
 
 def read_results(path: Path) -> list[Record]:
@@ -126,7 +116,9 @@ def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Result
     newest = well.drop_duplicates(seed, keep="last").sort_values("seed", kind="stable")
     cells = cells.set_index(CELL)
     cells["known"] = cells.index.isin(pd.MultiIndex.from_frame(found[CELL]))
-    return Results(table, SCALES[scale], cells, frame_of(newest, "train"), frame_of(newest, "finetune"),
+    rows = [row for row in table.models if row in set(found["row"])]
+    columns = [column for column in table.columns if column in set(found["column"])]
+    return Results(table, SCALES[scale], rows, columns, cells, frame_of(newest, "train"), frame_of(newest, "finetune"),
                    timed_together(frame_of(well, "step")), bad[[*CELL, "kind", "said"]].drop_duplicates())
 
 

@@ -28,7 +28,7 @@ from lineartime.config import ModelConfig, run_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.info import describe
-from lineartime.reproduce.records import Kind, Record, measured_together, read_records, records_of
+from lineartime.reproduce.records import Record, measured_together, read_records, records_of
 from lineartime.reproduce.scales import Cell, Questions, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName
 from lineartime.run import RESULT_FILE, read_metrics, read_run
@@ -93,14 +93,9 @@ class Place:
 def missing_jobs(cells: Sequence[Cell], rows: Sequence[Record], seeds: int | None = None) -> list[Job]:
     """The runs that have no row yet: every cell with its first seed, then with its second, ...; of the first `seeds`
     only."""
-    jobs = []
-    for seed in range(max(len(cell.seeds) for cell in cells)):
-        for cell in cells:
-            last: Kind = "finetune" if cell.questions else "train"
-            wanted = cell.table.kind == "train" and seed in cell.seeds[:seeds]
-            if wanted and not records_of(cell, rows, last, seed):
-                jobs.append(Job(cell, seed))
-    return jobs
+    return [Job(cell, seed) for seed in range(max(len(cell.seeds) for cell in cells)) for cell in cells
+            if cell.table.kind == "train" and seed in cell.seeds[:seeds]
+            and not records_of(cell, rows, "finetune" if cell.questions else "train", seed)]
 
 
 def missing_times(cells: Sequence[Cell], rows: Sequence[Record]) -> list[list[Cell]]:
@@ -194,7 +189,8 @@ def result_text(row: Record) -> str:
 def run_job(job: Job, rows: Sequence[Record], place: Place, over: Callable[[], bool]) -> list[Record]:
     """Train, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
-    run, settings, made = folder / "run", cell.settings(job.seed), []
+    run, settings = folder / "run", cell.settings(job.seed)
+    made: list[Record] = []
     given = {**settings, "data": str(place.data(cell.text)), "out": str(run)}
     shared = {"scale": cell.scale.name, "text": cell.text.name, "settings": settings, "device": place.device,
               "dtype": run_config(given).train.precision, "threads": place.threads}
