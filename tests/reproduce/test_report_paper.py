@@ -75,7 +75,7 @@ def line_of(section, measure, row):
 
 def test_every_number_of_the_paper_is_of_a_row_and_a_column_that_exist():
     paper = read_paper()
-    assert paper.keys() == TABLES.keys() == MEASURES.keys()
+    assert paper.keys() == TABLES.keys() == MEASURES.keys() and all(MEASURES.values())
     for name, table in paper.items():
         assert table.numbers or table.note
         for measure, rows in table.numbers.items():
