@@ -39,17 +39,19 @@ def report(
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
     if table == SPEED:
         refuse(table, {"--scale": scale, "--html": html, "--png": png})
-        report_speed(rows, targets, targets_file, into, images)
-        return
-    refuse("a table of the paper", {"--targets": targets or None, "--targets-file": targets_file})
-    if table is not None:
-        require_name("table", table, [*TABLES, SPEED])
-    if scale is not None:
-        require_name("scale", scale, SCALE_NAMES)
-    if into:
-        refuse("--into, whose places name their tables,", {"TABLE": table, "--scale": scale, "--html": html,
-                                                           "--png": png})
-    report_tables(table, cast(ScaleName | None, scale), rows, html, png, into, images)
+        written = report_speed(rows, targets, targets_file, into, images)
+    else:
+        refuse("a table of the paper", {"--targets": targets or None, "--targets-file": targets_file})
+        if table is not None:
+            require_name("table", table, [*TABLES, SPEED])
+        if scale is not None:
+            require_name("scale", scale, SCALE_NAMES)
+        if into:
+            refuse("--into, whose places name their tables,", {"TABLE": table, "--scale": scale, "--html": html,
+                                                               "--png": png})
+        written = report_tables(table, cast(ScaleName | None, scale), rows, html, png, into, images)
+    for path in written:
+        say(f"written  {path}")
 
 
 def refuse(what: str, given: dict[str, object]) -> None:
@@ -66,12 +68,13 @@ def require_pandas() -> None:
 
 
 def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, into: list[Path] | None,
-                 images: Path) -> None:
-    """`lineartime report speed`."""
+                 images: Path) -> list[Path]:
+    """`lineartime report speed`; returns the files that were written."""
     require_pandas()
     from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
+    from lineartime.report.pages import fill_pages, speed_places
 
     rows = rows or PACKAGE / "results" / "speed.jsonl"
     measured, n_old = read_rows(rows)
@@ -79,46 +82,40 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
     goals = read_goals(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
-        from lineartime.report.pages import fill_pages, speed_places
-
-        say_written(fill_pages(into, images, speed_places(measured, n_old, goals)))
-        return
+        return fill_pages(into, images, speed_places(measured, n_old, goals))
     print(goals_table(goals, measured) if targets else speed_section(measured, n_old), end="")
+    return []
 
 
 def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None, html: Path | None, png: Path | None,
-                  into: list[Path] | None, images: Path) -> None:
-    """`lineartime report` of one table or all."""
+                  into: list[Path] | None, images: Path) -> list[Path]:
+    """`lineartime report` of one table or all; returns the files that were written."""
     require_pandas()
+    from lineartime.report.pages import Draw, fill_pages, illustrated, table_places
     from lineartime.reproduce.markdown import table_section, tables_shown
     from lineartime.reproduce.records import RECORDS
     from lineartime.reproduce.results import read_results
 
     records = read_results(rows or RECORDS)
     if into:
-        from lineartime.report.pages import fill_pages, table_places
-
-        say_written(fill_pages(into, images, table_places(records)))
-        return
+        return fill_pages(into, images, table_places(records))
     shown = tables_shown(records, [table] if table else [], [scale] if scale else [])
     if html is None and png is None:
         print("\n".join(map(table_section, shown)), end="")
-        return
+        return []
     from lineartime.atomic_io import write_atomically
+    from lineartime.plot import draw_into
     from lineartime.report.html import page
-    from lineartime.reproduce.figures import alt_text, draw_all, files_of
 
+    drawn: dict[str, Draw] = {}
+
+    def show(name: str, draw: Draw) -> str:
+        drawn[name] = draw
+        return name
+
+    text = "\n".join(illustrated(results, show) for results in shown)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = png or Path(scratch)
-        drawn = draw_all(shown, folder)
+        written = draw_into(png or Path(scratch), drawn)
         if html is not None:
-            text = "\n".join(
-                table_section(results, [(alt_text(results, what), name) for name, what in files_of(results)])
-                for results in shown)
-            write_atomically(html, page("The paper's tables and figures, and ours", text, folder))
-    say_written([*(drawn if png else []), *([html] if html else [])])
-
-
-def say_written(paths: list[Path]) -> None:
-    for path in paths:
-        say(f"written  {path}")
+            write_atomically(html, page("The paper's tables and figures, and ours", text, png or Path(scratch)))
+    return [*(written if png else []), *([html] if html else [])]

@@ -14,15 +14,16 @@ from typing import Any, cast
 
 from lineartime.atomic_io import write_atomically
 from lineartime.errors import DataError, UsageError
-from lineartime.plot import draw_into
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require_name
 
-Pictures = dict[str, Callable[[Path], None]]
-"""By file name, what draws a picture into a path."""
-Place = Callable[[list[str], Callable[[str], str]], tuple[str, Pictures]]
-"""What a kind of place shows, and its pictures: given the names in its mark, and a picture's name -> its link."""
+Draw = Callable[[Path], None]
+"""Draws a picture into a path."""
+Show = Callable[[str, Draw], str]
+"""A picture's file name and what draws it -> the link to it."""
+Place = Callable[[list[str], Show], str]
+"""What a kind of place shows, given the names in its mark."""
 
 EXAMPLES = {"speed": "speed", "targets": "targets", "table": "table lm_wiki40b cpu"}
 
@@ -33,54 +34,52 @@ def speed_places(rows: Sequence[Any], n_old: int, goals: Sequence[Any]) -> dict[
     from lineartime.benchmark.goals import goals_table
     from lineartime.benchmark.markdown import speed_section
 
-    def speed(names: list[str], link: Callable[[str], str]) -> tuple[str, Pictures]:
-        drawn: Pictures = {}
+    def speed(names: list[str], show: Show) -> str:
+        return speed_section(rows, n_old, shown=names, pictures=lambda table: [
+            show(name, partial(figures.draw, table, what))
+            for name, what in figures.files_of(table)[: 1 if names else None]])
 
-        def links(table: Any) -> list[str]:
-            files = figures.files_of(table)[: 1 if names else None]
-            drawn.update({name: partial(figures.draw, table, what) for name, what in files})
-            return [link(name) for name, _ in files]
-
-        return speed_section(rows, n_old, shown=names, pictures=links), drawn
-
-    return {"speed": speed, "targets": lambda names, link: (goals_table(goals, rows), {})}
+    return {"speed": speed, "targets": lambda names, show: goals_table(goals, rows)}
 
 
 def table_places(records: Sequence[Record]) -> dict[str, Place]:
     """Places for the paper's tables."""
-    from lineartime.reproduce import figures
-    from lineartime.reproduce.markdown import table_section
     from lineartime.reproduce.results import results_of
 
-    def table(names: list[str], link: Callable[[str], str]) -> tuple[str, Pictures]:
+    def table(names: list[str], show: Show) -> str:
         if len(names) != 2:
             raise UsageError("no table and scale", " ".join(["table", *names]),
                              f"a place has a table's name and a scale's, such as <!-- {EXAMPLES['table']}: begin -->")
         require_name("table", names[0], TABLES)
         require_name("scale", names[1], SCALE_NAMES)
-        results = results_of(names[0], cast(ScaleName, names[1]), records)
-        files = figures.files_of(results)
-        section = table_section(results, [(figures.alt_text(results, what), link(name)) for name, what in files])
         # One heading below that of the question it answers.
-        return f"#{section}", {name: partial(figures.draw, results, what) for name, what in files}
+        return "#" + illustrated(results_of(names[0], cast(ScaleName, names[1]), records), show)
 
     return {"table": table}
 
 
-def filled(text: str, page: Path, images: Path, places: Mapping[str, Place]) -> tuple[str, Pictures]:
-    """A page's text with its places of the given kinds filled, and the pictures they show. page, images: where both
-    will be, for the links between them.
+def illustrated(results: Any, show: Show) -> str:
+    """The section of one of the paper's tables with its pictures."""
+    from lineartime.reproduce import figures
+    from lineartime.reproduce.markdown import table_section
+
+    return table_section(results, [(figures.alt_text(results, what), show(name, partial(figures.draw, results, what)))
+                                   for name, what in figures.files_of(results)])
+
+
+def filled(text: str, page: Path, images: Path, places: Mapping[str, Place]) -> tuple[str, dict[str, Draw]]:
+    """A page's text with its places of the given kinds filled, and the pictures they show by file name. page, images:
+    where both will be, for the links between them.
 
     Raises UsageError for a page without a whole place, or one for something that does not exist."""
-    drawn: Pictures = {}
+    drawn: dict[str, Draw] = {}
 
-    def link(name: str) -> str:
+    def show(name: str, draw: Draw) -> str:
+        drawn[name] = draw
         return Path(os.path.relpath(images / name, page.parent)).as_posix()
 
     def fill(found: re.Match[str]) -> str:
-        section, pictures = places[found[2]](found[3].split(), link)
-        drawn.update(pictures)
-        return f"{found[1]}\n{section}\n{found[5]}"
+        return f"{found[1]}\n{places[found[2]](found[3].split(), show)}\n{found[5]}"
 
     kinds = "|".join(places)
     place = re.compile(rf"(<!-- ({kinds})((?: [\w.+-]+)*): begin -->\n)(.*?)(<!-- \2(?:\3)?: end -->)", re.DOTALL)
@@ -96,6 +95,8 @@ def fill_pages(pages: Iterable[Path], images: Path, places: Mapping[str, Place])
     """Fill the places of every page and draw what they show; returns what was written.
 
     Nothing is written unless every page has its places. Raises DataError, UsageError, ResourceError."""
+    from lineartime.plot import draw_into
+
     made, drawn = {}, {}
     for page in pages:
         try:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -18,7 +18,7 @@ from lineartime.benchmark.markdown import (
 )
 from lineartime.reproduce.paper import Paper, read_paper
 from lineartime.reproduce.records import Record
-from lineartime.reproduce.results import CELL, Results, paired, results_of, speedups, spread, step_speedups
+from lineartime.reproduce.results import CELL, Results, results_of, speedups, spread, step_speedups
 from lineartime.reproduce.scales import caption_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 
@@ -38,21 +38,26 @@ class Measure:
     texts: Callable[[Results], Texts]
     kinds: tuple[str, ...]
     """Of records that it is made of."""
-    at_hand: bool = True
-    """Shown at once, and not folded away."""
+    folded: bool = False
+    """Shown only when it is opened."""
+    note: str = ""
+    """What is said of it below the tables, with "{whose}" for the row that it is compared with."""
 
 
-def seeds_text(mean: float, least: float, most: float, n: int, text: Callable[[float], str]) -> str:
-    """"17.31 (17.12-17.45)": the mean, and the least and the most of several."""
-    return text(mean) + (f" ({range_text(text(least), text(most))})" if n > 1 else "")
+def texts_of(values: pd.Series | pd.DataFrame, text: Callable[[float], str] = number) -> Texts:
+    """By row and column "17.31 (17.12-17.45)": a value, and where they are known its least and most."""
+    return {cell: text(value) + (f" ({range_text(*map(text, ends))})" if ends and not math.isnan(ends[0]) else "")
+            for cell, value, *ends in pd.DataFrame(values).itertuples()}
 
 
 def range_text(least: str, most: str) -> str:
     return f"{least} to {most}" if least[0] in "+-" else f"{least}-{most}"
 
 
-def seeds_texts(values: pd.Series, text: Callable[[float], str]) -> Texts:
-    return {cell: seeds_text(mean, least, most, n, text) for cell, mean, least, most, n in spread(values).itertuples()}
+def of_seeds(values: pd.Series) -> pd.DataFrame:
+    """By row and column: the mean of the seeds, with the least and the most of several."""
+    found = spread(values)
+    return found[["mean"]].join(found[["min", "max"]].where(found["size"] > 1))
 
 
 def speedup_texts(results: Results, reference: str) -> Texts:
@@ -68,28 +73,19 @@ def speedup_texts(results: Results, reference: str) -> Texts:
 
 
 def step_speedup_texts(results: Results, reference: str) -> Texts:
-    return {cell: number(value) + ("" if cell[0] == reference else f" ({number(low)}-{number(high)})")
-            for cell, value, low, high in step_speedups(results, reference).itertuples()}
+    values = step_speedups(results, reference)
+    values.loc[values.index.get_level_values("row") == reference, ["low", "high"]] = math.nan
+    return texts_of(values)
 
 
-def finetune_texts(results: Results) -> Texts:
-    ms = spread(results.finetuned.step_ms)["mean"]
-    return {(row, column): number(ms[results.table.reference, column] / mean) for (row, column), mean in ms.items()
-            if (results.table.reference, column) in ms}
+def finetune_speedups(results: Results) -> pd.Series:
+    ms = spread(results.finetuned.step_ms)["mean"].unstack("row")
+    return ms.rdiv(ms.get(results.table.reference), axis=0).stack().swaplevel()
 
 
-def step_texts(results: Results) -> Texts:
-    return {cell: f"{number(median)} ({number(q1)}-{number(q3)})"
-            for cell, median, q1, q3 in results.steps[["median", "q1", "q3"]].itertuples()}
-
-
-def memory_texts(results: Results) -> Texts:
-    return {cell: f"{mib:,.0f}" for cell, mib in results.steps.peak_mib.dropna().items()}
-
-
-def parameter_texts(results: Results) -> Texts:
+def n_parameters(results: Results) -> pd.Series:
     known = pd.concat([results.trained.n_parameters.droplevel("seed"), results.timed.n_parameters]).dropna()
-    return {cell: number(n / 1e6) for cell, n in known.groupby(level=CELL).first().items()}
+    return known.groupby(level=CELL).first()
 
 
 def perplexity_text(x: float) -> str:
@@ -100,32 +96,33 @@ def signed(x: float) -> str:
     return f"{x:+.{2 if abs(x) >= 0.1 else 3}f}"
 
 
-PERPLEXITY = Measure("perplexity", "Perplexity per token",
-                     lambda results: seeds_texts(results.trained.perplexity, perplexity_text), ("train",))
-WORDS = Measure("perplexity", "Perplexity per word",
-                lambda results: seeds_texts(results.trained.word_perplexity, perplexity_text), ("train",))
-TOKENS = Measure("", PERPLEXITY.title, PERPLEXITY.texts, PERPLEXITY.kinds)
-STEP = Measure("step_ms", "Milliseconds of a step", step_texts, ("step",))
-TO_QUALITY = Measure("speedup", "Speed-up to {reference}'s final quality",
-                     lambda results: speedup_texts(results, results.table.reference or ""), ("train", "step"))
-BY_STEP = Measure("step_speedup", "Speed-up over {reference} by time of a step",
-                  lambda results: step_speedup_texts(results, results.table.reference or ""), ("step",))
-BY_FINETUNING = Measure("finetune_speedup", "Speed-up by time of a fine-tuning step", finetune_texts, ("finetune",))
-F1 = Measure("f1", "F1", lambda results: seeds_texts(results.finetuned.f1, "{:.1f}".format), ("finetune",))
-PARAMETERS = Measure("parameters_m", "Parameters, millions", parameter_texts, ("train", "step"), False)
-MEMORY = Measure("", "Peak memory of a step's process, MiB", memory_texts, ("step",), False)
-
-QUALITY_AND_SPEED = (PERPLEXITY, STEP, TO_QUALITY, BY_STEP, MEMORY, PARAMETERS)
-MEASURES = {
-    "gau_vs_transformer": (PERPLEXITY, STEP, MEMORY, PARAMETERS),
-    "gau_ablation": (PERPLEXITY, PARAMETERS, STEP), "mhsa_ablation": (PERPLEXITY, PARAMETERS, STEP),
-    "mlm_c4": QUALITY_AND_SPEED, "lm_wiki40b": QUALITY_AND_SPEED, "flash_ablation": QUALITY_AND_SPEED,
-    "lm_pg19": (WORDS, TOKENS, STEP, TO_QUALITY, BY_STEP, MEMORY, PARAMETERS),
-    "triviaqa": (PERPLEXITY, F1, BY_STEP, BY_FINETUNING),
-    **dict.fromkeys(("position_bias", "more_tokens"), (PERPLEXITY, STEP, TO_QUALITY, BY_STEP)),
-    "chunk_size": (PERPLEXITY, STEP, MEMORY),
-    **dict.fromkeys(("learning_rates", "initial_values", "gap"), (PERPLEXITY,)),
-    "gpu_latency": (STEP, MEMORY, PARAMETERS), "speedup": ()}
+MEASURE = {
+    "perplexity": Measure("perplexity", "Perplexity per token",
+                          lambda results: texts_of(of_seeds(results.trained.perplexity), perplexity_text), ("train",)),
+    "word_perplexity": Measure("perplexity", "Perplexity per word", lambda results: texts_of(
+        of_seeds(results.trained.word_perplexity), perplexity_text), ("train",)),
+    "step": Measure("step_ms", "Milliseconds of a step",
+                    lambda results: texts_of(results.steps[["median", "q1", "q3"]]), ("step",)),
+    "to_quality": Measure("speedup", "Speed-up to {reference}'s final quality",
+                          lambda results: speedup_texts(results, results.table.reference or ""), ("train", "step"),
+                          note="Speed-up to the same quality, as the paper defines it: the time of {whose} training to "
+                          "its best mean loss over the time of this model's to the same loss, each its steps times the "
+                          f"time of one; \"{NEVER}\" never gets there; losses are those of a part of the split, scored "
+                          "during training."),
+    "by_step": Measure("step_speedup", "Speed-up over {reference} by time of a step",
+                       lambda results: step_speedup_texts(results, results.table.reference or ""), ("step",),
+                       note="By time of a step: {whose} over this model's, both of one run (quartile over quartile)."),
+    "by_finetuning": Measure("finetune_speedup", "Speed-up by time of a fine-tuning step",
+                             lambda results: texts_of(finetune_speedups(results)), ("finetune",)),
+    "f1": Measure("f1", "F1", lambda results: texts_of(of_seeds(results.finetuned.f1), "{:.1f}".format), ("finetune",)),
+    "parameters": Measure("parameters_m", "Parameters, millions",
+                          lambda results: texts_of(n_parameters(results) / 1e6), ("train", "step"), folded=True),
+    "memory": Measure("", "Peak memory of a step's process, MiB",
+                      lambda results: texts_of(results.steps.peak_mib.dropna(), "{:,.0f}".format), ("step",),
+                      folded=True)}
+MEASURE["token_perplexity"] = replace(MEASURE["perplexity"], name="")
+"""By the names in `tables.toml`."""
+MEASURES = {name: tuple(MEASURE[each] for each in table.measures) for name, table in TABLES.items()}
 """Of each table, in order."""
 GAPS = (("FLASH-Quad", "FLASH"), ("TFM++", "MC-TFM++"))
 """Table 5: a model, and it with mixed chunks."""
@@ -151,18 +148,19 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     parts = [f"### {table.title}, {results.scale.name} scale", *(f"![{alt}]({path})" for alt, path in pictures)]
     if not results.cells.known.any():
         return "\n\n".join([*parts, f"This table was {NOT_RUN} at this scale: {command_text(results)}."]) + "\n"
-    frames = {measure.title.format(reference=table.reference): (*measured(results, measure, paper), not measure.at_hand)
-              for measure in MEASURES[table.name]}
     if table.name == "gap":
         parts += gap_grids(results, paper)
     if table.name == "speedup":
         parts.append(grid("", *speedup_frames(results, paper)))
-    elif len(table.columns) == 1:
-        parts.append(grid("", pd.DataFrame({title: ours.iloc[:, 0] for title, (ours, _, _) in frames.items()}),
-                          pd.DataFrame({title: theirs.iloc[:, 0] for title, (_, theirs, _) in frames.items()
-                                        if theirs.size})))
     else:
-        parts += [grid(title, *each) for title, each in frames.items()]
+        made = [(measure.title.format(reference=table.reference), measured(results, measure, paper), measure.folded)
+                for measure in MEASURES[table.name]]
+        if len(table.columns) == 1:
+            ours, theirs = (pd.DataFrame({title: both[side].iloc[:, 0] for title, both, _ in made if both[side].size})
+                            for side in (0, 1))
+            parts.append(grid("", ours, theirs))
+        else:
+            parts += [grid(title, *both, fold) for title, both, fold in made]
     return "\n\n".join([*parts, *notes(results, paper)]) + "\n"
 
 
@@ -191,28 +189,30 @@ def measured(results: Results, measure: Measure, paper: Paper) -> tuple[pd.DataF
     """Our texts, models by columns, and the paper's, without columns where it has no number at all.
 
     A speed-up by time of a step that is not printed is worked out from the times that are."""
-    reference, texts = results.table.reference, measure.texts(results)
+    texts = measure.texts(results)
+    compared = [results.table.reference] if "{reference}" in measure.title else []
 
     def ours(row: str, column: str) -> str:
-        needed = [(row, column), (reference, column)] if measure in (TO_QUALITY, BY_STEP) else [(row, column)]
-        return texts.get((row, column)) or why_not(results, needed, measure.kinds)
+        return texts.get((row, column)) or why_not(results, [row, *compared], column, measure.kinds)
 
     def theirs(row: str, column: str) -> str:
         printed = paper.printed(measure.name, row, column)
-        worked_out = paper.step_speedup(row, reference or "", column) if measure is BY_STEP else None
-        return str(printed) if printed is not None else number(worked_out) if worked_out else ""
+        if printed is None and measure.name == "step_speedup":
+            ratio = paper.step_speedup(row, results.table.reference or "", column)
+            return number(ratio) if ratio else ""
+        return "" if printed is None else str(printed)
 
     printed = frame(results.rows, results.columns, theirs)
     return frame(results.rows, results.columns, ours), printed if (printed != "").any(axis=None) else printed[[]]
 
 
-def why_not(results: Results, needed: Sequence[tuple[str | None, str]], kinds: Sequence[str]) -> str:
-    """What stands for a number that these kinds of records of cells do not give."""
-    failed = results.failed[results.failed.kind.isin(kinds)]
-    if any(cell in needed for cell in zip(failed.row, failed.column, strict=True)):
+def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Sequence[str]) -> str:
+    """What stands for a number that these kinds of records of these rows do not give."""
+    cells, failed = [(row, column) for row in rows], results.failed[results.failed.kind.isin(kinds)]
+    if any(cell in cells for cell in zip(failed.row, failed.column, strict=True)):
         return FAILED
     trained = results.trained.index.droplevel("seed")
-    return NOT_TIMED if "step" in kinds and all(cell in trained for cell in needed) else NOT_RUN
+    return NOT_TIMED if "step" in kinds and all(cell in trained for cell in cells) else NOT_RUN
 
 
 def gap_grids(results: Results, paper: Paper) -> list[str]:
@@ -220,13 +220,12 @@ def gap_grids(results: Results, paper: Paper) -> list[str]:
     gaps = {f"{plain} -> {chunked}": (plain, chunked) for plain, chunked in GAPS}
 
     def ours(what: str) -> pd.DataFrame:
-        def text(row: str, column: str) -> str:
-            plain, chunked = ((model, column) for model in gaps[row])
-            more = paired(results, chunked, plain, what)
-            return seeds_text(more.mean(), more.min(), more.max(), len(more), signed) if len(more) else why_not(
-                results, [plain, chunked], ["train"])
-
-        return frame([*gaps], results.columns, text)
+        by_model = results.trained[what].unstack("row").reindex(columns=list(results.table.models))
+        more = pd.concat({label: by_model[chunked] - by_model[plain] for label, (plain, chunked) in gaps.items()},
+                         names=["row"])
+        texts = texts_of(of_seeds(more), signed)
+        return frame([*gaps], results.columns, lambda row, column: texts.get((row, column)) or why_not(
+            results, gaps[row], column, ["train"]))
 
     perplexity = ours("perplexity")
     theirs = frame([*gaps], results.columns, lambda row, column: str(paper.printed("gap", gaps[row][1], column)))
@@ -237,17 +236,14 @@ def gap_grids(results: Results, paper: Paper) -> list[str]:
 
 def speedup_frames(results: Results, paper: Paper) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Figure 1: lengths by rivals."""
-    rivals = {f"over {row}": row for row in results.table.models if row != "FLASH"}
-    made = {label: texts for over, rival in rivals.items()
-            for label, texts in ((over, speedup_texts(results, rival)),
-                                 (f"{over} by time of a step", step_speedup_texts(results, rival)))}
-
-    def ours(column: str, label: str) -> str:
-        needed = [("FLASH", column), (rivals[label.removesuffix(" by time of a step")], column)]
-        return made[label].get(("FLASH", column)) or why_not(results, needed, TO_QUALITY.kinds)
-
-    return frame(results.columns, [*made], ours), frame(
-        results.columns, [*rivals], lambda column, over: str(paper.printed("speedup", rivals[over], column)))
+    ours, theirs = {}, {}
+    for rival in (row for row in results.table.models if row != "FLASH"):
+        theirs[f"over {rival}"] = [str(paper.printed("speedup", rival, column)) for column in results.columns]
+        for label, texts in ((f"over {rival}", speedup_texts(results, rival)),
+                             (f"over {rival} by time of a step", step_speedup_texts(results, rival))):
+            ours[label] = [texts.get(("FLASH", column)) or why_not(
+                results, ["FLASH", rival], column, MEASURE["to_quality"].kinds) for column in results.columns]
+    return pd.DataFrame(ours, results.columns), pd.DataFrame(theirs, results.columns)
 
 
 def command_text(results: Results) -> str:
@@ -256,33 +252,24 @@ def command_text(results: Results) -> str:
 
 def notes(results: Results, paper: Paper) -> list[str]:
     """What the numbers are, what failed and what is not there; folded, where they come from."""
-    table, cells, by_step = results.table, results.cells, MEASURES[results.table.name]
-    whose = f"{table.reference}'s" if table.reference else "the other's"
-    trained, words = results.trained, []
+    table, cells, trained, words = results.table, results.cells, results.trained, []
     if len(trained):
         seeds = sorted(set(trained.index.get_level_values("seed")))
         words.append("Perplexity and loss: the whole held-out split at the end of training, " + (
             f"the mean of seeds {joined(map(str, seeds))} (the least and the most); without a range, seed {seeds[0]} "
             "alone." if len(seeds) > 1 else
             f"seed {seeds[0]} alone, so nothing tells how far seeds differ."))
-    if TO_QUALITY in by_step or table.name == "speedup":
-        words.append(f"Speed-up to the same quality, as the paper defines it: the time of {whose} training to its best "
-                     "mean loss over the time of this model's to the same loss, each its steps times the time of one; "
-                     f"\"{NEVER}\" never gets there; losses are those of a part of the split, scored during training.")
-    if BY_STEP in by_step or table.name == "speedup":
-        words.append(f"By time of a step: {whose} over this model's, both of one run (quartile over quartile).")
+    whose = f"{table.reference}'s" if table.reference else "the other's"
+    words += [measure.note.format(whose=whose) for measure in MEASURES[table.name] if measure.note]
     words += [paper.note] if paper.note else []
     parts = [f"<sub>{' '.join(words)}</sub>"] if words else []
-    left_out = [joined(names) for names in ([column for column in table.columns if column not in results.columns],
-                                            [row for row in table.models if row not in results.rows]) if names]
-    if left_out:
-        parts.append(f"At this scale {NOT_RUN}: {'; '.join(left_out)}.")
+    left_out = [joined(name for name in every if name not in known) for every, known in (
+        (table.columns, results.columns), (table.models, results.rows)) if len(known) < len(every)]
     failures = results.failed.groupby(CELL, sort=False).said.agg("; ".join)
-    if len(failures):
-        parts.append(f"Failed: {'; '.join(f'{place_text(cell)}: {said}' for cell, said in failures.items())}.")
-    missing = cells.index[cells.planned & ~cells.known]
-    if len(missing):
-        parts.append(f"No row yet: {'; '.join(map(place_text, missing))}.")
+    for begin, said in ((f"At this scale {NOT_RUN}", left_out),
+                        ("Failed", [f"{place_text(cell)}: {why}" for cell, why in failures.items()]),
+                        ("No row yet", [*map(place_text, cells.index[cells.planned & ~cells.known])])):
+        parts += [f"{begin}: {'; '.join(said)}."] if said else []
     return [*parts, folded("Where these numbers come from", "\n\n".join(provenance(results, paper)))]
 
 

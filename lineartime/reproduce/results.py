@@ -7,6 +7,7 @@ record of a seed counts, and a failure only where nothing went well.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ class Results:
 
     table: Table
     scale: Scale
+    rows: list[str]
+    """Those of which anything was run."""
+    columns: list[str]
     cells: pd.DataFrame
     """By row and column, in the order of columns, then rows: "cell"; "planned", whether the scale runs it (one that it
     does not run may be known from another table's run); "known", whether anything was run, even if it failed."""
@@ -47,19 +51,6 @@ class Results:
         """The last line of every cell that was timed."""
         return self.timed.groupby(level=CELL, sort=False).tail(1)
 
-    @property
-    def rows(self) -> list[str]:
-        """Those of which anything was run."""
-        return self._known("row", self.table.models)
-
-    @property
-    def columns(self) -> list[str]:
-        return self._known("column", self.table.columns)
-
-    def _known(self, level: str, names: Iterable[str]) -> list[str]:
-        known = set(self.cells.index[self.cells.known].get_level_values(level))
-        return [name for name in names if name in known]
-
 
 def read_results(path: Path) -> list[Record]:
     """The records of a file that `lineartime reproduce` writes, oldest first.
@@ -70,9 +61,8 @@ def read_results(path: Path) -> list[Record]:
     records = read_records(path)
     for number, record in enumerate(records, 1):
         try:
-            columns = COLUMNS[record["kind"]]
-            if not record.get("failed"):
-                columns(record)
+            for column in COLUMNS[record["kind"]].values() if not record.get("failed") else ():
+                column(record)
             if record["kind"] != "step" and not isinstance(record["settings"]["seed"], int):
                 raise TypeError("the seed is no number")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
@@ -80,30 +70,25 @@ def read_results(path: Path) -> list[Record]:
     return records
 
 
-def train_columns(record: Record) -> Record:
-    held_out = record["held_out"]
-    return {"loss": held_out["loss"], "perplexity": math.exp(held_out["loss"]), "steps": record["curve"][-1][0],
-            "word_perplexity": held_out["word_perplexity"] if held_out.get("n_words") else None,
-            "n_parameters": record["n_parameters"], "tokens": record["tokens"], "record": record}
-
-
-def finetune_columns(record: Record) -> Record:
-    clock = "cpu" if record["device"] == "cpu" else "wall"
-    return {"f1": record["f1"], "step_ms": record["step_ms"][clock]["median"], "record": record}
-
-
-def step_columns(record: Record) -> Record:
-    ms = record[f"{record['clock']}_ms"]
-    return {"run": record["run"], "time": record["time"], **{name: ms[name] for name in ("median", "q1", "q3")},
-            "tokens": record["tokens_per_step"], "peak_mib": record.get("peak_mib"), "record": record,
-            "n_parameters": record.get("n_parameters")}
-
-
-COLUMNS: dict[str, Callable[[Record], Record]] = {
-    "train": train_columns, "finetune": finetune_columns, "step": step_columns}
-NAMES = {"train": ["loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens", "record"],
-         "finetune": ["f1", "step_ms", "record"],
-         "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters", "record"]}
+COLUMNS: dict[str, dict[str, Callable[[Record], Any]]] = {
+    "train": {
+        "loss": lambda row: row["held_out"]["loss"],
+        "perplexity": lambda row: math.exp(row["held_out"]["loss"]),
+        "word_perplexity": lambda row: row["held_out"]["word_perplexity"] if row["held_out"].get("n_words") else None,
+        "n_parameters": lambda row: row["n_parameters"],
+        "steps": lambda row: row["curve"][-1][0],
+        "tokens": lambda row: row["tokens"]},
+    "finetune": {
+        "f1": lambda row: row["f1"],
+        "step_ms": lambda row: row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]["median"]},
+    "step": {
+        "run": lambda row: row["run"],
+        "time": lambda row: row["time"],
+        **{name: partial(lambda name, row: row[f"{row['clock']}_ms"][name], name) for name in ("median", "q1", "q3")},
+        "tokens": lambda row: row["tokens_per_step"],
+        "peak_mib": lambda row: row.get("peak_mib"),
+        "n_parameters": lambda row: row.get("n_parameters")}}
+"""Of a frame, by the kind of its records."""
 
 
 def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Results:
@@ -131,7 +116,9 @@ def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Result
     newest = well.drop_duplicates(seed, keep="last").sort_values("seed", kind="stable")
     cells = cells.set_index(CELL)
     cells["known"] = cells.index.isin(pd.MultiIndex.from_frame(found[CELL]))
-    return Results(table, SCALES[scale], cells, frame_of(newest, "train"), frame_of(newest, "finetune"),
+    rows = [row for row in table.models if row in set(found["row"])]
+    columns = [column for column in table.columns if column in set(found["column"])]
+    return Results(table, SCALES[scale], rows, columns, cells, frame_of(newest, "train"), frame_of(newest, "finetune"),
                    timed_together(frame_of(well, "step")), bad[[*CELL, "kind", "said"]].drop_duplicates())
 
 
@@ -145,9 +132,8 @@ def belongs(cell: Cell, record: Record) -> bool:
 def frame_of(found: pd.DataFrame, kind: str) -> pd.DataFrame:
     """What records of a kind say, by row, column and seed; steps, which have no seed, by row and column."""
     found = found[found.kind == kind]
-    by = CELL if kind == "step" else [*CELL, "seed"]
-    said = pd.DataFrame([COLUMNS[kind](record) for record in found.record], found.index, NAMES[kind])
-    return found[by].join(said).set_index(by)
+    columns = {name: [column(record) for record in found.record] for name, column in COLUMNS[kind].items()}
+    return found.assign(**columns).set_index(CELL if kind == "step" else [*CELL, "seed"])[[*columns, "record"]]
 
 
 def timed_together(timed: pd.DataFrame) -> pd.DataFrame:

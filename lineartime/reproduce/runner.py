@@ -14,20 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lineartime import checkpoint
-from lineartime.atomic_io import append_json_lines, write_atomically
+from lineartime.atomic_io import append_json_lines, read_json, write_atomically
 from lineartime.benchmark.measure import ROOT, provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
-from lineartime.config import run_config
+from lineartime.config import ModelConfig, run_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.info import describe
-from lineartime.reproduce.records import Kind, Record, measured_together, read_records, records_of
+from lineartime.reproduce.records import Record, measured_together, read_records, records_of
 from lineartime.reproduce.scales import Cell, Questions, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName
 from lineartime.run import RESULT_FILE, read_metrics, read_run
@@ -92,14 +93,9 @@ class Place:
 def missing_jobs(cells: Sequence[Cell], rows: Sequence[Record], seeds: int | None = None) -> list[Job]:
     """The runs that have no row yet: every cell with its first seed, then with its second, ...; of the first `seeds`
     only."""
-    jobs = []
-    for seed in range(max(len(cell.seeds) for cell in cells)):
-        for cell in cells:
-            last: Kind = "finetune" if cell.questions else "train"
-            wanted = cell.table.kind == "train" and seed in cell.seeds[:seeds]
-            if wanted and not records_of(cell, rows, last, seed):
-                jobs.append(Job(cell, seed))
-    return jobs
+    return [Job(cell, seed) for seed in range(max(len(cell.seeds) for cell in cells)) for cell in cells
+            if cell.table.kind == "train" and seed in cell.seeds[:seeds]
+            and not records_of(cell, rows, "finetune" if cell.questions else "train", seed)]
 
 
 def missing_times(cells: Sequence[Cell], rows: Sequence[Record]) -> list[list[Cell]]:
@@ -146,11 +142,10 @@ def plan_lines(table: str, scale: ScaleName, rows: Sequence[Record]) -> list[str
 
 def prepare(text: Text, place: Place, stop: StopSignal) -> None:
     """Tokenise a text, unless that is done."""
-    source = "--hub" if text.folder is None else place.below_texts(text.folder)
-    arguments = ["prepare", source, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out",
-                 str(place.data(text)), *(["--mlm"] if text.mlm else [])]
-    place.data(text).parent.mkdir(parents=True, exist_ok=True)
-    failed = call(arguments, f"text {text.name}", place.data(text).with_suffix(".log"), place,
+    source, out = "--hub" if text.folder is None else place.below_texts(text.folder), place.data(text)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = call(["prepare", source, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out", str(out),
+                   *(["--mlm"] if text.mlm else [])], f"text {text.name}", out.with_suffix(".log"), place,
                   lambda: stop.number is not None)
     stop.check(STOPPED)
     if failed is not None:
@@ -195,32 +190,26 @@ def run_job(job: Job, rows: Sequence[Record], place: Place, over: Callable[[], b
     """Train, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     run, settings = folder / "run", cell.settings(job.seed)
-    folders = {"data": str(place.data(cell.text)), "out": str(run)}
+    made: list[Record] = []
+    given = {**settings, "data": str(place.data(cell.text)), "out": str(run)}
     shared = {"scale": cell.scale.name, "text": cell.text.name, "settings": settings, "device": place.device,
-              "dtype": run_config({**settings, **folders}).train.precision, "threads": place.threads}
+              "dtype": run_config(given).train.precision, "threads": place.threads}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "settings.toml", toml({**settings, **folders}))
-    arguments = ["train", str(folder / "settings.toml"), "--device", place.device]
-    failed = call(arguments, job.label, folder / "train.log", place, over)
-    if over():
-        return []
-    made = []
-    if not records_of(cell, rows, "train", job.seed):
-        made.append({"kind": "train", **shared, **(trained(run, cell) if failed is None else as_result(failed)),
-                     **made_by(cell)})
-    if failed is None and cell.questions is not None:
-        failed = call(finetune_arguments(run, cell.questions, place), f"{job.label}, questions",
-                      folder / "finetune.log", place, over)
-        if over():
-            return made
-        scores = finetuned(run.with_name("questions")) if failed is None else as_result(failed)
-        made.append({"kind": "finetune", **shared, "questions": asdict(cell.questions), **scores, **made_by(cell)})
+    write_atomically(folder / "settings.toml", toml(given))
+    failed = call(["train", str(folder / "settings.toml"), "--device", place.device], job.label, folder / "train.log",
+                  place, over)
+    if not over() and not records_of(cell, rows, "train", job.seed):
+        said = trained(run) if failed is None else as_result(failed)
+        made.append({"kind": "train", **shared, **said, **provenance(), "command": command_of(cell)})
+    if over() or failed is not None or cell.questions is None:
+        return made
+    failed = call(finetune_arguments(run, cell.questions, place), f"{job.label}, questions", folder / "finetune.log",
+                  place, over)
+    if not over():
+        said = finetuned(folder / "questions") if failed is None else as_result(failed)
+        made.append({"kind": "finetune", **shared, "questions": asdict(cell.questions), **said, **provenance(),
+                     "command": command_of(cell)})
     return made
-
-
-def made_by(cell: Cell) -> Record:
-    """Where a row comes from."""
-    return {**provenance(), "command": command_of(cell)}
 
 
 def command_of(cell: Cell) -> str:
@@ -236,31 +225,27 @@ def finetune_arguments(run: Path, questions: Questions, place: Place) -> list[st
             *(part for name, value in questions.settings.items() for part in ("--set", f"{name}={value}"))]
 
 
-def trained(run: Path, cell: Cell) -> Record:
+def trained(run: Path) -> Record:
     """What a finished run has to say."""
-    result, lines = json.loads((run / RESULT_FILE).read_text(encoding="utf-8")), read_metrics(run)
-    described = read_run(run)
-    manifest = read_manifest(Path(described["data"]))
-    config = run_config({**cell.settings(), "data": described["data"], "out": str(run),
-                         "vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document})
-    n_tokens = config.train.steps * config.train.tokens_per_step
+    result, lines, described = read_json(run / RESULT_FILE), read_metrics(run), read_run(run)
+    manifest, train = read_manifest(Path(described["data"])), described["train"]
+    n_tokens = train["steps"] * train["tokens_per_step"]
     data = {"sha256": manifest.sha256, "vocab_size": manifest.vocab_size,
             **{f"{name}_tokens": split.tokens for name, split in manifest.splits.items()}}
-    return {"n_parameters": describe(config.model).n_parameters, "data": data, "tokens": n_tokens,
+    return {"n_parameters": describe(ModelConfig(**described["model"])).n_parameters, "data": data, "tokens": n_tokens,
             "epochs": n_tokens / manifest.splits["train"].tokens,
             "curve": [[line["step"], line["held_out"]["loss"]] for line in lines if "held_out" in line],
             "held_out": result["held_out"], "peak_mib": result["peak_mib"],
-            **times_of(lines, config.train.tokens_per_step)}
+            **times_of(lines, train["tokens_per_step"])}
 
 
 def finetuned(folder: Path) -> Record:
     """What a finished fine-tuning has to say: its best learning rate's scores."""
-    result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
-    best, described = folder / result["best"], read_run(folder / result["best"])
-    scores = result["learning_rates"][result["best"].removeprefix("lr-")]
+    result = read_json(folder / RESULT_FILE)
+    best, scores = folder / result["best"], result["learning_rates"][result["best"].removeprefix("lr-")]
     return {**{name: scores[name] for name in ("f1", "exact_match", "n_questions")}, "best": result["best"],
             "learning_rates": result["learning_rates"], "word_overlap": result["word_overlap"],
-            **times_of(read_metrics(best), described["train"]["tokens_per_step"])}
+            **times_of(read_metrics(best), read_run(best)["train"]["tokens_per_step"])}
 
 
 def times_of(lines: Sequence[dict[str, Any]], tokens_per_step: int) -> Record:
@@ -291,7 +276,9 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place,
         process = subprocess.Popen([sys.executable, "-m", "lineartime", *arguments], stdout=file, stderr=file,
                                    env=environment, start_new_session=True, preexec_fn=end_with_parent)
         asked, told, last = False, time.monotonic(), ""
-        while (code := wait_for(process, 0.5)) is None:
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
             if over() and not asked:
                 process.send_signal(signal.SIGTERM)
                 asked = True
@@ -301,6 +288,7 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place,
                     place.tell(f"  {label}: {line}")
                 last = line
         said = last_line(file, begin).removeprefix("error: ")
+    code = process.returncode
     if code == 0:
         return None
     if code == -signal.SIGKILL:
@@ -308,14 +296,6 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place,
     kinds = {each.exit_code: each for each in LineartimeError.__subclasses__() if each.exit_code > 1}
     what, _, rest = said.partition(": ")
     return kinds.get(code, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
-
-
-def wait_for(process: "subprocess.Popen[Any]", seconds: float) -> int | None:
-    """The exit code, or None where the process still runs after so long."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def last_line(file: Any, begin: int) -> str:
