@@ -91,7 +91,7 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None,
                   into: list[Path] | None, images: Path) -> list[Path]:
     """`lineartime report` of one table or all; returns the files that were written."""
     require_pandas()
-    from lineartime.report.pages import Draw, fill_pages, illustrated, table_places
+    from lineartime.report.pages import fill_pages, illustrated, table_places
     from lineartime.reproduce.markdown import table_section, tables_shown
     from lineartime.reproduce.records import RECORDS
     from lineartime.reproduce.results import read_results
@@ -104,13 +104,13 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None,
         print("\n".join(map(table_section, shown)), end="")
         return []
     from lineartime.atomic_io import write_atomically
-    from lineartime.plot import draw_into
+    from lineartime.plot import Picture, draw_into
     from lineartime.report.html import page
 
-    drawn: dict[str, Draw] = {}
+    drawn: dict[str, Picture] = {}
 
-    def show(name: str, draw: Draw) -> str:
-        drawn[name] = draw
+    def show(name: str, picture: Picture) -> str:
+        drawn[name] = picture
         return name
 
     text = "\n".join(illustrated(results, show) for results in shown)

@@ -8,20 +8,18 @@ of the other report are left as they are.
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from lineartime.atomic_io import write_atomically
 from lineartime.errors import DataError, UsageError
+from lineartime.plot import Picture, draw_into
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require_name
 
-Draw = Callable[[Path], None]
-"""Draws a picture into a path."""
-Show = Callable[[str, Draw], str]
-"""A picture's file name and what draws it -> the link to it."""
+Show = Callable[[str, Picture], str]
+"""A picture's file name and the picture -> the link to it."""
 Place = Callable[[list[str], Show], str]
 """What a kind of place shows, given the names in its mark."""
 
@@ -30,14 +28,13 @@ EXAMPLES = {"speed": "speed", "targets": "targets", "table": "table lm_wiki40b c
 
 def speed_places(rows: Sequence[Any], n_old: int, goals: Sequence[Any]) -> dict[str, Place]:
     """Places for speed and memory, and for goals: rows and goals as the benchmark reads them."""
-    from lineartime.benchmark import figures
+    from lineartime.benchmark.figures import pictures_of
     from lineartime.benchmark.goals import goals_table
     from lineartime.benchmark.markdown import speed_section
 
     def speed(names: list[str], show: Show) -> str:
         return speed_section(rows, n_old, shown=names, pictures=lambda table: [
-            show(name, partial(figures.draw, table, what))
-            for name, what in figures.files_of(table)[: 1 if names else None]])
+            show(name, picture) for name, picture in [*pictures_of(table).items()][: 1 if names else None]])
 
     return {"speed": speed, "targets": lambda names, show: goals_table(goals, rows)}
 
@@ -60,22 +57,22 @@ def table_places(records: Sequence[Record]) -> dict[str, Place]:
 
 def illustrated(results: Any, show: Show) -> str:
     """The section of one of the paper's tables with its pictures."""
-    from lineartime.reproduce import figures
+    from lineartime.reproduce.figures import pictures_of
     from lineartime.reproduce.markdown import table_section
 
-    return table_section(results, [(figures.alt_text(results, what), show(name, partial(figures.draw, results, what)))
-                                   for name, what in figures.files_of(results)])
+    return table_section(results, [(picture.caption, show(name, picture))
+                                   for name, picture in pictures_of(results).items()])
 
 
-def filled(text: str, page: Path, images: Path, places: Mapping[str, Place]) -> tuple[str, dict[str, Draw]]:
+def filled(text: str, page: Path, images: Path, places: Mapping[str, Place]) -> tuple[str, dict[str, Picture]]:
     """A page's text with its places of the given kinds filled, and the pictures they show by file name. page, images:
     where both will be, for the links between them.
 
     Raises UsageError for a page without a whole place, or one for something that does not exist."""
-    drawn: dict[str, Draw] = {}
+    drawn: dict[str, Picture] = {}
 
-    def show(name: str, draw: Draw) -> str:
-        drawn[name] = draw
+    def show(name: str, picture: Picture) -> str:
+        drawn[name] = picture
         return Path(os.path.relpath(images / name, page.parent)).as_posix()
 
     def fill(found: re.Match[str]) -> str:
@@ -95,8 +92,6 @@ def fill_pages(pages: Iterable[Path], images: Path, places: Mapping[str, Place])
     """Fill the places of every page and draw what they show; returns what was written.
 
     Nothing is written unless every page has its places. Raises DataError, UsageError, ResourceError."""
-    from lineartime.plot import draw_into
-
     made, drawn = {}, {}
     for page in pages:
         try:

@@ -1,6 +1,5 @@
 """Reports from measured rows: ratios by hand and within a run, goals, pages in step with their rows."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -8,17 +7,16 @@ from pathlib import Path
 
 import pandas
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.image import imread
 from PIL import Image
 
-from lineartime.benchmark.figures import digest, files_of, spread_apart
+from lineartime.benchmark.figures import pictures_of
 from lineartime.benchmark.goals import Goal, goals_table, reach, read_goals
 from lineartime.benchmark.markdown import number, ratio_table, speed_section
 from lineartime.benchmark.rows import compare, read_rows, tables_of
 from lineartime.cli.report import report_speed
 from lineartime.errors import DataError, UsageError
+from lineartime.plot import digest
 from lineartime.report.pages import fill_pages, filled, speed_places
 
 ROOT = Path(__file__).parents[2]
@@ -350,26 +348,16 @@ def test_a_picture_knows_its_rows(tmp_path):
     cells = cells_of(tmp_path, two_contexts())
     fill_pages([page], tmp_path, speed_places(cells, 0, []))
     (table,) = tables_of(cells)
-    ((time, _), (memory, _)) = files_of(table)
-    assert header(tmp_path / time) == digest(table, "time") != header(tmp_path / memory)
+    time, memory = pictures = pictures_of(table)
+    assert header(tmp_path / time) == digest(pictures[time]) != header(tmp_path / memory)
     assert imread(tmp_path / time).shape[1] > 1000
-    assert digest(only_table(tmp_path, [*two_contexts()[:3], made("transformer++", 251, context=8192)]), "time") != (
-        digest(table, "time"))
+    other = pictures_of(only_table(tmp_path, [*two_contexts()[:3], made("transformer++", 251, context=8192)]))
+    assert digest(other[time]) != digest(pictures[time])
 
 
 def header(path):
     with Image.open(path) as picture:
         return picture.text["Rows"]
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12).map(sorted), st.floats(0.01, 0.2))
-def test_names_keep_their_order_and_their_distance(wanted, gap):
-    places = spread_apart(wanted, gap)
-    assert len(places) == len(wanted)
-    assert all(b - a > gap * (1 - 1e-9) for a, b in itertools.pairwise(places))
-    assert sum(places) == pytest.approx(sum(wanted), abs=1e-9)
-    if all(b - a > gap for a, b in itertools.pairwise(wanted)):
-        assert places == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("x", "text"), [(0.0123, "0.01"), (0.98765, "0.99"), (1.0, "1.00"), (9.987, "9.99"),
@@ -386,8 +374,8 @@ def test_the_projects_pages_are_what_its_rows_give(page):
     goals = read_goals(ROOT / "lineartime/benchmark/goals.toml")
     made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells, n_old, goals))
     assert made == text
-    for name, draw in drawn.items():
-        assert header(ROOT / "docs" / "images" / name) == digest(*draw.args), name
+    for name, picture in drawn.items():
+        assert header(ROOT / "docs" / "images" / name) == digest(picture), name
 
 
 def command(*arguments):

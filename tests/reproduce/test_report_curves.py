@@ -13,18 +13,8 @@ from PIL import Image
 
 from lineartime import plot
 from lineartime.errors import ResourceError
-from lineartime.reproduce import figures as curves
-from lineartime.reproduce.figures import (
-    COLOUR_OF,
-    OF_OTHERS,
-    PICTURES,
-    alt_text,
-    digest,
-    draw,
-    draw_all,
-    files_of,
-    panels_of,
-)
+from lineartime.plot import digest, draw_into, draw_picture
+from lineartime.reproduce.figures import COLOUR_OF, OF_OTHERS, PICTURES, pictures_of
 from lineartime.reproduce.results import positions_of, results_of
 from lineartime.reproduce.tables import TABLES
 from made_rows import final_loss, made_rows, step_ms
@@ -32,6 +22,12 @@ from made_rows import final_loss, made_rows, step_ms
 
 def made(table, scale="cpu", keep=lambda row: True):
     return results_of(table, scale, [row for row in made_rows(table, scale=scale) if keep(row)])
+
+
+def panels_of(results, what):
+    """Of one of a table's pictures; none where it has no such picture."""
+    picture = pictures_of(results).get(f"{results.table.name}-{results.scale.name}-{what}.png")
+    return list(picture.panels) if picture else []
 
 
 def line_of(panel, name):
@@ -47,8 +43,9 @@ def cost_panel(table, column):
 def test_every_table_has_pictures():
     assert PICTURES.keys() <= TABLES.keys()
     for table in TABLES:
-        assert [what for _, what in files_of(made(table))] == list(PICTURES.get(table, OF_OTHERS))
-        assert files_of(results_of(table, "cpu", [])) == []
+        assert list(pictures_of(made(table))) == [
+            f"{table}-cpu-{what}.png" for what in PICTURES.get(table, OF_OTHERS)]
+        assert pictures_of(results_of(table, "cpu", [])) == {}
 
 
 def test_quality_stands_over_the_time_that_training_took():
@@ -159,25 +156,25 @@ def test_dots_are_the_seeds():
     results = made("gau_ablation")
     lm, mlm = panels_of(results, "perplexity")
     cell = results.cells.cell["no gating", "LM"]
-    assert lm.names == mlm.names == list(TABLES["gau_ablation"].models)
-    assert dict(lm.values)["no gating"] == pytest.approx([math.exp(final_loss(cell, seed)) for seed in range(3)])
-    assert lm.level == pytest.approx(sum(dict(lm.values)["original GAU"]) / 3) and lm.level_name == "original GAU"
+    assert list(dict(lm.dots)) == list(dict(mlm.dots)) == list(TABLES["gau_ablation"].models)
+    assert dict(lm.dots)["no gating"] == pytest.approx([math.exp(final_loss(cell, seed)) for seed in range(3)])
+    assert lm.level == pytest.approx(sum(dict(lm.dots)["original GAU"]) / 3) and lm.level_name == "original GAU"
     some = made("gau_ablation", keep=lambda row: row["settings"].get("gate", True))
-    assert dict(panels_of(some, "perplexity")[0].values)["no gating"] == ()
+    assert dict(panels_of(some, "perplexity")[0].dots)["no gating"] == ()
 
 
 def test_gaps_are_seed_by_seed():
     results = made("gap")
     lm, _ = panels_of(results, "gap")
     flash, quad = (results.cells.cell[row, "LM 2048"] for row in ("FLASH", "FLASH-Quad"))
-    assert dict(lm.values)["FLASH-Quad to FLASH, 2,048"] == pytest.approx(
+    assert dict(lm.dots)["FLASH-Quad to FLASH, 2,048"] == pytest.approx(
         [math.exp(final_loss(flash, seed)) - math.exp(final_loss(quad, seed)) for seed in range(3)])
     assert lm.level == 0
 
 
 def test_answers_stand_beside_a_guess():
     pretraining, answers = panels_of(made("triviaqa"), "answers")
-    assert dict(answers.values)["Combiner"] == (11.0,) and answers.level == 26.0 and pretraining.level is None
+    assert dict(answers.dots)["Combiner"] == (11.0,) and answers.level == 26.0 and pretraining.level is None
     (alone,) = panels_of(made("triviaqa", keep=lambda row: row["kind"] != "finetune"), "answers")
     assert alone == pretraining
 
@@ -198,16 +195,16 @@ def words_of(figure):
 @pytest.fixture
 def pictures(monkeypatch):
     """The size of every picture that is drawn, and its words."""
-    drawn = []
+    drawn, drawing = [], plot.drawing
 
     @contextmanager
     def looked_at(*arguments, **options):
-        with plot.drawing(*arguments, **options) as figure:
+        with drawing(*arguments, **options) as figure:
             yield figure
             figure.draw_without_rendering()
             drawn.append((figure.bbox, words_of(figure)))
 
-    monkeypatch.setattr(curves, "drawing", looked_at)
+    monkeypatch.setattr(plot, "drawing", looked_at)
     return drawn
 
 
@@ -216,8 +213,8 @@ def pictures(monkeypatch):
 def test_what_is_drawn_can_be_read(tmp_path, pictures, table, scale):
     """No words on other words or outside; every line in its colour."""
     results = made(table, scale)
-    (path, *_) = draw_all([results], tmp_path)
-    assert len(pictures) == len(files_of(results))
+    (path, *_) = draw_into(tmp_path, pictures_of(results))
+    assert len(pictures) == len(pictures_of(results))
     for whole, words in pictures:
         assert len(words) > 10
         for text, extent in words:
@@ -226,27 +223,27 @@ def test_what_is_drawn_can_be_read(tmp_path, pictures, table, scale):
             width = min(first.x1, second.x1) - max(first.x0, second.x0)
             height = min(first.y1, second.y1) - max(first.y0, second.y0)
             assert width < 1 or height < 1, f"{one!r} is on {other!r}"
-    panels = panels_of(results, files_of(results)[0][1])
-    colours = {COLOUR_OF[line.name] for panel in panels for line in getattr(panel, "lines", ())}
+    (first, *_) = pictures_of(results).values()
+    colours = {COLOUR_OF[line.name] for panel in first.panels for line in panel.lines}
     pixels = imread(path)[..., :3]
     for colour in colours or {plot.COLOURS[0]}:
         assert (np.abs(pixels - matplotlib.colors.to_rgb(colour)).max(-1) < 0.02).sum() > 50, colour
 
 
 def test_a_picture_knows_its_rows(tmp_path):
-    results = made("gau_ablation")
-    ((name, what),) = files_of(results)
-    draw(results, what, tmp_path / name)
-    with Image.open(tmp_path / name) as picture:
-        assert picture.text["Rows"] == digest(results, what)
-    fewer = made("gau_ablation", keep=lambda row: row["settings"].get("seed") != 2)
-    assert digest(fewer, what) != digest(results, what) == digest(made("gau_ablation"), what)
-    assert alt_text(results, what) == "Table 1: changes to GAU, cpu scale. Perplexity, left is better. 3 seeds"
-    assert alt_text(fewer, what).endswith("2 seeds")
+    ((name, picture),) = pictures_of(made("gau_ablation")).items()
+    draw_picture(picture, tmp_path / name)
+    with Image.open(tmp_path / name) as written:
+        assert written.text["Rows"] == digest(picture)
+    (fewer,) = pictures_of(made("gau_ablation", keep=lambda row: row["settings"].get("seed") != 2)).values()
+    (again,) = pictures_of(made("gau_ablation")).values()
+    assert digest(fewer) != digest(picture) == digest(again)
+    assert picture.caption == "Table 1: changes to GAU, cpu scale. Perplexity, left is better. 3 seeds"
+    assert fewer.caption.endswith("2 seeds")
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot make the folder") as raised:
-        draw_all([made("gau_ablation")], tmp_path / "file")
+        draw_into(tmp_path / "file", pictures_of(made("gau_ablation")))
     assert "\n" not in str(raised.value)

@@ -15,8 +15,9 @@ from PIL import Image
 
 from lineartime.cli import report as cli_report
 from lineartime.errors import DataError, UsageError
+from lineartime.plot import digest
 from lineartime.report.pages import fill_pages, filled, speed_places, table_places
-from lineartime.reproduce import figures as curves
+from lineartime.reproduce.figures import pictures_of
 from lineartime.reproduce.markdown import MEASURES, signed, speedup_texts, table_section, tables_shown
 from lineartime.reproduce.paper import read_paper
 from lineartime.reproduce.records import RECORDS
@@ -404,7 +405,7 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
     assert pictures and all(f"](images/{path.name})" in text for path in pictures)
     with Image.open(pictures[0]) as picture:
-        assert picture.text["Rows"] == curves.digest(results_of("gap", "cpu", rows), "gap")
+        assert picture.text["Rows"] == digest(pictures_of(results_of("gap", "cpu", rows))[pictures[0].name])
     fill_pages([page], images, table_places(rows))
     assert page.read_text() == text
 
@@ -434,9 +435,9 @@ def test_the_projects_pages_are_what_its_rows_give():
         if "<!-- table " in (text := page.read_text()):
             made, drawn = filled(text, page, ROOT / "docs" / "images", table_places(read_results(RECORDS)))
             assert made == text
-            for name, draw in drawn.items():
-                with Image.open(ROOT / "docs" / "images" / name) as picture:
-                    assert picture.text["Rows"] == curves.digest(*draw.args), name
+            for name, picture in drawn.items():
+                with Image.open(ROOT / "docs" / "images" / name) as file:
+                    assert file.text["Rows"] == digest(picture), name
 
 
 def command(*arguments):
