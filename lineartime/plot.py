@@ -149,11 +149,12 @@ def draw_panels(figure: "Figure", panels: Sequence[Panel]) -> list["Axes"]:
             axes.tick_params(labelleft=[name for name, _ in left.dots] != [name for name, _ in panel.dots])
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    inches = max(1.9, 0.6 + 0.095 * max(map(len, handles)))
-    n_legend_rows = math.ceil(len(handles) / (figure.get_figwidth() // inches))
-    figure.set_figheight(figure.get_figheight() + 0.25 * n_legend_rows)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center",
-                  ncols=math.ceil(len(handles) / n_legend_rows))
+    if handles:
+        inches = max(1.9, 0.6 + 0.095 * max(map(len, handles)))
+        n_legend_rows = math.ceil(len(handles) / max(1, figure.get_figwidth() // inches))
+        figure.set_figheight(figure.get_figheight() + 0.25 * n_legend_rows)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center",
+                      ncols=math.ceil(len(handles) / n_legend_rows))
     return places[:len(panels)]
 
 

@@ -86,8 +86,8 @@ def test_plot_comparison_draws_every_run_in_both_panels(tmp_path):
     picture = plot_comparison(runs, tmp_path / "out.png")
     width = imread(picture).shape[1]
     assert width == 1800
-    # A third colour is nowhere in the right panel: that run has no result.
-    right = imread(picture)[:, width // 2 :, :3]
+    # A third colour is nowhere in the right panel, above the legend: that run has no result.
+    right = imread(picture)[:-100, width // 2 :, :3]
     third = np.array(matplotlib.colors.to_rgb("#009E73"))
     assert coloured(picture, "#009E73") > 100 and (np.abs(right - third).max(-1) < 0.02).sum() == 0
     narrow = plot_comparison({"model 2": tmp_path / "2"}, tmp_path / "narrow.png")
@@ -99,13 +99,14 @@ def make_context_use(path, *, n_documents=3, gain=0.1):
     use = {"contexts": [512, 1024, 2048], "gains": [0.0, gain, 2 * gain], "gain_errors": [error] * 3, "n_tokens": 9000,
            "documents": [{}] * n_documents, "trained_context": 1024,
            "loss_by_position": [{"first": 1, "last": 1024, "shortest": 5.0, "longest": 5.0},
-                                {"first": 1025, "last": 2048, "shortest": 5.1, "longest": 4.9}]}
+                                {"first": 1025, "last": 2048, "shortest": 5.1, "longest": 5 - gain}]}
     path.write_text(json.dumps(use))
     return path
 
 
 def test_plot_context_use_draws_gains_and_positions(tmp_path):
-    files = {"one": make_context_use(tmp_path / "1.json"), "two": make_context_use(tmp_path / "2.json", n_documents=1)}
+    files = {"one": make_context_use(tmp_path / "1.json"),
+             "two": make_context_use(tmp_path / "2.json", n_documents=1, gain=0.2)}
     picture = plot_context_use(files, tmp_path / "out.png")
     half = imread(picture).shape[1] // 2
     for colour in ("#0072B2", "#D55E00"):
