@@ -217,7 +217,7 @@ def scale_axes(axes: "Axes", panel: Panel, panels: Sequence[Panel]) -> None:
         heights = [height for each in panels if each.log_heights
                    for line in each.lines for point in line.points for height in point[1:]]
         low, high = min(heights), max(heights)
-        room = max(1.15, 1.7 * (low / high) ** 0.5)  # so that there are round numbers between alike heights
+        room = max(1.15, 2.3 * (low / high) ** 0.5)  # two round numbers are between limits that are 5 times apart
         axes.set_ylim(low / room, high * room)
     for axis in logarithmic:
         axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
