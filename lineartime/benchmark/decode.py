@@ -53,10 +53,7 @@ class DecodeCase:
 
     def __post_init__(self) -> None:
         self.next_ids_B = torch.zeros_like(self.state.seq_lens_B)
-
-    @property
-    def block_tokens(self) -> int:
-        return whole_chunks(self.model.config)
+        self.block_tokens = whole_chunks(self.model.config)
 
     def decode(self, n_tokens: int) -> Stopwatch:
         """Greedy tokens, one after the other: the times of each."""

@@ -109,7 +109,8 @@ def measure_loss(sizes: Sequence[int], many_tokens: int, precision: str, repeats
         check = measure.compare(name, ours, expected, LIMITS[precision], against="the plain loss",
                                 what=f"mean loss and gradients of {CHECKED_TOKENS} tokens")
         memory = measure.peak_of(partial(value_and_gradients, every[name], inputs, one), on)
-        few_mib, many_mib = (counted_mib(loss, [n, *head], precision) for n in (n_tokens, many_tokens))
+        counts = [counted_bytes(loss, [n, *head], precision) for n in (n_tokens, many_tokens)]
+        few_mib, many_mib = (None if n is None else n / 2**20 for n in counts)
         found[name] = {"check": check, **memory, "counted_mib": few_mib,
                        "many_tokens": {"tokens": many_tokens, "counted_mib": many_mib, "measured_mib": None}}
     del ours, expected
@@ -164,11 +165,6 @@ def counted_bytes(loss: Loss, sizes: Sequence[int], precision: str) -> int | Non
         with LiveBytes() as count:
             value_and_gradients(mean(loss, precision), inputs, one)
     return count.most
-
-
-def counted_mib(loss: Loss, sizes: Sequence[int], precision: str) -> float | None:
-    counted = counted_bytes(loss, sizes, precision)
-    return None if counted is None else counted / 2**20
 
 
 def print_loss(rows: Sequence[Row]) -> None:

@@ -37,7 +37,7 @@ def read_prompt(config: Row, n_tokens: int, threads: int, device: str, seed: int
     torch.manual_seed(seed)
     model = LanguageModel(fields).to(device).eval()
     prompt = array("q")  # eight bytes a token: a list of them would take room that hides what the reading takes
-    prompt.frombytes(np.random.default_rng(seed).integers(fields.vocab_size, size=n_tokens).data)
+    prompt.frombytes(np.random.default_rng(seed).integers(fields.vocab_size, size=n_tokens).tobytes())
     tenths: list[Row] = []
     started = time.perf_counter()
 

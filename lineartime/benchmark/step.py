@@ -133,14 +133,13 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
     machine: threads, device and seed of a process. references: what steps are compared with; missing ones are added."""
     on_cpu = machine["device"] == "cpu"
     workers = [measure.Worker("step", {"label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows,
-                               "precision": case.precision, **machine}) for case in cases]
+                                       "precision": case.precision, **machine}) for case in cases]
 
     def make_reference(case: StepCase) -> Row:
-        plain, (n_rows, n_tokens) = Label(case.label.model), case.checked_shape
-        progress(f"{plain.text}, context {case.config.context:,}: eager float32, to compare with")
-        path = str(folder / f"{uuid.uuid4().hex}.safetensors")
+        model, path, (n_rows, n_tokens) = case.label.model, str(folder / uuid.uuid4().hex), case.checked_shape
+        progress(f"{model}, context {case.config.context:,}: eager float32, to compare with")
         return {"path": path, **measure.in_own_process("reference", {
-            "label": plain.text, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
+            "label": model, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
             **machine})}
 
     def prepare(case: StepCase, worker: measure.Worker) -> Row:
