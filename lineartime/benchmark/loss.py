@@ -161,9 +161,9 @@ def counted_bytes(loss: Loss, sizes: Sequence[int], precision: str) -> int | Non
     if loss not in (plain, linear_cross_entropy):
         return None
     with FakeTensorMode():
-        inputs, one = random_inputs(*sizes, device=torch.device("cpu")), [torch.ones(())]
+        inputs = random_inputs(*sizes, device=torch.device("cpu"))
         with LiveBytes() as count:
-            value_and_gradients(mean(loss, precision), inputs, one)
+            value_and_gradients(mean(loss, precision), inputs, [torch.ones(())])
     return count.most
 
 
