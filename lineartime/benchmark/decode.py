@@ -2,12 +2,11 @@
 
 import copy
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from lineartime.attention.combiner import RowCache
@@ -15,13 +14,14 @@ from lineartime.benchmark import Row, measure
 from lineartime.benchmark.measure import Progress, Stopwatch, ignore
 from lineartime.config import ModelConfig, to_dict
 from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, larger
-from lineartime.errors import NumericsError, UsageError
+from lineartime.errors import NumericsError
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import PIECE_TOKENS, decode_step
 from lineartime.generation.onednn import packed_weights
-from lineartime.info import decoding_bytes, mib, table
+from lineartime.info import decoding_bytes, mib
 from lineartime.model import LanguageModel
 from lineartime.runtime import choose_settings, peak_rss_bytes
+from lineartime.settings import require
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 BLOCK_TOKENS = 256
@@ -45,16 +45,15 @@ class DecodeCase:
     how: str
     """"read" token by token as a user's would be, or "filled" with numbers that were never tokens."""
     state: DecodingState
-    next_ids_B: Tensor
     dtype_ms: dict[str, float]
     check: Row
     captured: CapturedStep | None = None
     token_ms: dict[str, list[float]] = field(default_factory=dict)
     """By clock: of every timed token, block by block."""
 
-    @property
-    def block_tokens(self) -> int:
-        return whole_chunks(self.model.config)
+    def __post_init__(self) -> None:
+        self.next_ids_B = torch.zeros_like(self.state.seq_lens_B)
+        self.block_tokens = whole_chunks(self.model.config)
 
     def decode(self, n_tokens: int) -> Stopwatch:
         """Greedy tokens, one after the other: the times of each."""
@@ -77,10 +76,10 @@ class DecodeCase:
         for clock, times in self.decode(n_tokens).times.items():
             self.token_ms.setdefault(clock, []).extend(times)
 
-    def blocks_ms(self) -> dict[str, list[list[float]]]:
-        """The timed tokens of each block, by clock."""
-        n = self.block_tokens
-        return {clock: [times[i : i + n] for i in range(0, len(times), n)] for clock, times in self.token_ms.items()}
+    def of_blocks(self, clock: str, function: Callable[[Sequence[float]], float]) -> list[float]:
+        """A function of the times of each block's tokens."""
+        times, n = self.token_ms[clock], self.block_tokens
+        return [function(times[i : i + n]) for i in range(0, len(times), n)]
 
 
 def whole_chunks(config: ModelConfig) -> int:
@@ -104,8 +103,8 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
     A model's logits are compared with those of a parallel forward before it is timed. Raises UsageError, and
     NumericsError where the logits differ."""
     measure.require_positive(contexts=min(contexts, default=0), repeats=repeats, threads=threads, batch=batch_size)
-    if dtype not in ("fastest", *DTYPES):
-        raise UsageError("wrong value", f"precision = {dtype}", "it takes fastest, float32 or bfloat16")
+    require(dtype in ("fastest", *DTYPES), "wrong value", f"precision = {dtype}",
+            "it takes fastest, float32 or bfloat16")
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -141,7 +140,7 @@ def cases_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_si
         tried = copy.deepcopy(model).to(getattr(torch, candidate))
         with packed_weights(tried):
             state = filled_state(tried, max(contexts), batch_size, room)
-            case = DecodeCase(label, tried, max(contexts), "filled", state, zeros(tried, batch_size), {}, {})
+            case = DecodeCase(label, tried, max(contexts), "filled", state, {}, {})
             case.decode(2)
             dtype_ms[candidate] = statistics.median(case.decode(FEW).compared())
         progress(f"{label}: {candidate} takes {dtype_ms[candidate]:.1f} ms a token after {max(contexts):,}")
@@ -156,16 +155,12 @@ def cases_of(label: str, model: LanguageModel, contexts: Sequence[int], batch_si
         if n <= read_up_to:
             made["read"] = read_state(model, n, batch_size, room)
         for how, state in made.items():
-            case = DecodeCase(label, model, n, how, state, zeros(model, batch_size), dtype_ms, check,
-                              CapturedStep(model, state) if capture else None)
+            captured = CapturedStep(model, state) if capture else None
+            case = DecodeCase(label, model, n, how, state, dtype_ms, check, captured)
             case.decode(FEW)
             cases.append(case)
             progress(f"{label}: {n:,} tokens {how}")
     return cases
-
-
-def zeros(model: LanguageModel, batch_size: int) -> Tensor:
-    return torch.zeros(batch_size, dtype=torch.long, device=model.embed.weight.device)
 
 
 @torch.inference_mode()
@@ -198,12 +193,11 @@ def read_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int, 
     device, generator = model.embed.weight.device, torch.Generator().manual_seed(seed)
     state = model.decoding_state(batch_size)
     state.reserve(room)
-    for start in range(0, n_tokens, PIECE_TOKENS):
-        n_new = min(PIECE_TOKENS, n_tokens - start)
-        ids_BN = torch.randint(model.config.vocab_size, (batch_size, n_new), generator=generator).to(device)
-        if model.config.end_of_document is not None:
-            ids_BN[ids_BN == model.config.end_of_document] += 1 if model.config.end_of_document == 0 else -1
-        model.extend(ids_BN, torch.full((batch_size,), n_new, device=device), state)
+    ids_BT = torch.randint(model.config.vocab_size, (batch_size, n_tokens), generator=generator).to(device)
+    if model.config.end_of_document is not None:
+        ids_BT[ids_BT == model.config.end_of_document] += 1 if model.config.end_of_document == 0 else -1
+    for ids_BN in ids_BT.split(PIECE_TOKENS, dim=1):
+        model.extend(ids_BN, torch.full((batch_size,), ids_BN.shape[1], device=device), state)
     return state
 
 
@@ -219,13 +213,11 @@ def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int
             cache.n_full_B.fill_(kept)
             cache.n_open_B.fill_(n_tokens % c)
         for name, tensor in cache.tensors().items():
-            if not tensor.is_floating_point():
-                continue
             if name in cache.growing:
                 tensor = larger(tensor, kept)
                 setattr(cache, name, tensor)
-                fill(tensor[:, :kept])
-            else:
+                tensor = tensor[:, :kept]
+            if tensor.is_floating_point():
                 fill(tensor)
         if isinstance(cache, ChunkState):
             cache.kv_BSE *= n_tokens
@@ -242,9 +234,8 @@ def fill(x_BL: Tensor) -> None:
 
 def row_of(case: DecodeCase) -> Row:
     model, weight, batch_size = case.model, case.model.embed.weight, len(case.next_ids_B)
-    blocks = case.blocks_ms()
-    times = measure.spreads({clock: [statistics.fmean(block) for block in each] for clock, each in blocks.items()})
-    slowest = [max(block) for block in blocks[f"{times['clock']}_ms"]]
+    times = measure.spreads({clock: case.of_blocks(clock, statistics.fmean) for clock in case.token_ms})
+    slowest = case.of_blocks(f"{times['clock']}_ms", max)
     variant = "eager" if case.captured is None else "captured"
     return {"benchmark": "decode", "cell": None, "model": case.label, "variant": variant,
             "attention": "fused" if model.config.attn_kernel == "softmax" else None,
@@ -254,49 +245,44 @@ def row_of(case: DecodeCase) -> Row:
             "dtype": str(weight.dtype).removeprefix("torch."), "dtype_ms": case.dtype_ms, "device": weight.device.type,
             "unit": "token", "block_tokens": case.block_tokens, "warm_up": FEW, **times,
             "slowest_token_ms": measure.spread(slowest),
-            "tokens_per_s": batch_size * 1e3 / measure.compared_ms(times)["median"],
+            "tokens_per_s": measure.tokens_per_s(times, batch_size),
             "state_bytes": decoding_bytes(model.config, weight.dtype).at(case.context),
             "allocated_state_bytes": case.state.n_bytes // batch_size, "peak_mib": peak_rss_bytes() / 2**20,
             "check": case.check}
 
 
-def flatness(rows: Sequence[Row]) -> dict[str, float]:
-    """By model: the largest over the smallest median time per token of all contexts that were filled, less 1."""
-    medians: dict[str, list[float]] = {}
+def filled_ms(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """By model and context: the median time per token after contexts that were filled."""
+    medians: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["context"] == "filled":
-            medians.setdefault(row["label"], []).append(measure.compared_ms(row)["median"])
-    return {label: max(values) / min(values) - 1 for label, values in medians.items()}
+            medians.setdefault(row["label"], {})[row["context_tokens"]] = measure.compared_ms(row)["median"]
+    return medians
+
+
+def flatness(rows: Sequence[Row]) -> dict[str, float]:
+    """By model: the largest over the smallest median time per token of all contexts that were filled, less 1."""
+    return {label: max(ms.values()) / min(ms.values()) - 1 for label, ms in filled_ms(rows).items()}
 
 
 def speedups(rows: Sequence[Row]) -> list[tuple[str, str, int, float]]:
     """How many times as long as the first model's token each other's takes: the two, the context, the ratio."""
-    first, found = rows[0]["label"], []
-    mine = {row["context_tokens"]: row for row in rows if row["label"] == first and row["context"] == "filled"}
-    for row in rows:
-        base = mine.get(row["context_tokens"])
-        if row["label"] != first and row["context"] == "filled" and base is not None:
-            ratio = measure.compared_ms(row)["median"] / measure.compared_ms(base)["median"]
-            found.append((first, row["label"], row["context_tokens"], ratio))
-    return found
+    (first, base), *others = filled_ms(rows).items()
+    return [(first, label, context, ms[context] / base[context])
+            for label, ms in others for context in ms if context in base]
 
 
 def print_decode(rows: Sequence[Row]) -> None:
     """Print `benchmark_decode`'s rows as a table, how flat each model's are, and how they compare."""
-    console, first = Console(highlight=False), rows[0]
-    console.print(f"Milliseconds per generated token, batch of {first['batch_size']}, {measure.what_is_timed(first)}:\n"
-                  f"averages over whole chunks ({first['block_tokens']} tokens, {first['repeats']} times), and the "
-                  "slowest token.\nA filled context was never read: its state holds random numbers.",
-                  markup=False)
-    made = table("model", "type", "context", "", "median", "slowest", "state a row", width=14)
-    for row in rows:
-        times = measure.compared_ms(row)
-        made.add_row(row["label"], row["dtype"], f"{row['context_tokens']:,}", row["context"], f"{times['median']:.2f}",
-                     f"{row['slowest_token_ms']['max']:.2f}", mib(row["state_bytes"]))
-    console.print(made)
+    first = rows[0]
+    measure.print_runs(f"Milliseconds per generated token, batch of {first['batch_size']}", {
+        "model": "{label}", "type": "{dtype}", "context": "{context_tokens:,}", "": "{context}",
+        "median": "{ms[median]:.2f}", "slowest": "{slowest_token_ms[max]:.2f}", "state a row": "{state}"},
+        [row | {"state": mib(row["state_bytes"])} for row in rows])
+    print(f"Averages over whole chunks ({first['block_tokens']} tokens), and the slowest token.\n"
+          "A filled context was never read: its state holds random numbers.")
     for label, flat in flatness(rows).items():
         mine = [row["context_tokens"] for row in rows if row["label"] == label]
-        console.print(f"{label}: medians from {min(mine):,} to {max(mine):,} tokens lie within {flat:.1%}",
-                      markup=False)
+        print(f"{label}: medians from {min(mine):,} to {max(mine):,} tokens lie within {flat:.1%}")
     for one, other, context, ratio in speedups(rows):
-        console.print(f"{one} over {other} at {context:,}: {ratio:.2f}", markup=False)
+        print(f"{one} over {other} at {context:,}: {ratio:.2f}")

@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary: time side by side, and memory, counted where it does not fit."""
+"""The loss over a large vocabulary: an op whose memory is also counted, where it does not fit."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineartime.benchmark import Row, measure
-from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
+from lineartime.benchmark.measure import OnRows, Progress, ignore
+from lineartime.benchmark.op import (
+    OPS,
+    Implementation,
+    Inputs,
+    head_inputs,
+    plain,
+    times_in_turn,
+    typed,
+    value_and_gradients,
+)
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require_name
@@ -22,12 +32,8 @@ LIMITS = {"float32": 1e-5, "bfloat16": 0.02}
 
 CHECKED_TOKENS = 512
 
+OP = OPS["linear_cross_entropy"]
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def plain(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
-    """The loss with all logits in memory."""
-    return F.cross_entropy(at_least_float32(F.linear(x_ND, weight_VD, bias_V)), targets_N, reduction="none")
 
 
 def of_torch(reduction: str) -> Loss:
@@ -50,6 +56,14 @@ def implementations() -> dict[str, Loss]:
     return found
 
 
+def mean(loss: Loss, precision: str) -> Implementation:
+    """The mean loss as a training step takes it."""
+    def mean_loss(**inputs: Tensor) -> Tensor:
+        with torch.autocast(inputs["x"].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            return loss(*inputs.values()).sum() / len(inputs["targets"])
+    return mean_loss
+
+
 def benchmark_loss(*, vocab_size: int = 32_000, d_model: int = 768, tokens: int = 8192, many_tokens: int = 2**18,
                    precisions: Sequence[str] = ("float32", "bfloat16"), repeats: int = 3, threads: int = 1,
                    device: str = "cpu", seed: int = 0, progress: Progress = ignore,
@@ -62,77 +76,58 @@ def benchmark_loss(*, vocab_size: int = 32_000, d_model: int = 768, tokens: int 
     where the process dies."""
     measure.require_positive(vocab_size=vocab_size, d_model=d_model, tokens=tokens, many_tokens=many_tokens,
                              repeats=repeats, threads=threads)
-    rows = []
     for precision in precisions:
         require_name("precision", precision, LIMITS)
-        progress(f"loss of {tokens:,} tokens, {precision}")
-        answer = measure.measured_alone("loss", {
-            "sizes": [tokens, vocab_size, d_model], "many_tokens": many_tokens, "precision": precision,
-            "repeats": repeats, "threads": threads, "device": device, "seed": seed},
-            "the loss failed", f"{tokens:,} tokens, {precision}")
-        shared = {"settings": answer["settings"], **measure.facts_of_run()}
-        made = [{"benchmark": "loss", "cell": None, "model": "linear_cross_entropy", "variant": name,
-                 "label": f"loss:{name}", "config": None, "vocab_size": vocab_size, "d_model": d_model,
-                 "n_parameters": vocab_size * (d_model + 1), "context_tokens": tokens, "tokens_per_step": tokens,
-                 "dtype": precision, "device": device, "threads": threads, "unit": "call", **found,
-                 "tokens_per_s": tokens * 1e3 / measure.compared_ms(found)["median"],
-                 "flops_per_token": 6 * vocab_size * d_model, "warm_up": 2, "repeats": repeats, **shared}
-                for name, found in answer["found"].items()]
-        on_rows(made)
-        rows += made
-    return rows
+    cases = [(f"{tokens:,} tokens, {precision}", {
+        "sizes": [tokens, vocab_size, d_model], "many_tokens": many_tokens, "precision": precision, "repeats": repeats,
+        "threads": threads, "device": device, "seed": seed}) for precision in precisions]
+
+    def row_of(case: Row, name: str, found: Row) -> Row:
+        return {"benchmark": "loss", "cell": None, "model": "linear_cross_entropy", "variant": name,
+                "label": f"loss:{name}", "config": None, "vocab_size": vocab_size, "d_model": d_model,
+                "n_parameters": vocab_size * (d_model + 1), "context_tokens": tokens, "tokens_per_step": tokens,
+                "dtype": case["precision"], "device": device, "threads": threads, "unit": "call", **found,
+                "tokens_per_s": measure.tokens_per_s(found, tokens), "flops_per_token": 6 * vocab_size * d_model,
+                "warm_up": 2, "repeats": repeats}
+
+    return measure.measured_side_by_side("loss", "the loss", cases, row_of, progress, on_rows)
 
 
 def measure_loss(sizes: Sequence[int], many_tokens: int, precision: str, repeats: int, threads: int, device: str,
                  seed: int) -> Iterator[Row]:
     """One process's part of `benchmark_loss`."""
     on, settings = measure.set_up(threads, device, seed)
-    (n_tokens, *head), every = sizes, implementations()
+    (n_tokens, *head), losses, one = sizes, implementations(), [torch.ones((), device=on)]
+    every = {name: mean(loss, precision) for name, loss in losses.items()}
     inputs = random_inputs(n_tokens, *head, device=on)
-    few = [t.detach()[:CHECKED_TOKENS] if i in (0, 3) else t.detach() for i, t in enumerate(inputs)]
-    expected = losses_and_gradients(plain, [t.double().requires_grad_() for t in few[:3]] + few[3:], "float32")
+    few = {key: t[:CHECKED_TOKENS] if key in ("x", "targets") else t for key, t in inputs.items()}
+    expected = value_and_gradients(mean(plain, "float32"), typed(OP, few, on, torch.float64), one)
+    few = typed(OP, few, on, torch.float32)
     found: dict[str, Row] = {}
-    for name, loss in every.items():
-        ours = losses_and_gradients(loss, [t.requires_grad_() for t in few[:3]] + few[3:], precision)
+    for name, loss in losses.items():
+        ours = value_and_gradients(every[name], few, one)
         check = measure.compare(name, ours, expected, LIMITS[precision], against="the plain loss",
                                 what=f"mean loss and gradients of {CHECKED_TOKENS} tokens")
-        peak, above = measure.peak_of(partial(losses_and_gradients, loss, inputs, precision), on)
-        many = counted_bytes(loss, [many_tokens, *head], precision)
-        found[name] = {"check": check, "peak_mib": mib(peak), "above_import_mib": mib(above),
-                       "counted_mib": mib(counted_bytes(loss, sizes, precision)),
-                       "many_tokens": {"tokens": many_tokens, "counted_mib": mib(many), "measured_mib": None}}
-    del expected
-    watches = {name: Stopwatch(on) for name in every}
-    for _, name in measure.in_turn([*every], range(repeats)):
-        with watches[name].running():
-            losses_and_gradients(every[name], inputs, precision)
-    del inputs, few
-    for name, loss in every.items():
-        found[name] |= measure.spreads(watches[name].times)
-        counted, n_inputs = found[name]["many_tokens"]["counted_mib"], 4 * many_tokens * (head[1] + 2) / 2**20
-        if counted is not None and (counted + n_inputs) * 2**20 < measure.available_bytes() / 2 and name == "by chunks":
-            many_inputs = random_inputs(many_tokens, *head, device=on)
-            _, above = measure.peak_of(partial(losses_and_gradients, loss, many_inputs, precision), on)
-            found[name]["many_tokens"]["measured_mib"] = mib(above)
+        memory = measure.peak_of(partial(value_and_gradients, every[name], inputs, one), on)
+        counts = [counted_bytes(loss, [n, *head], precision) for n in (n_tokens, many_tokens)]
+        few_mib, many_mib = (None if n is None else n / 2**20 for n in counts)
+        found[name] = {"check": check, **memory, "counted_mib": few_mib,
+                       "many_tokens": {"tokens": many_tokens, "counted_mib": many_mib, "measured_mib": None}}
+    del ours, expected
+    for name, (both, *_) in times_in_turn(every, inputs, one, repeats, on).items():
+        found[name] |= measure.spreads(both.times)
+    del inputs
+    many = found["by chunks"]["many_tokens"]
+    if many["counted_mib"] * 2**20 + 4 * many_tokens * (head[1] + 2) < measure.available_bytes() / 2:
+        inputs = random_inputs(many_tokens, *head, device=on)
+        memory = measure.peak_of(partial(value_and_gradients, every["by chunks"], inputs, one), on)
+        many["measured_mib"] = memory["above_import_mib"]
     yield {"settings": settings, "found": found}
 
 
-def random_inputs(n_tokens: int, vocab_size: int, d_model: int, *, device: torch.device) -> list[Tensor]:
-    """x, W and b that want a gradient, and targets: logits are of about 1."""
-    numbers = [torch.randn(n_tokens, d_model, device=device), torch.randn(vocab_size, d_model, device=device),
-               torch.randn(vocab_size, device=device)]
-    numbers[1] /= d_model**0.5
-    return [t.requires_grad_() for t in numbers] + [torch.randint(vocab_size, (n_tokens,), device=device)]
-
-
-def losses_and_gradients(loss: Loss, inputs: Sequence[Tensor], precision: str) -> dict[str, Tensor]:
-    """The mean loss and its gradients, as a training step takes them."""
-    with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        x_ND, weight_VD, bias_V, targets_N = inputs
-        mean = loss(x_ND, weight_VD, bias_V, targets_N).sum() / len(targets_N)
-    gradients = torch.autograd.grad(mean, inputs[:3])
-    return dict(zip(("loss", "gradient of x", "gradient of W", "gradient of b"), (mean.detach(), *gradients),
-                    strict=True))
+def random_inputs(*sizes: int, device: torch.device) -> Inputs:
+    """x, W and b that want a gradient, and targets. sizes: tokens, vocabulary and width."""
+    return typed(OP, head_inputs(*sizes), device, torch.float32)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -163,30 +158,24 @@ class LiveBytes(TorchDispatchMode):
 def counted_bytes(loss: Loss, sizes: Sequence[int], precision: str) -> int | None:
     """The most bytes that tensors take in one forward and backward pass, inputs left out, without a number computed;
     None for what does not show what it does."""
+    if loss not in (plain, linear_cross_entropy):
+        return None
     with FakeTensorMode():
         inputs = random_inputs(*sizes, device=torch.device("cpu"))
         with LiveBytes() as count:
-            losses_and_gradients(loss, inputs, precision)
-    return count.most if loss in (plain, linear_cross_entropy) else None
-
-
-def mib(n_bytes: int | None) -> float | None:
-    return None if n_bytes is None else n_bytes / 2**20
+            value_and_gradients(mean(loss, precision), inputs, [torch.ones(())])
+    return count.most
 
 
 def print_loss(rows: Sequence[Row]) -> None:
     """Print `benchmark_loss`'s rows of one run as a table."""
     first = rows[0]
     base, many = measure.compared_ms(first)["median"], first["many_tokens"]["tokens"]
-
-    def texts(row: Row) -> list[str]:
-        memory = [row["above_import_mib"], row["counted_mib"], *(row["many_tokens"][key] for key in (
-            "counted_mib", "measured_mib"))]
-        return [row["variant"], *measure.quartiles(row), f"{measure.compared_ms(row)['median'] / base:.2f}",
-                *("" if value is None else f"{value:,.0f}" for value in memory), f"{row['check']['error']:.1g}"]
-
-    what = (f"Head and loss of {first['tokens_per_step']:,} tokens, vocabulary {first['vocab_size']:,}, "
-            f"width {first['d_model']}")
-    columns = ["implementation", "ms", "quartiles", "of plain", "MiB", "counted", f"{many:,} counted", "measured",
-               "error"]
-    measure.print_table(measure.heading(what, first), columns, map(texts, rows), width=16)
+    measure.print_runs(
+        f"Head and loss of {first['tokens_per_step']:,} tokens, vocabulary {first['vocab_size']:,}, "
+        f"width {first['d_model']}", {
+            "implementation": "{variant}", "type": "{dtype}", **measure.TIMES, "of plain": "{of_plain:.2f}",
+            "MiB": "{above_import_mib:,.0f}", "counted": "{counted_mib:,.0f}",
+            f"{many:,} counted": "{many_tokens[counted_mib]:,.0f}", "measured": "{many_tokens[measured_mib]:,.0f}",
+            "error": "{check[error]:.1g}"},
+        [row | {"of_plain": measure.compared_ms(row)["median"] / base} for row in rows])

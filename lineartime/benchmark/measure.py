@@ -7,6 +7,7 @@ processor time of the process stands beside the time on the clock: on a CPU, oth
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -18,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,12 +54,12 @@ def provenance() -> Row:
         "command": shlex.join([program if program != "__main__.py" else "lineartime", *sys.argv[1:]]),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lineartime": version(),
+        "lineartime": installed_version("lineartime"),
     }
 
 
@@ -76,19 +77,37 @@ def commit() -> str | None:
         return None
 
 
-def cpu_model() -> str:
+def proc_file(name: str) -> dict[str, str]:
+    """What Linux says in a file of `/proc`, by name; nothing elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc", name).read_text(encoding="utf-8").splitlines()
     except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def cpu_model() -> str:
+    named = proc_file("cpuinfo")
+    if not named:
         return platform.processor()
-    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = named.get("model name", platform.machine())
     return f"{name} (family {named.get('cpu family')}, model {named.get('model')})"
 
 
-def version() -> str | None:
+def memory_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes() -> int:
+    """Memory that processes can still have, swap left out."""
+    available = proc_file("meminfo").get("MemAvailable")
+    return int(available.split()[0]) * 1024 if available else memory_bytes() // 2
+
+
+def installed_version(package: str) -> str | None:
     try:
-        return importlib.metadata.version("lineartime")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -125,34 +144,43 @@ def in_turn(cases: Sequence[T], rounds: Iterable[int]) -> Iterator[tuple[int, T]
             yield number, case
 
 
-def peak_of(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """The most memory there was while `work` was done: in all, and above what there was before."""
+def peak_of(work: Callable[[], object], device: torch.device) -> Row:
+    """A row's memory: the most there was while `work` was done, in all and above what there was before."""
     release_memory(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else rss_bytes() or peak_rss_bytes()
     forget_peak(device)
     work()
-    return peak_bytes(device), peak_bytes(device) - before
+    return peak_since(before, device)
+
+
+def peak_since(before: int, device: torch.device) -> Row:
+    """A row's memory: the most there has been, in all and above the bytes there were before."""
+    peak = peak_bytes(device)
+    return {"peak_mib": peak / 2**20, "above_import_mib": max(peak - before, 0) / 2**20}
+
+
+def relative_error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Norm of the difference over that of what is expected, or over `least` where that is more."""
+    difference, size = (found.double() - expected).norm().item(), max(expected.double().norm().item(), least)
+    return difference / size if size else math.inf
+
+
+def check(errors: Mapping[str, float], limit: float, what: str, *, otherwise: str, label: str = "") -> Row:
+    """A row's "check": the largest of errors by name. Raises NumericsError(otherwise) where it is above the limit, or
+    no number."""
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    if not errors[worst] <= limit:
+        raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, "
+                                       f"the limit is {limit:.2g}")
+    return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
 def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float, *,
             what: str = "output and gradients", against: str = "the reference") -> Row:
-    """A row's "check": the largest relative error of tensors by name against float64. Raises NumericsError where it is
-    above the limit, or no number."""
-    errors = {key: ((found[key].double() - x).norm() / x.norm()).item() for key, x in expected.items()}
-    worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-    if not errors[worst] <= limit:
-        raise NumericsError(f"not what {against} gives", f"{label}, {worst}: relative error {errors[worst]:.2g}, "
-                            f"the limit is {limit:.2g}")
-    return {"what": f"{what} against {against} in float64", "error": errors[worst], "worst": worst, "limit": limit}
-
-
-def available_bytes() -> int:
-    """Memory that processes can still have, swap left out."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """A row's "check" of tensors by name against float64. Raises NumericsError as `check` does."""
+    errors = {name: relative_error(found[name], x) for name, x in expected.items()}
+    return check(errors, limit, f"{what} against {against} in float64", otherwise=f"not what {against} gives",
+                 label=f"{label}, ")
 
 
 Mark = tuple[float, float, torch.cuda.Event | None]
@@ -205,17 +233,12 @@ class Stopwatch:
 
     def compared(self) -> list[float]:
         """The times of the clock that is compared."""
-        return self.times[f"{clock_of_times(self.times)}_ms"]
-
-
-def clock_of_times(times: Mapping[str, object]) -> str:
-    """Which clock is compared: that of a GPU, else that of the processor."""
-    return "gpu" if "gpu_ms" in times else "cpu"
+        return self.times.get("gpu_ms") or self.times["cpu_ms"]
 
 
 def spreads(times: Mapping[str, Sequence[float]]) -> Row:
-    """A row's times by the names of their clocks, and which clock is compared."""
-    return {name: spread(each) for name, each in times.items()} | {"clock": clock_of_times(times)}
+    """A row's times by the names of their clocks, and which is compared: that of a GPU, else that of the processor."""
+    return {name: spread(each) for name, each in times.items()} | {"clock": "gpu" if "gpu_ms" in times else "cpu"}
 
 
 def spread(values: Sequence[float]) -> Row:
@@ -229,32 +252,53 @@ def compared_ms(row: Row) -> Row:
     return row[f"{row['clock']}_ms"]
 
 
-def what_is_timed(row: Row) -> str:
-    if row["device"] != "cpu":
-        return row["gpu"]
-    return f"processor time, {row['threads']} thread{'s' if row['threads'] > 1 else ''}"
+def tokens_per_s(times: Row, n_tokens: int) -> float:
+    """Of calls of so many tokens."""
+    return n_tokens * 1e3 / compared_ms(times)["median"]
 
 
-def heading(what: str, row: Row) -> str:
-    """What stands over the table of a run."""
-    return f"{what}, {what_is_timed(row)}, {row['dtype']}; {row['repeats']} rounds, run {row['run']}"
+def utilisation(times: Row, n_tokens: int, flops: float | None, peak: Row) -> Row:
+    """A row's tokens per second, and the share of the peak rate that their FLOPs take; flops: of a token. The share is
+    None where either is not known."""
+    speed, rate = tokens_per_s(times, n_tokens), peak["peak_flops"]
+    mfu = flops * speed / rate if flops is not None and rate else None
+    return {"tokens_per_s": speed, "flops_per_token": flops, "mfu": mfu, **peak}
 
 
-def quartiles(row: Row, figures: str = ",.0f") -> list[str]:
-    """The median of a row, and its quartiles."""
-    times = compared_ms(row)
-    return [f"{times['median']:{figures}}", f"{times['q1']:{figures}} to {times['q3']:{figures}}"]
+def print_runs(what: str, columns: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """Print rows for a person, a table for each run; see `print_table`. What failed has a line below."""
+    for run in dict.fromkeys(row["run"] for row in rows):
+        mine = [row for row in rows if row["run"] == run]
+        n, on_cpu = mine[0]["threads"], mine[0]["device"] == "cpu"
+        timed = f"processor time, {n} thread{'s' * (n > 1)}" if on_cpu else mine[0]["gpu"]
+        print_table(f"{what}, {timed};\n{mine[0]['repeats']} rounds, run {run}", columns, mine)
+        for row in mine:
+            if "failed" in row:
+                print(f"{row['label']} failed: {row['failed']}")
 
 
-def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], width: int) -> None:
-    """Print a table for a person, its first column at least so wide."""
+def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+    """Print rows under a title. columns: by heading, the format of a row's values, among them "ms", its times by the
+    clock that is compared; where a row has no such value, nothing is printed."""
     console = Console(highlight=False)
     console.width = max(console.width, 120)
     console.print(title, markup=False)
-    made = table(*columns, width=width)
-    for line in lines:
-        made.add_row(*line)
+    made = table(*columns, width=14)
+    for row in rows:
+        values = row | {"ms": compared_ms(row)} if "clock" in row else row
+        made.add_row(*(formatted(text, values) for text in columns.values()))
     console.print(made)
+
+
+TIMES = {"ms": "{ms[median]:,.0f}", "quartiles": "{ms[q1]:,.0f} to {ms[q3]:,.0f}"}
+"""Columns of a table that is printed."""
+
+
+def formatted(text: str, values: Row) -> str:
+    try:
+        return text.format_map(values)
+    except (KeyError, TypeError):
+        return ""
 
 
 def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]:
@@ -268,13 +312,18 @@ def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]
 def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None) -> Iterator[Row]:
     """Operations per second of a large square matmul, by the clock that is compared: the best of seven."""
     on, _ = set_up(threads, device)
-    watch = Stopwatch(on)
     size = size or (2048 if device == "cpu" else 8192)
     a, b = (torch.randn(size, size, device=on, dtype=getattr(torch, dtype)) for _ in range(2))
+    yield {"flops": 2e3 * size**3 / best_ms(lambda: torch.mm(a, b), on)}
+
+
+def best_ms(work: Callable[[], object], device: torch.device) -> float:
+    """The least time of seven calls, after one to warm up, by the clock that is compared."""
+    watch = Stopwatch(device)
     for _ in range(8):
         with watch.running():
-            torch.mm(a, b)
-    yield {"flops": 2e3 * size**3 / min(watch.compared()[1:])}
+            work()
+    return min(watch.compared()[1:])
 
 
 def peak_flops(dtype: str, threads: int, device: str) -> Row:
@@ -335,16 +384,30 @@ class Worker:
 
 def in_own_process(job: str, arguments: Row) -> Row:
     """The first answer of `JOBS[job](**arguments)` in a fresh Python; {"failed": why} where it dies."""
-    worker = Worker(job, arguments)
-    try:
+    with closing(Worker(job, arguments)) as worker:
         return worker.ask()
-    finally:
-        worker.close()
 
 
 def measured_alone(job: str, arguments: Row, what: str, where: str) -> Row:
-    """As `in_own_process`; raises ResourceError(what, where, why) where it dies."""
+    """As `in_own_process`; raises ResourceError where it dies."""
     answer = in_own_process(job, arguments)
     if "failed" in answer:
-        raise ResourceError(what, where, answer["failed"])
+        raise ResourceError(f"{what} failed", where, answer["failed"])
     return answer
+
+
+def measured_side_by_side(job: str, what: str, cases: Sequence[tuple[str, Row]],
+                          row_of: Callable[[Row, str, Row], Row], progress: Progress, on_rows: OnRows) -> list[Row]:
+    """The rows of cases, each of which is a process that measures several implementations in turn.
+
+    cases: what a person is told, and the job's arguments. row_of: a row without what it shares with those of its case,
+    from the arguments, an implementation's name and what was found of it."""
+    rows: list[Row] = []
+    for text, arguments in cases:
+        progress(f"{what}, {text}")
+        answer = measured_alone(job, arguments, what, text)
+        found, shared = answer.pop("found"), {**answer, **facts_of_run()}
+        made = [row_of(arguments, name, each) | shared for name, each in found.items()]
+        on_rows(made)
+        rows += made
+    return rows

@@ -7,7 +7,7 @@ forward and backward timed apart too, beside a copy: memory is what such an op w
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime import ops
 from lineartime.benchmark import Row, measure
-from lineartime.benchmark.loss import plain
 from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
 from lineartime.benchmark.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import rotary
 from lineartime.settings import require, require_name
 
@@ -35,8 +35,8 @@ KERNEL = "triton"
 
 Inputs = dict[str, Tensor]
 Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
-Settings = Callable[[ModelConfig], dict[str, Any]]
-"""What an op takes of a model besides tensors."""
+Settings = dict[str, str]
+"""What an op takes of a model besides tensors: the field of `ModelConfig` by the op's keyword."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +55,20 @@ class Op:
     """What must be read and written for a token, numbers taking so many bytes: by "forward" and "backward"."""
 
 
-def chunked_inputs(config: ModelConfig, n_rows: int, names: Sequence[str]) -> Inputs:
-    """q, k `[B, G, C, S]` and v `[B, G, C, E]`; a model without chunks has one."""
-    c = config.chunk_size or config.context
-    shape = (n_rows, max(config.context // c, 1), c)
-    return {name: torch.randn(*shape, config.v_width if name == "v" else config.qk_width) for name in names}
-
-
-def with_bias(made: Inputs) -> Inputs:
-    """A position bias for chunks of the length of v's."""
-    return {**made, "w": torch.randn(2 * made["v"].shape[2] - 1) * 0.02}
-
-
-def head_inputs(config: ModelConfig, n_rows: int) -> Inputs:
-    n_tokens, d, vocabulary = n_rows * config.context, config.d_model, config.vocab_size
-    return {"x": torch.randn(n_tokens, d), "weight": torch.randn(vocabulary, d) * 0.02,
-            "bias": torch.randn(vocabulary) * 0.02, "targets": torch.randint(vocabulary, (n_tokens,))}
-
-
-def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
-    """q, k, v `[B, T, H, K]` of softmax attention."""
-    return {name: torch.randn(n_rows, config.context, config.n_heads, config.qk_width) for name in "qkv"}
-
-
 def side_by_side(settings: Settings, **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
     """Functions by name, called with an op's tensors in their order and a model's settings; behind "reference" the same
     compiled."""
     def made(config: ModelConfig) -> dict[str, Implementation]:
-        found: dict[str, Implementation] = {}
-        for name, function in functions.items():
-            found[name] = with_settings(function, settings(config))
-            if name == "reference":
-                found["compiled"] = compiled(found[name])
+        given = {keyword: getattr(config, field) for keyword, field in settings.items()}
+
+        def with_settings(function: Implementation) -> Implementation:
+            return lambda **inputs: function(*inputs.values(), **given)
+
+        found = {name: with_settings(function) for name, function in functions.items()}
+        if "reference" in found:
+            found = {"reference": found["reference"], "compiled": compiled(found["reference"]), **found}
         return found
     return made
-
-
-def with_settings(function: Implementation, settings: dict[str, Any]) -> Implementation:
-    return lambda **inputs: function(*inputs.values(), **settings)
 
 
 def compiled(function: Implementation) -> Implementation:
@@ -108,16 +84,29 @@ def in_kernels(module: str, name: str) -> Implementation:
     return kernel
 
 
-def causal(config: ModelConfig) -> dict[str, Any]:
-    return {"causal": config.causal}
+def chunked_inputs(config: ModelConfig, n_rows: int, names: Sequence[str]) -> Inputs:
+    """q, k `[B, G, C, S]` and v `[B, G, C, E]`, a model without chunks having one; and w, the bias of positions in a
+    chunk."""
+    c = config.chunk_size or config.context
+    shape = (n_rows, max(config.context // c, 1), c)
+    return {name: torch.randn(2 * c - 1) * 0.02 if name == "w" else
+            torch.randn(*shape, config.v_width if name == "v" else config.qk_width) for name in names}
 
 
-def scaled(config: ModelConfig) -> dict[str, Any]:
-    return {"scale_len": config.scale_len, "causal": config.causal}
+def head_inputs(n_tokens: int, vocab_size: int, d_model: int) -> Inputs:
+    """Of the head and the loss: logits are of about 1."""
+    return {"x": torch.randn(n_tokens, d_model), "weight": torch.randn(vocab_size, d_model) / d_model**0.5,
+            "bias": torch.randn(vocab_size), "targets": torch.randint(vocab_size, (n_tokens,))}
 
 
-def chunked(config: ModelConfig) -> dict[str, Any]:
-    return {"chunk_size": config.scale_len, "causal": config.causal}
+def plain(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
+    """The loss with all logits in memory."""
+    return F.cross_entropy(at_least_float32(F.linear(x_ND, weight_VD, bias_V)), targets_N, reduction="none")
+
+
+def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
+    """q, k, v `[B, T, H, K]` of softmax attention."""
+    return {name: torch.randn(n_rows, config.context, config.n_heads, config.qk_width) for name in "qkv"}
 
 
 def fused_softmax(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool) -> Tensor:
@@ -163,29 +152,33 @@ def bytes_of_add_norm(config: ModelConfig, size: int) -> dict[str, float]:
     return {"forward": 4 * size * config.d_model, "backward": 4 * size * config.d_model}
 
 
+CAUSAL = {"causal": "causal"}
+SCALED = {"scale_len": "scale_len", **CAUSAL}
 PARAMETERS = ("gamma", "beta", "sin", "cos", "w")
 OPS: dict[str, Op] = {
     "gated_chunk_attention": Op(gated_inputs, side_by_side(
-        chunked, reference=reference.gated_chunk_attention, triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
+        {"chunk_size": "scale_len", **CAUSAL}, reference=reference.gated_chunk_attention,
+        triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
         PARAMETERS, ("sin", "cos"), bytes_of_gated_chunks),
     "gated_quadratic_attention": Op(gated_inputs, side_by_side(
-        scaled, reference=reference.gated_quadratic_attention,
+        SCALED, reference=reference.gated_quadratic_attention,
         triton=in_kernels("quadratic", "gated_quadratic_attention")),
         PARAMETERS, ("sin", "cos"), bytes_of_gated_row),
     "add_norm": Op(norm_inputs, side_by_side(
-        lambda config: {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
+        {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
         ("weight", "bias"), (), bytes_of_add_norm),
-    "mixed_chunk_attention": Op(lambda config, n: with_bias(chunked_inputs(
-        config, n, ("q_quad", "k_quad", "q_lin", "k_lin", "v"))), side_by_side(
-        scaled, reference=ops.mixed_chunk_attention)),
-    "quadratic_attention": Op(lambda config, n: with_bias(chunked_inputs(config, n, "qkv")), side_by_side(
-        scaled, reference=ops.quadratic_attention)),
-    "linear_attention": Op(lambda config, n: chunked_inputs(config, n, "qkv"), side_by_side(
-        causal, reference=reference.linear_attention)),
-    "softmax_attention": Op(row_inputs, side_by_side(causal, unfused=softmax_attention, fused=fused_softmax)),
-    "linear_cross_entropy": Op(head_inputs, lambda config: {
-        "plain": lambda **inputs: plain(*inputs.values()).mean(),
-        "without logits": lambda **inputs: linear_cross_entropy(*inputs.values()).mean()}),
+    "mixed_chunk_attention": Op(
+        lambda config, n: chunked_inputs(config, n, ("q_quad", "k_quad", "q_lin", "k_lin", "v", "w")),
+        side_by_side(SCALED, reference=ops.mixed_chunk_attention)),
+    "quadratic_attention": Op(lambda config, n: chunked_inputs(config, n, "qkvw"),
+                              side_by_side(SCALED, reference=ops.quadratic_attention)),
+    "linear_attention": Op(lambda config, n: chunked_inputs(config, n, "qkv"),
+                           side_by_side(CAUSAL, reference=reference.linear_attention)),
+    "softmax_attention": Op(row_inputs, side_by_side(CAUSAL, unfused=softmax_attention, fused=fused_softmax)),
+    "linear_cross_entropy": Op(
+        lambda config, n: head_inputs(n * config.context, config.vocab_size, config.d_model), lambda config: {
+            "plain": lambda **inputs: plain(*inputs.values()).mean(),
+            "without logits": lambda **inputs: linear_cross_entropy(*inputs.values()).mean()}),
 }
 
 MODEL_OF = {"gated_quadratic_attention": "flash-quad", "quadratic_attention": "flash-quad",
@@ -210,35 +203,23 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
     measure.require_positive(models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
     for precision in precisions:
         require_name("precision", precision, LIMITS)
-    rows = []
-    for precision in precisions:
-        peak = measure.peak_flops(precision, threads, device)
-        for config in configs:
-            progress(f"{name}, context {config.context:,}, {precision}")
-            n_rows = max(tokens // config.context, 1)
-            answer = measure.measured_alone("op", {
-                "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "only": list(only),
-                "repeats": repeats, "threads": threads, "device": device, "seed": seed},
-                f"{name} failed", f"context {config.context:,}, {precision}")
-            found, shared = answer.pop("found"), {**measure.facts_of_run(), **answer}
-            made = [op_row(name, config, n_rows, precision, each, peak, threads, device, repeats) | shared
-                    for each in found]
-            on_rows(made)
-            rows += made
-    return rows
+    peaks = {precision: measure.peak_flops(precision, threads, device) for precision in precisions}
+    cases = [(f"context {config.context:,}, {precision}", {
+        "name": name, "config": to_dict(config), "n_rows": max(tokens // config.context, 1), "precision": precision,
+        "only": list(only), "repeats": repeats, "threads": threads, "device": device, "seed": seed})
+        for precision in precisions for config in configs]
 
+    def row_of(case: Row, implementation: str, found: Row) -> Row:
+        context, n_rows, precision = case["config"]["context"], case["n_rows"], case["precision"]
+        n_tokens, flops = n_rows * context, found.pop("flops")
+        return {"benchmark": "op", "cell": None, "op": name, "model": name, "variant": implementation,
+                "label": f"{name}:{implementation}", "config": case["config"], "n_parameters": 0,
+                "context_tokens": context, "batch_size": n_rows, "tokens_per_step": n_tokens, "dtype": precision,
+                "device": device, "threads": threads, "unit": "call", "implementation": implementation, **found,
+                **measure.utilisation(found, n_tokens, flops / n_tokens, peaks[precision]), "warm_up": 2,
+                "repeats": repeats}
 
-def op_row(name: str, config: ModelConfig, n_rows: int, precision: str, found: Row, peak: Row, threads: int,
-           device: str, repeats: int) -> Row:
-    """The row of one implementation, without what it shares with others."""
-    n_tokens, ms = n_rows * config.context, measure.compared_ms(found)["median"]
-    flops = found.pop("flops") / n_tokens
-    return {"benchmark": "op", "cell": None, "op": name, "model": name, "variant": found["implementation"],
-            "label": f"{name}:{found['implementation']}", "config": to_dict(config), "n_parameters": 0,
-            "context_tokens": config.context, "batch_size": n_rows, "tokens_per_step": n_tokens, "dtype": precision,
-            "device": device, "threads": threads, "unit": "call", **found, "tokens_per_s": n_tokens * 1e3 / ms,
-            "flops_per_token": flops, **peak, "warm_up": 2, "repeats": repeats,
-            "mfu": flops * n_tokens * 1e3 / ms / peak["peak_flops"] if peak["peak_flops"] else None}
+    return measure.measured_side_by_side("op", name, cases, row_of, progress, on_rows)
 
 
 def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequence[str], repeats: int, threads: int,
@@ -261,46 +242,54 @@ def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequen
             value_and_gradients(first, inputs, cotangents)
         del exact
         cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, inputs), strict=True)]
-        found = []
-        for label in chosen:
-            ours = value_and_gradients(every[label], inputs, cotangents)
-            check = measure.compare(label, ours, expected, LIMITS[precision])
+        found: dict[str, Row] = {}
+        for each in chosen:
+            ours = value_and_gradients(every[each], inputs, cotangents)
+            checked = measure.compare(each, ours, expected, LIMITS[precision])
             del ours
-            peak, above = measure.peak_of(functools.partial(value_and_gradients, every[label], inputs, cotangents), on)
-            found.append({"implementation": label, "check": check, "flops": counter.get_total_flops(),
-                          "peak_mib": peak / 2**20, "above_import_mib": above / 2**20})
+            memory = measure.peak_of(functools.partial(value_and_gradients, every[each], inputs, cotangents), on)
+            found[each] = {"check": checked, "flops": counter.get_total_flops(), **memory}
         del expected
-        watches = {label: {part: Stopwatch(on) for part in ("both", "forward", "backward")} for label in chosen}
-        for _, label in measure.in_turn(chosen, range(repeats)):
-            with watches[label]["both"].running():
-                value_and_gradients(every[label], inputs, cotangents)
-            if op.least_bytes:
-                with watches[label]["forward"].running():
-                    made = outputs(every[label], inputs)
-                with watches[label]["backward"].running():
-                    gradients(made, inputs, cotangents)
-                del made
-    answer: Row = {"settings": settings, "found": [row | measure.spreads(watches[row["implementation"]]["both"].times)
-                                                   for row in found]}
+        watches = times_in_turn({each: every[each] for each in chosen}, inputs, cotangents, repeats, on)
+    answer: Row = {"settings": settings, "found": found}
+    for each, (both, *_) in watches.items():
+        found[each] |= measure.spreads(both.times)
     if op.least_bytes:
         rate, n_tokens = copy_rate(on), n_rows * fields.context
-        for part, n_bytes in op.least_bytes(fields, getattr(torch, precision).itemsize).items():
-            for row in answer["found"]:
-                ms = measure.spread(watches[row["implementation"]][part].compared())
-                row[part] = {"ms": ms, "least_bytes_per_token": n_bytes,
-                             "copy_share": n_bytes * n_tokens * 1e3 / ms["median"] / rate}
+        least = op.least_bytes(fields, getattr(torch, precision).itemsize)
+        for each, (_, *parts) in watches.items():
+            for (part, n_bytes), watch in zip(least.items(), parts, strict=True):
+                ms = measure.spread(watch.compared())
+                found[each][part] = {"ms": ms, "least_bytes_per_token": n_bytes,
+                                     "copy_share": n_bytes * n_tokens * 1e3 / ms["median"] / rate}
         answer["copy_bytes_per_s"] = rate
     yield answer
+
+
+def times_in_turn(functions: Mapping[str, Implementation], inputs: Inputs, cotangents: Sequence[Tensor], repeats: int,
+                  device: torch.device) -> dict[str, tuple[Stopwatch, ...]]:
+    """By name the times of forward and backward together, of forward and of backward."""
+    watches = {name: tuple(Stopwatch(device) for _ in range(3)) for name in functions}
+    for _, name in measure.in_turn([*functions], range(repeats)):
+        both, forward, backward = watches[name]
+        both.wait()
+        begun = both.mark()
+        made = outputs(functions[name], inputs)
+        between = both.mark()
+        gradients(made, inputs, cotangents)
+        ended = both.mark(wait=True)
+        both.add([begun, ended])
+        forward.add([begun, between])
+        backward.add([between, ended])
+        del made
+    return watches
 
 
 def copy_rate(device: torch.device) -> float:
     """Bytes per second that a copy in memory reads and writes: the best of seven."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
-    target, watch = torch.empty_like(source), Stopwatch(device)
-    for _ in range(8):
-        with watch.running():
-            target.copy_(source)
-    return 2e3 * source.nbytes / min(watch.compared()[1:])
+    target = torch.empty_like(source)
+    return 2e3 * source.nbytes / measure.best_ms(lambda: target.copy_(source), device)
 
 
 def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -336,17 +325,14 @@ def value_and_gradients(function: Implementation, inputs: Inputs, cotangents: Se
 
 def print_op(rows: Sequence[Row]) -> None:
     """Print `benchmark_op`'s rows as a table."""
-    measure.print_table(measure.heading(f"{rows[0]['op']}, forward and backward", rows[0]),
-                ["implementation", "rows", "context", "ms", "quartiles", "memory MiB", "GFLOP/s", "error"],
-                ([row["implementation"], str(row["batch_size"]), f"{row['context_tokens']:,}",
-                  *measure.quartiles(row, ",.2f"), f"{row['above_import_mib']:,.1f}",
-                  f"{row['flops_per_token'] * row['tokens_per_s'] / 1e9:,.0f}", f"{row['check']['error']:.1g}"]
-                 for row in rows), width=20)
+    measure.print_runs(f"{rows[0]['op']}, forward and backward", {
+        "implementation": "{implementation}", "type": "{dtype}", "rows": "{batch_size}",
+        "context": "{context_tokens:,}", "ms": "{ms[median]:,.2f}", "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}",
+        "memory MiB": "{above_import_mib:,.1f}", "GFLOP/s": "{gflops:,.0f}", "error": "{check[error]:.1g}"},
+        [row | {"gflops": row["flops_per_token"] * row["tokens_per_s"] / 1e9} for row in rows])
     if "forward" in rows[0]:
         rate = f"{rows[0]['copy_bytes_per_s'] / 1e9:,.0f} GB/s of a copy here"
-        measure.print_table(f"Of the bytes that must be moved, at {rate}:",
-                    ["implementation", "context", "forward ms", "share", "backward ms", "share"],
-                    ([row["implementation"], f"{row['context_tokens']:,}", *(
-                        text for part in ("forward", "backward")
-                        for text in (f"{row[part]['ms']['median']:,.2f}", f"{row[part]['copy_share']:.0%}"))]
-                     for row in rows), width=20)
+        measure.print_table(f"Of the bytes that must be moved, at {rate}:", {
+            "implementation": "{implementation}", "context": "{context_tokens:,}",
+            "forward ms": "{forward[ms][median]:,.2f}", "of a copy's rate": "{forward[copy_share]:.0%}",
+            "backward ms": "{backward[ms][median]:,.2f}", "of it": "{backward[copy_share]:.0%}"}, rows)

@@ -1,9 +1,8 @@
 """Who is measured: our models, the paper's unfused attention, and others' models at the size of ours."""
 
-import importlib.metadata
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineartime.attention.softmax import Softmax
+from lineartime.benchmark.measure import installed_version
 from lineartime.config import PRESETS, ModelConfig
 from lineartime.info import describe
 from lineartime.layers import SequenceInfo, rotate_heads
@@ -25,8 +25,9 @@ PEERS = {"flash-pytorch": ("flash", "flash_pytorch", "FLASH-pytorch"),
          "fla:gla": ("transformer++", "fla", "flash-linear-attention")}
 """By name: the model of ours whose size it is given, what is imported, and what is installed."""
 
-VARIANTS = {"compile": "compiled", "compiled": "compiled", "checkpoint": "checkpointed", "checkpointed": "checkpointed",
-            "unfused": "unfused", "reference": "reference"}
+VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
+            "checkpoint": "checkpointed", "checkpointed": "checkpointed"}
+"""What may stand behind a model, and the field of its `Label`; a label's text has them in this order."""
 
 CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                   SDPBackend.MATH]
@@ -46,12 +47,11 @@ class Label:
 
     @property
     def text(self) -> str:
-        chosen = [name for name in ("unfused", "reference", "compiled", "checkpointed") if getattr(self, name)]
-        return ":".join([self.model, *chosen])
+        return ":".join([self.model, *(name for name in dict.fromkeys(VARIANTS.values()) if getattr(self, name))])
 
     @property
     def variant(self) -> str:
-        return "+".join(["compiled" if self.compiled else "eager", *(["checkpointed"] if self.checkpointed else [])])
+        return ("compiled" if self.compiled else "eager") + ("+checkpointed" if self.checkpointed else "")
 
     @property
     def preset(self) -> str:
@@ -68,13 +68,12 @@ def parse_label(text: str) -> Label:
         require_name("variant", name, VARIANTS)
     label = Label(model, **{VARIANTS[name]: True for name in given})
     softmax = model not in PEERS and (PRESETS[model].attn_type, PRESETS[model].attn_kernel) == ("quadratic", "softmax")
-    require(softmax or not label.unfused, "only the Transformers have a fused attention", text, "leave out :unfused")
-    require(model not in PEERS or not label.checkpointed, "a peer has no activation checkpointing", text,
-            "leave out :checkpoint")
-    require(model not in PEERS or not label.reference, "a peer has no reference of ours", text,
-            "leave out :reference")
-    require(not (label.unfused and label.reference), "unfused attention is a reference already", text,
-            "leave out :reference")
+    for wrong, why, variant in (
+            (label.unfused and not softmax, "only the Transformers have a fused attention", "unfused"),
+            (label.checkpointed and model in PEERS, "a peer has no activation checkpointing", "checkpoint"),
+            (label.reference and model in PEERS, "a peer has no reference of ours", "reference"),
+            (label.reference and label.unfused, "unfused attention is a reference already", "reference")):
+        require(not wrong, why, text, f"leave out :{variant}")
     return label
 
 
@@ -91,10 +90,7 @@ def peer_version(label: Label) -> dict[str, str] | None:
     if label.model not in PEERS:
         return None
     package = PEERS[label.model][2]
-    try:
-        return {"package": package, "version": importlib.metadata.version(package)}
-    except importlib.metadata.PackageNotFoundError:
-        return {"package": package, "version": "not installed"}
+    return {"package": package, "version": installed_version(package) or "not installed"}
 
 
 def flops_per_token(label: Label, config: ModelConfig) -> float | None:
@@ -102,7 +98,7 @@ def flops_per_token(label: Label, config: ModelConfig) -> float | None:
     return None if label.model.startswith("fla:") else describe(config).flops.training
 
 
-def build(label: Label, config: ModelConfig) -> nn.Module:
+def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
     """The model, not compiled, with new weights from torch's generator. A peer has the sizes of `config`, the head's
     matrix tied to the embedding as in ours, and our initial values for matrices."""
     check_installed(label)
@@ -137,6 +133,10 @@ class Peer(nn.Module):
             return self.head(x)
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.head.weight, self.head.bias, targets_N).view(targets.shape)
+
+    def compile_layers(self) -> None:
+        """torch.compile in place, the head and the loss left out."""
+        self.body.compile()
 
 
 def build_flash_pytorch(config: ModelConfig) -> Peer:
@@ -212,17 +212,3 @@ class UnfusedMultiHeadAttention(MultiHeadAttention):
 def attention_backend(device: torch.device) -> AbstractContextManager[Any]:
     """Fused attention takes cuDNN's kernel first on a GPU."""
     return sdpa_kernel(CUDA_ATTENTION, set_priority=True) if device.type == "cuda" else nullcontext()
-
-
-def compile_(model: nn.Module) -> None:
-    """torch.compile in place: our layers one by one, a peer as a whole but for the head and the loss."""
-    if isinstance(model, Peer):
-        model.body.compile()
-    else:
-        assert isinstance(model, LanguageModel)
-        model.compile_layers()
-
-
-def without_variants(label: Label) -> Label:
-    """The model as its reference runs: eager, attention fused."""
-    return replace(label, compiled=False, checkpointed=False, unfused=False, reference=False)

@@ -24,7 +24,7 @@ from lineartime.info import describe
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
-from lineartime.runtime import forget_peak, peak_bytes, release_memory, rss_bytes
+from lineartime.runtime import forget_peak, release_memory, rss_bytes
 from lineartime.settings import require_name
 from lineartime.training import compute_gradient, make_optimizer
 
@@ -73,7 +73,7 @@ class StepCase:
     @property
     def reference(self) -> object:
         """Cases for which this is the same are compared with the same step."""
-        return peers.without_variants(self.label), self.config, self.checked_shape
+        return self.label.model, self.config, self.checked_shape
 
     @property
     def checked_shape(self) -> tuple[int, int]:
@@ -133,14 +133,13 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
     machine: threads, device and seed of a process. references: what steps are compared with; missing ones are added."""
     on_cpu = machine["device"] == "cpu"
     workers = [measure.Worker("step", {"label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows,
-                               "precision": case.precision, **machine}) for case in cases]
+                                       "precision": case.precision, **machine}) for case in cases]
 
     def make_reference(case: StepCase) -> Row:
-        plain, (n_rows, n_tokens) = peers.without_variants(case.label), case.checked_shape
-        progress(f"{plain.text}, context {case.config.context:,}: eager float32, to compare with")
-        path = str(folder / f"{uuid.uuid4().hex}.safetensors")
+        model, path, (n_rows, n_tokens) = case.label.model, str(folder / uuid.uuid4().hex), case.checked_shape
+        progress(f"{model}, context {case.config.context:,}: eager float32, to compare with")
         return {"path": path, **measure.in_own_process("reference", {
-            "label": plain.text, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
+            "label": model, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
             **machine})}
 
     def prepare(case: StepCase, worker: measure.Worker) -> Row:
@@ -184,23 +183,22 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
 def step_row(case: StepCase, answer: Row, peak: Row, benchmark: str, repeats: int) -> Row:
     """The row of a case that `measure_group` answered, without what it shares with others."""
     label, config, peer = case.label, case.config, peers.peer_version(case.label)
-    softmax = (config.attn_type, config.attn_kernel) == ("quadratic", "softmax") and peer is None
     row: Row = {"benchmark": benchmark, "cell": case.name, "model": label.model, "variant": label.variant,
-                **({"attention": "unfused" if label.unfused else "fused"} if softmax else {}),
-                **({"attention": "reference"} if label.reference else {}), "label": label.text,
-                "config": None if peer else to_dict(config), **({"peer": peer} if peer else {}),
-                "n_parameters": answer.get("n_parameters", describe(config).n_parameters),
-                "context_tokens": config.context, "tokens_per_step": case.tokens_per_step, "dtype": case.precision,
-                "unit": "step", "warm_up": WARM_UP, "repeats": repeats}
+                "label": label.text, "config": None if peer else to_dict(config),
+                "n_parameters": describe(config).n_parameters, "context_tokens": config.context,
+                "tokens_per_step": case.tokens_per_step, "dtype": case.precision, "unit": "step", "warm_up": WARM_UP,
+                "repeats": repeats}
+    if peer:
+        row["peer"] = peer
+    elif label.reference:
+        row["attention"] = "reference"
+    elif (config.attn_type, config.attn_kernel) == ("quadratic", "softmax"):
+        row["attention"] = "unfused" if label.unfused else "fused"
     if "failed" in answer:
-        return {**row, "failed": answer["failed"]}
-    row |= measure.spreads(answer["times"])
-    tokens_per_s = case.tokens_per_step * 1e3 / measure.compared_ms(row)["median"]
+        return row | {"failed": answer["failed"]}
+    times = measure.spreads(answer.pop("times"))
     flops = peers.flops_per_token(label, config)
-    mfu = None if flops is None or not peak["peak_flops"] else flops * tokens_per_s / peak["peak_flops"]
-    return {**row, "tokens_per_s": tokens_per_s, "peak_mib": answer["peak_mib"],
-            "above_import_mib": answer["above_import_mib"], "flops_per_token": flops, "mfu": mfu, **peak,
-            "check": answer["check"], "settings": answer["settings"]}
+    return row | answer | times | measure.utilisation(times, case.tokens_per_step, flops, peak)
 
 
 def training_steps(label: str, config: Row, n_rows: int, precision: Precision, threads: int, device: str, seed: int,
@@ -209,13 +207,13 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
     An order says how many steps to take before the one that is timed ("warm"), and whether to give back the memory
     afterwards ("release")."""
-    imported, parsed, fields = rss_bytes() or 0, peers.parse_label(label), ModelConfig(**config)
+    imported, parsed, fields = (rss_bytes() or 0) * (device == "cpu"), peers.parse_label(label), ModelConfig(**config)
     on, settings = measure.set_up(threads, device, seed)
     train = TrainConfig(precision=precision, tokens_per_step=n_rows * fields.context,
                         micro_batch_tokens=n_rows * fields.context)
     model = peers.build(parsed, fields).to(on).train()
     if parsed.compiled:
-        peers.compile_(model)
+        model.compile_layers()
     optimizer = make_optimizer(model, train)
     task = random_task(fields, n_rows, fields.context, seed)
     batch = first_batch(task, on)
@@ -223,10 +221,6 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
     def step() -> None:
         compute_gradient(model, task, batch, n_rows, train)
         optimizer.step()
-
-    def memory() -> Row:
-        peak = peak_bytes(on)
-        return {"peak_mib": peak / 2**20, "above_import_mib": max(peak - imported * (device == "cpu"), 0) / 2**20}
 
     watch = Stopwatch(on)
     with peers.attention_backend(on):
@@ -237,7 +231,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
             step()
         watch.wait()
         ready = {"check": checked, "settings": settings, "n_parameters": sum(p.numel() for p in model.parameters()),
-                 **memory()}
+                 **measure.peak_since(imported, on)}
         model.zero_grad(set_to_none=True)
         release_memory(on)
         forget_peak(on)
@@ -247,7 +241,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
                 step()
             with watch.running():
                 step()
-            answer = {"times": watch.last(), **memory()}
+            answer = {"times": watch.last(), **measure.peak_since(imported, on)}
             if order["release"]:
                 model.zero_grad(set_to_none=True)
                 release_memory(on)
@@ -299,23 +293,17 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     wrong with it would be lost in the whole. One that is nearly 0 is measured against 1e-9 of the whole; and that of
     a single number, a sum over all tokens that cancels, may be ten times as far off."""
     n_rows, n_tokens = wanted["shape"]
-    task, limit = random_task(config, n_rows, n_tokens, seed), LIMITS[train.precision]
+    task = random_task(config, n_rows, n_tokens, seed)
     batch = first_batch(task, next(model.parameters()).device)
     loss, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
-    expected = load_file(wanted["path"])
-    error, worst = abs(loss - wanted["loss"]) / wanted["loss"], "the loss"
-    for name, p in model.named_parameters():
-        if name in expected:
-            assert p.grad is not None
-            difference, size = (x.double().norm().item() for x in (p.grad.cpu() - expected[name], expected[name]))
-            mine = difference / max(size, 1e-9 * norm) / (10 if p.numel() == 1 else 1)
-            if not mine <= error:
-                error, worst = mine, name
-    if not error <= limit:
-        raise NumericsError("not the same step as in eager float32", f"{worst}: relative error {error:.2g}, "
-                            f"the limit is {limit:.2g}")
-    return {"what": "loss and gradients against eager float32 of the same weights, "
-                    f"{n_rows} x {n_tokens:,} tokens", "error": error, "worst": worst, "limit": limit}
+    errors = {"the loss": abs(loss - wanted["loss"]) / wanted["loss"]}
+    for name, expected in load_file(wanted["path"]).items():
+        gradient = model.get_parameter(name).grad
+        assert gradient is not None
+        error = measure.relative_error(gradient.cpu(), expected, least=1e-9 * norm)
+        errors[name] = error / (10 if expected.numel() == 1 else 1)
+    what = f"loss and gradients against eager float32 of the same weights, {n_rows} x {n_tokens:,} tokens"
+    return measure.check(errors, LIMITS[train.precision], what, otherwise="not the same step as in eager float32")
 
 
 def random_task(config: ModelConfig, n_rows: int, n_tokens: int, seed: int) -> Objective:
@@ -332,24 +320,22 @@ def first_batch(task: Objective, device: torch.device) -> list[Tensor]:
     return [torch.from_numpy(part).to(device) for part in task.batch(0)]
 
 
-class RandomTokens(NextToken):
+class SameBatch:
+    """The same rows at every step, for an objective behind it among a class's bases."""
+
+    def __init__(self, *arrays: np.ndarray):
+        self.arrays = arrays
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        return self.arrays
+
+
+class RandomTokens(SameBatch, NextToken):
     """Language modelling of the same rows at every step."""
 
-    def __init__(self, *arrays: np.ndarray):
-        self.arrays = arrays
 
-    def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        return self.arrays
-
-
-class RandomMasks(MaskedTokens):
+class RandomMasks(SameBatch, MaskedTokens):
     """Masked language modelling of the same rows at every step."""
-
-    def __init__(self, *arrays: np.ndarray):
-        self.arrays = arrays
-
-    def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        return self.arrays
 
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
@@ -369,19 +355,7 @@ def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Seque
 
 def print_step(rows: Sequence[Row]) -> None:
     """Print `benchmark_step`'s rows as tables, one for each run."""
-    columns = ["model", "parameters", "context", "tokens/s", "ms per step", "quartiles", "peak MiB", "above import",
-               "MFU"]
-
-    def texts(row: Row) -> list[str]:
-        head = [row["label"], f"{row['n_parameters'] / 1e6:,.2f} M", f"{row['context_tokens']:,}"]
-        if "failed" in row:
-            return [*head, "failed"]
-        return [*head, f"{row['tokens_per_s']:,.0f}", *measure.quartiles(row), f"{row['peak_mib']:,.0f}",
-                f"{row['above_import_mib']:,.0f}", f"{row['mfu']:.0%}" if row["mfu"] else ""]
-
-    for run in dict.fromkeys(row["run"] for row in rows):
-        mine = [row for row in rows if row["run"] == run]
-        measure.print_table(measure.heading("Training step", mine[0]), columns, map(texts, mine), width=22)
-        for row in mine:
-            if "failed" in row:
-                print(f"{row['label']} failed: {row['failed']}")
+    measure.print_runs("Training step", {
+        "model": "{label}", "type": "{dtype}", "parameters": "{n_parameters:,}", "context": "{context_tokens:,}",
+        "tokens/s": "{tokens_per_s:,.0f}", **measure.TIMES, "peak MiB": "{peak_mib:,.0f}",
+        "above import": "{above_import_mib:,.0f}", "MFU": "{mfu:.0%}"}, rows)

@@ -97,16 +97,12 @@ def test_every_token_of_every_cell_is_timed_once_in_turns(monkeypatch):
 
 
 def test_times_of_a_block_are_its_tokens():
-    cell = decode_module.DecodeCase("flash", LanguageModel(FLASH), 0, "filled", None, torch.zeros(1), {}, {})
+    model = LanguageModel(FLASH)
+    cell = decode_module.DecodeCase("flash", model, 0, "filled", model.decoding_state(1), {}, {})
     cell.token_ms = {"cpu_ms": [1.0] * 31 + [9.0] + [2.0] * 32, "wall_ms": [1.0] * 64}
-    row = decode_module.row_of(cell_with_state(cell))
+    row = decode_module.row_of(cell)
     assert (row["cpu_ms"]["min"], row["cpu_ms"]["max"]) == (1.25, 2.0)
     assert (row["slowest_token_ms"]["min"], row["slowest_token_ms"]["max"]) == (2.0, 9.0)
-
-
-def cell_with_state(cell):
-    cell.state = cell.model.decoding_state(1)
-    return cell
 
 
 ALL = {"flash": FLASH, "flash-quad": QUAD, "transformer++": model_config("transformer++", n_heads=2, **TINY),

@@ -154,9 +154,9 @@ def test_what_is_compiled(monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
     monkeypatch.setattr(torch, "compile", lambda method: compiled.append(method.__self__) or method)
     ours, peer = (build(parse_label(text), tiny("flash")) for text in ("flash", "flash-pytorch"))
-    peers.compile_(ours)
+    ours.compile_layers()
     assert isinstance(ours, LanguageModel) and compiled == list(ours.layers)
-    peers.compile_(peer)
+    peer.compile_layers()
     assert isinstance(peer, Peer) and compiled[-1] is peer.body
 
 
