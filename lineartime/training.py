@@ -292,7 +292,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
         return new_model(run_config), objective, {TOKENIZER_FILE: tokenizer_json}
 
     result, already = fit_once(
-        config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256}, device, stop, begin,
+        config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer["sha256"]}, device, stop, begin,
         lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
     if not already:
         plot_run(out)
