@@ -180,7 +180,7 @@ def require_mask(mask: int | None, data_dir: Path | str) -> None:
 
 
 def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStream:
-    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: by SHA-256, which takes
+    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: by SHA-256, at
     about a second per GB, or without `verify` by size.
 
     Raises UsageError for a missing folder, DataError for a missing split and for damaged or newer data."""

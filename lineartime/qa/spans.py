@@ -52,7 +52,7 @@ class Windows:
         return tokenizer.encode(text)[: self.context // 4]
 
     def cut(self, n_question: int, n_document: int) -> list[tuple[int, int]]:
-        """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty document has none."""
+        """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty text has none."""
         room = self.context - n_question - 3
         overlap = min(self.max_answer_tokens, room // 2)
         stride = max(min(self.stride or 3 * self.context // 4, room - overlap), 1)
