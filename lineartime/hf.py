@@ -65,7 +65,7 @@ class LineartimeConfig(PreTrainedConfig):
 
 
 class LineartimeTokenizer(TokenizersBackend):
-    """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training; padding is on the left.
+    """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training; padding goes left.
 
     Unlike in `Tokenizer`, "[MASK]" in a text is the mask token if the checkpoint has one."""
 
