@@ -279,25 +279,23 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
     damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
     Stopped after saving."""
-    if not isinstance(config, RunConfig):
-        config = config_for_data(config)
-    run_config, stop = config, stop or StopSignal()
-    data, out = Path(config.data), Path(config.out)
+    settings = config if isinstance(config, RunConfig) else config_for_data(config)
+    stop = stop or StopSignal()
+    data, out = Path(settings.data), Path(settings.out)
     manifest = read_manifest(data)
+    facts = {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer["sha256"]}
 
     def begin() -> tuple[LanguageModel, Objective, dict[str, str]]:
-        kind = NextToken if run_config.model.causal else MaskedTokens
-        objective = kind(run_config, open_split(data, "train"), open_split(data, "validation"))
-        tokenizer_json = (data / TOKENIZER_FILE).read_text(encoding="utf-8")
-        return new_model(run_config), objective, {TOKENIZER_FILE: tokenizer_json}
+        kind = NextToken if settings.model.causal else MaskedTokens
+        objective = kind(settings, open_split(data, "train"), open_split(data, "validation"))
+        return new_model(settings), objective, {TOKENIZER_FILE: (data / TOKENIZER_FILE).read_text(encoding="utf-8")}
 
-    result, already = fit_once(
-        config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer["sha256"]}, device, stop, begin,
-        lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
+    result, already = fit_once(settings, facts, device, stop, begin,
+                               lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
     if not already:
         plot_run(out)
     sample = out / SAMPLE_FILE
-    return TrainResult(out, config, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
+    return TrainResult(out, settings, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
 
 
 def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progress: Progress | None) -> dict[str, Any]:

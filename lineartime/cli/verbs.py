@@ -349,7 +349,7 @@ def answer(
     from lineartime.run import load_span_model
 
     model, tokenizer, facts = load_span_model(run)
-    windows = Windows(context or model.config.context, stride, max_answer_tokens)
+    windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     with Terminal() as terminal:
         asked = [Question("", question, documents, (), ())]
