@@ -1,5 +1,5 @@
-"""Files that are whole or not there, whenever the process dies: text replaced at once, folders written aside, links,
-files of JSON lines that only grow; and files known by their hash."""
+"""Files that are complete or absent, whenever the process dies: atomic replacement of text and folders, append-only
+JSON lines, and files with a SHA-256."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def hash_of(path: Path) -> dict[str, Any]:
-    """The size in bytes and the SHA-256 of a file. Raises DataError where it cannot be read."""
+    """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -27,7 +27,7 @@ def hash_of(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes], None]]:
-    """Write a new file; at the end it is on the disk, and its size and hash are in `files`."""
+    """Write a new file, flush it to the disk, and add its size and hash to `files`."""
     digest = hashlib.sha256()
     with path.open("xb") as file:
 
@@ -43,9 +43,9 @@ def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callab
 
 @contextlib.contextmanager
 def written_aside(out: Path, last: str) -> Iterator[tuple[Path, IO[bytes]]]:
-    """A folder beside `out` and its file to write, which take the place of `out` together at the end or not at all.
+    """Write a folder atomically: yields a folder beside `out`, which becomes `out` at the end, and its file `last`.
 
-    The file is the lock: it is held until the folder has its name. What a killed run left is removed."""
+    The file is also the lock, which is held until the rename. Leftovers of a killed run are removed."""
     aside = out.with_name(f".{out.name}.partial")
     with _locked_folder(aside, last, out) as file:
         yield aside, file
@@ -58,7 +58,7 @@ def written_aside(out: Path, last: str) -> Iterator[tuple[Path, IO[bytes]]]:
 
 @contextlib.contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, on its disk, that is gone afterwards. What a killed run left is removed."""
+    """A temporary folder beside `out`, on the same disk. Leftovers of a killed run are removed."""
     scratch = out.with_name(f".{out.name}.source")
     with _locked_folder(scratch, "lock", out):
         yield scratch
@@ -67,8 +67,8 @@ def scratch_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked_folder(folder: Path, lock: str, out: Path) -> Iterator[IO[bytes]]:
-    """An empty folder of this process alone, and the file in it that is its lock. Where the block raises, nothing is
-    left of the folder and of the parents made for it."""
+    """Create a locked, empty folder and yield its lock file. If the block raises, the folder and parents created for
+    it are removed. Raises ResourceError if another process holds the lock."""
     made = [parent for parent in folder.parents if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / lock).open("ab") as file:
@@ -94,7 +94,7 @@ def _locked_folder(folder: Path, lock: str, out: Path) -> Iterator[IO[bytes]]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """See a folder's entries to the disk. Raises OSError."""
+    """Flush a folder's entries to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -104,8 +104,7 @@ def fsync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """The name of a file beside `path` to write, which takes its place at the end: `path` is either old or new.
-    Raises ResourceError."""
+    """Replace a file atomically: yields the path of a file to write, which becomes `path`. Raises ResourceError."""
     aside = path.with_name(f".tmp-{path.name}")
     try:
         yield aside
@@ -116,7 +115,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is either old or new, and see it to the disk. Raises ResourceError."""
+    """Replace a text file atomically and flush it to the disk. Raises ResourceError."""
     with replaced(path) as aside, open(aside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -124,12 +123,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) -> None:
-    """Write an object as indented JSON that is either old or new. Raises ResourceError."""
+    """Replace a file atomically by an object as indented JSON. Raises ResourceError."""
     write_atomically(path, json.dumps(content, indent=1, ensure_ascii=ascii_only) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that `write_json` wrote. Raises CheckpointError where the file is missing or damaged."""
+    """The object in a JSON file. Raises CheckpointError for a missing or damaged file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -140,8 +139,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Add rows to a file, one line each, and see them to the disk; a last line that a kill cut off is taken out before.
-    Raises ResourceError."""
+    """Append rows to a file, one line each, and flush it to the disk. An incomplete last line is removed first. Raises
+    ResourceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
@@ -162,10 +161,10 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_json_lines(path: Path, parse: Callable[[Any], T], what: str | None) -> list[T]:
-    """The lines of a file, each given to `parse`, which raises for what is not `what` ("a row of a run"). A last line
-    that is cut off is left out, as somebody may be writing it. Raises DataError.
+    """The lines of a file, parsed from JSON and then by `parse`, which may raise. An incomplete last line is left out,
+    because another process may be writing it. Raises DataError for any other line that is wrong.
 
-    what: None ends the lines at the first that `parse` refuses, wherever it is."""
+    what: a noun for a line, for the message ("a row of a run"); None stops at the first wrong line instead."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace" if what is None else "strict").splitlines()
     except (OSError, UnicodeDecodeError) as e:

@@ -1,9 +1,8 @@
-"""Checkpoints: directories that are either whole or not there, and the lock on the run they belong to.
+"""Checkpoints as folders that are complete or absent, and the lock on a run's folder.
 
 `RUN/step-00000042/` holds safetensors files, text files and `MANIFEST.json`: the format version, the run, the step,
-and the size and SHA-256 of every other file. A save writes all of it aside, flushes it to the disk and renames it; only
-then may older checkpoints go. A load believes nothing that does not match the manifest.
-"""
+and the size and SHA-256 of every other file. A save writes a temporary folder, flushes it to the disk and renames it,
+and only then removes older checkpoints. A load uses no file that does not match the manifest."""
 
 import contextlib
 import errno
@@ -36,34 +35,35 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class Checkpoint(NamedTuple):
-    """What `load` returns: everything that `save` was given."""
+    """The content of a checkpoint."""
 
     path: Path
     step: int
     run: str
     tensors: dict[str, dict[str, Tensor]]
-    """By file stem, then by name; on the CPU."""
+    """By file stem, then by tensor name; on the CPU."""
     files: dict[str, str]
     """Texts by file name."""
 
 
 class Newest(NamedTuple):
-    """What `newest` returns: a checkpoint whose every byte was checked."""
+    """The newest valid checkpoint of a run."""
 
     path: Path
     step: int
     damaged: dict[int, str]
-    """Newer checkpoints that cannot be used, newest first: step and reason."""
+    """The reason of each newer, damaged checkpoint by step, newest first."""
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
          files: Mapping[str, str], keep: int) -> Path:
-    """Write the checkpoint of `step`, then remove what is older than the `keep` newest valid ones. Hold `lock`.
+    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid ones. The caller must
+    hold `lock`.
 
-    `run` is an id of the run; `tensors` maps a file stem to named tensors on any device (a shared one is passed once),
-    `files` a file name to text. A valid checkpoint of this run and step that is there already is trusted. Raises
-    ResourceError when the disk is full or fails, earlier checkpoints being untouched; CheckpointError when a checkpoint
-    of another run is in the way; ValueError for a name, step or dtype that cannot be stored."""
+    run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once). files: texts by
+    file name. An existing valid checkpoint of this run and step is kept. Raises ResourceError if the disk is full or
+    fails, and leaves earlier checkpoints untouched; CheckpointError if a checkpoint of another run has this step;
+    ValueError for a name, step or dtype that cannot be stored."""
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
     contents: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in files.items()}
@@ -97,9 +97,9 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
 
 
 def newest(run_dir: Path) -> Newest | None:
-    """The newest valid checkpoint of a run, every byte checked against its manifest; None when there is no checkpoint.
+    """The newest checkpoint of a run whose every byte matches its manifest; None without any checkpoint.
 
-    Newer ones that are damaged are named in the result. Raises CheckpointError, with each one's reason, if all are."""
+    Raises CheckpointError, with each reason, if all checkpoints are damaged."""
     run_dir = Path(run_dir)
     damaged: dict[int, str] = {}
     try:
@@ -123,9 +123,9 @@ def newest(run_dir: Path) -> Newest | None:
 
 
 def load(path: Path) -> Checkpoint:
-    """The content of one checkpoint. Each file is read once, and parsed only after its bytes matched the manifest.
+    """The content of one checkpoint. Each file is read once, and parsed only after it matched the manifest.
 
-    Raises CheckpointError for whatever is wrong with it."""
+    Raises CheckpointError for any damage."""
     path = Path(path)
     tensors: dict[str, dict[str, Tensor]] = {}
     files: dict[str, str] = {}
@@ -141,7 +141,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def point(link: Path, target: Path | str) -> None:
-    """Let a link name `target` from now on. Links are for people: a file system without them must not stop a run."""
+    """Point a link at `target`. Links are for users alone, so errors of the file system are ignored."""
     aside = link.with_name(f".tmp-{link.name}")
     with contextlib.suppress(OSError):
         if os.path.lexists(aside):
@@ -151,14 +151,14 @@ def point(link: Path, target: Path | str) -> None:
 
 
 def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
-    """A stored tensor in the shape of its parameter: a number that older versions stored without a shape has `[1]`."""
+    """A stored tensor in the shape of its parameter: older versions stored scalar parameters as `[]`, now `[1]`."""
     return stored.reshape(1) if tuple(stored.shape) == () and tuple(shape) == (1,) else stored
 
 
 def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The loaded tensors in the shapes of their parameters, see `reshaped`.
 
-    Raises CheckpointError, with the first five differences, unless names, shapes and dtypes are the expected ones."""
+    Raises CheckpointError, with the first five differences, unless names, shapes and dtypes are as expected."""
     loaded = {name: reshaped(tensor, expected[name].shape) if name in expected else tensor
               for name, tensor in loaded.items()}
     wrong = [f"{name} is missing" for name in expected if name not in loaded]
@@ -173,9 +173,9 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
-    """Hold the run: one process at a time. The kernel frees the lock when the process ends, however it ends.
+    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the process ends.
 
-    Creates the run directory. Raises ResourceError when the run is held already, naming the process that holds it."""
+    Raises ResourceError, with the process that holds the lock, if the run is in use."""
     run_dir = Path(run_dir)
     path = run_dir / "run.lock"
     with contextlib.ExitStack() as stack:
@@ -201,13 +201,13 @@ _held: set[int] = set()
 
 
 def _release(descriptor: int) -> None:
-    if descriptor in _held:  # not so in a forked child, which released all at once
+    if descriptor in _held:  # a forked child has released it already
         _held.discard(descriptor)
         os.close(descriptor)
 
 
 def _release_all() -> None:
-    """A forked data worker that outlives its parent must not keep the run locked."""
+    """Release all locks in a forked child, which may outlive its parent."""
     for descriptor in list(_held):
         _release(descriptor)
 
@@ -216,9 +216,9 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
-    """A safetensors file's header, and its tensors in file order: wide dtypes first, which aligns them, then by name.
+    """A safetensors file's header, and its tensors in file order: by falling width, which aligns them, then by name.
 
-    Written here because the library holds a second copy of the state in memory, and does not flush what it writes."""
+    Not the library's writer, which needs a second copy of the state in memory and does not flush the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(named, key=lambda name: (-named[name].element_size(), name))
     end = 0
@@ -241,7 +241,7 @@ def _write_checkpoint(folder: Path, step: int, run: str, files: Mapping[str, tup
 
 
 def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, Any]:
-    """Write and flush one file; its manifest entry. The SHA-256 is of what was to be written, never of what is read."""
+    """Write and flush one file; returns its manifest entry. The SHA-256 is of the bytes in memory, not read back."""
     size, sha256 = 0, hashlib.sha256()
     descriptor = _create(path)
     try:
@@ -264,15 +264,15 @@ def _pieces(head: bytes, body: Iterable[Tensor]) -> Iterator[memoryview]:
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
-    """The manifest's only spelling: the content, then the SHA-256 of its spelling without. The same in every format."""
+    """The manifest's bytes: the content, then the SHA-256 of the content's JSON. The same in every format version."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 
 
 def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> dict[str, Any]:
-    """A checkpoint's manifest, after every byte matched it. `parse` is given each file, but only once its bytes did.
+    """A checkpoint's manifest, after every file matched it. parse: called with the name and bytes of each matched file.
 
-    Files are opened relative to the open directory and never through a link: nothing outside is read. Raises
+    Files are opened relative to the open folder and never through a link, so that nothing outside is read. Raises
     CheckpointError and nothing else."""
     step = _step_of(path.name)
     if step is None:
@@ -299,7 +299,7 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> d
             try:
                 if parse:
                     parse(name, data)
-            except Exception as error:  # no reader's list of what it raises is complete
+            except Exception as error:  # parsers document no complete list of their exceptions
                 raise _damage(path / name, f"cannot be parsed ({type(error).__name__})") from error
         return content
 
@@ -324,7 +324,7 @@ def _check_manifest(path: Path, step: int, content: dict[str, Any], present: lis
 
 
 def _read(path: Path, folder: int, name: str, entry: dict[str, Any] | None, keep: bool) -> bytes:
-    """A regular file's bytes after they matched `entry`; without `keep` they are only checked, in little memory."""
+    """A regular file's bytes after they matched `entry`. Without `keep` they are checked in little memory, not kept."""
     try:
         with open(name, "rb", buffering=0, opener=lambda name, flags: os.open(
                 name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)) as file:
@@ -361,12 +361,12 @@ def _step_of(name: str) -> int | None:
 
 
 def _steps(run_dir: Path) -> list[int]:
-    """Steps of the entries that are named like checkpoints, newest first; times of files mean nothing."""
+    """Steps of the entries that are named like checkpoints, highest first."""
     return sorted((step for step in map(_step_of, os.listdir(run_dir)) if step is not None), reverse=True)
 
 
 def _retain(run_dir: Path, saved: int, keep: int) -> None:
-    """Remove what is older than the `keep` newest valid checkpoints, the first of which is `saved`, just written."""
+    """Remove checkpoints older than the `keep` newest valid ones; the newest is `saved`, which was just written."""
     valid = 1
     for step in _steps(run_dir):
         path = run_dir / f"step-{step:08d}"
@@ -424,7 +424,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# A save changes the disk by these names alone, so that a test can end the process at each change.
+# A save changes the disk only through these names, so that a test can end the process at each change.
 _mkdir, _rename, _symlink, _unlink, _rmdir = os.mkdir, os.rename, os.symlink, os.unlink, os.rmdir
 _write, _fsync, _fsync_dir = os.write, os.fsync, fsync_folder
 

@@ -1,7 +1,7 @@
-"""Whether a model uses its context: the same held-out tokens scored with more and with less of their document."""
+"""Whether a model uses its context: the same held-out tokens, scored at several contexts."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,12 +9,12 @@ import torch
 
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import DataError, NumericsError
-from lineartime.evaluation import by_position, losses_of
+from lineartime.evaluation import batches, by_position, losses_of
 from lineartime.model import LanguageModel
 from lineartime.settings import require, require_precision
 
 TOKENS_AT_ONCE = 1 << 15
-"""Rows shorter than this are scored together."""
+"""Rows are scored together up to this many tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,38 +22,37 @@ class ContextUse:
     """Losses in nats per token of the same tokens at several contexts."""
 
     contexts: list[int]
-    """At context L a token is given the last L / 2 + 1 to L tokens of its document: rows of L overlap by half, and
-    their second half is scored. At the longest context it is given all: documents are scored as far as that reaches."""
+    """At context L a token sees the last L / 2 + 1 to L tokens of its document, because rows overlap by half and only
+    their second half is scored. At the longest context a token sees everything before it in its document."""
     after: int
-    """Only tokens with more than so many tokens of their document before them are compared, half of the longest
-    context. The end-of-document token that a document begins with counts as one."""
+    """Half of the longest context. Only tokens with more than `after` tokens of their document before them are scored;
+    the end-of-document token at the document's start counts as one."""
     document_D: list[int]
-    """The documents that have such tokens, by their number in the split."""
+    """The documents that have scored tokens, by their number in the split."""
     n_tokens_D: list[int]
-    """Such tokens of each."""
+    """Scored tokens of each document."""
     nll_DL: list[list[float]]
-    """Their sums of -ln p, by document and context."""
+    """Sum of -ln p by document and context."""
     loss_by_position: list[tuple[int, int, float, float]]
-    """Mean loss of the tokens with first..last tokens of their document before them, at the shortest context and at the
-    longest, in blocks that double; of the same documents, from their beginning."""
+    """Blocks (first, last, loss at the shortest context, loss at the longest) in which positions double: the mean loss
+    of the tokens with first..last tokens of their document before them."""
 
     @property
     def losses(self) -> list[float]:
-        """At each context; every token counts the same."""
+        """Mean loss over all scored tokens at each context."""
         return [sum(column) / sum(self.n_tokens_D) for column in zip(*self.nll_DL, strict=True)]
 
     @property
     def gains(self) -> list[float]:
-        """How much lower the loss is than at the shortest context."""
+        """The loss at the shortest context less the loss at each context."""
         return [self.losses[0] - loss for loss in self.losses]
 
     @property
     def gain_errors(self) -> list[float | None]:
-        """Standard errors of `gains` over documents, which are taken to be independent, the tokens of one not; None
-        for a single document.
+        """Standard errors of `gains`, clustered by document; None for a single document.
 
-        With D_i the gain summed over the n_i tokens of document i, of m: sqrt(m / (m - 1) sum (D_i - gain n_i)^2) over
-        the number of tokens."""
+        With D_i the gain summed over the n_i tokens of document i, of m documents:
+        sqrt(m / (m - 1) sum (D_i - gain n_i)^2) / sum n_i."""
         m, n_D, nll_DL = len(self.document_D), np.array(self.n_tokens_D), np.array(self.nll_DL)
         if m == 1:
             return [None] * len(self.contexts)
@@ -73,13 +72,12 @@ class ContextUse:
 @torch.inference_mode()
 def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Sequence[int], *,
                         precision: str = "float32", progress: Callable[[int], None] | None = None) -> ContextUse:
-    """Score the tokens of a split that have half of the longest context before them in their document, at each context.
+    """Score the same tokens of a split at each context: those with half of the longest context before them.
 
-    contexts: rising. Each costs two tokens read per token scored, whatever its length; documents that do not reach half
-    of the longest are not read. For a model with chunks they are comparable where half of each is whole chunks: then
-    all that a token sees inside its chunk is the same. progress is called with the number of tokens read. Raises
-    UsageError for contexts that make no sense or a model that is not causal, DataError where no document is long
-    enough, NumericsError where a loss is not finite."""
+    contexts: rising; each reads two tokens per scored token. Documents shorter than half of the longest context are not
+    read. For a model with chunks, half of each context must be whole chunks, or a token's chunk starts elsewhere at
+    another context. progress is called with the number of tokens read. Raises UsageError for wrong contexts or a model
+    that is not causal, DataError if no document is long enough, NumericsError for a loss that is not finite."""
     require_precision(precision)
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
@@ -102,7 +100,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
         for context in contexts:
             first = 0 if context in (contexts[0], longest) else after
             loss_T = np.zeros(len(ids) - 1)
-            for batch in batches(list(rows_of_document(len(loss_T), context, first))):
+            for batch in row_batches(rows_of_document(len(loss_T), context, first)):
                 losses_BT = losses_of(model, [np.stack([ids[start : stop + 1] for start, _, stop in batch])], precision)
                 for (start, begin, stop), row_T in zip(batch, losses_BT, strict=True):
                     loss_T[begin:stop] = row_T[begin - start :]
@@ -124,9 +122,8 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
-    """Rows (start, begin, stop) that score the targets from `first` on, each once: a row reads the tokens from `start`,
-    and its targets [begin, stop) are scored, at most the second half of `context`. From the beginning of a document the
-    first row is scored whole."""
+    """Rows (start, begin, stop) that score each target from `first` on once. A row reads the tokens from `start`, and
+    its targets [begin, stop) are scored: all in a document's first row, at most half of `context` in the others."""
     if first == 0:
         yield 0, 0, min(context, n_tokens)
         first = context
@@ -135,21 +132,13 @@ def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[
         yield begin + half - context, begin, min(begin + half, n_tokens)
 
 
-def batches(rows: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Rows in order, those of one length together, up to TOKENS_AT_ONCE."""
-    batch: list[tuple[int, int, int]] = []
-    for row in rows:
-        length = row[2] - row[0]
-        if batch and (length != batch[0][2] - batch[0][0] or (len(batch) + 1) * length > TOKENS_AT_ONCE):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+def row_batches(rows: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Consecutive rows of equal length, up to TOKENS_AT_ONCE together."""
+    return batches(rows, lambda row: row[2] - row[0], lambda length: max(TOKENS_AT_ONCE // length, 1))
 
 
 def describe(use: ContextUse) -> list[str]:
-    """Lines for a person."""
+    """The table that `lineartime evaluate --contexts` prints, line by line."""
     longest = use.contexts[-1]
     lines = [f"{sum(use.n_tokens_D):,} tokens of {len(use.document_D)} documents, each token with more than "
              f"{use.after:,} of its document before it",

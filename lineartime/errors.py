@@ -1,8 +1,6 @@
-"""What a person sees when something is wrong: one line, an exit code, no traceback.
+"""Errors raised on purpose. Each has a message of one line, `WHAT: WHERE; what to do`, and an exit code.
 
-`error: WHAT: WHERE; what to do`. The command line prints it and exits with the class's `exit_code`;
-a Python caller catches `LineartimeError` or the class it cares about.
-"""
+The command line prints the line without a traceback; a Python caller catches `LineartimeError` or a subclass."""
 
 
 class LineartimeError(Exception):
@@ -23,13 +21,13 @@ class UsageError(LineartimeError):
 
 
 class DataError(LineartimeError):
-    """Text or prepared tokens that cannot be used; `where` names the file and the line or byte."""
+    """Text or prepared tokens that cannot be used; `where` is the file with the line or byte."""
 
     exit_code = 3
 
 
 class CheckpointError(LineartimeError):
-    """A checkpoint that is damaged, missing, or of another run."""
+    """A damaged or missing checkpoint, or one of another run."""
 
     exit_code = 4
 
@@ -47,7 +45,7 @@ class ResourceError(LineartimeError):
 
 
 class Stopped(LineartimeError):
-    """A run that was asked to stop by a signal and has saved; exit code 130 or 143."""
+    """A run that a signal stopped, after it saved; exit code 130 or 143."""
 
     def __init__(self, what: str, where: str, number: int):
         super().__init__(what, where)

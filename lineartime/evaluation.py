@@ -1,11 +1,12 @@
-"""Held-out text scored: every token exactly once, each in the row that training would have put it in."""
+"""Scores of held-out text: every token once, each in the row that training would have put it in."""
 
 import dataclasses
+import itertools
 import lzma
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,28 +19,30 @@ from lineartime.model import LanguageModel, SpanModel, masked_token_losses, toke
 from lineartime.run import load_model
 from lineartime.settings import require, require_precision
 
+Row = TypeVar("Row")
+
 XZ_LIMIT_BYTES = 1 << 22
-"""Text up to this size is compared with `xz` after training: of more it takes longer than a small model's training."""
+"""Text up to this size is compared with `xz` after training. On longer text `xz` takes longer than a small model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What a split's tokens cost; logarithms are natural unless a name says bits."""
+    """The negative log-likelihood of a split's tokens; logarithms are natural unless a name says bits."""
 
     n_tokens: int
-    """Tokens scored, the end-of-document tokens among them."""
+    """Scored tokens, including end-of-document tokens."""
     nll: float
-    """Sum of -ln p over them."""
+    """Sum of -ln p over the scored tokens."""
     n_words: int
     n_bytes: int
-    """Words and bytes of the text that they spell; what was scored in part counts in proportion. Of a published split
-    of PG-19 the words are those of its paper."""
+    """Words and bytes of the scored text. If only part of a split was scored, its counts are scaled in proportion. For
+    a published split of PG-19 the number of words is the published one."""
     loss_by_position: list[tuple[int, int, float]]
     """Mean loss at positions first..last of the context, in blocks that double."""
     n_read: int | None = None
-    """Masked language modelling: the tokens of the rows, of which `n_tokens` were masked; otherwise None."""
+    """For masked language modelling, the tokens of all rows, of which `n_tokens` were masked; otherwise None."""
     word_count: str = "counted"
-    """"published" or "counted": where `n_words` is from."""
+    """The source of `n_words`: "published" or "counted"."""
 
     @property
     def loss(self) -> float:
@@ -62,7 +65,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         by_position = [{"first": a, "last": b, "loss": x} for a, b, x in self.loss_by_position]
-        if self.n_read is not None:  # the likelihood of no text: neither per byte nor per word
+        if self.n_read is not None:  # masked tokens are no text, so there is no score per byte or per word
             return {"masked": True, "loss": self.loss, "perplexity": self.perplexity, "n_tokens": self.n_tokens,
                     "n_read": self.n_read, "loss_by_position": by_position}
         return {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
@@ -72,10 +75,10 @@ class Evaluation:
 
 def load_with_split(run: Path, data: Path, split: str = "validation") -> tuple[LanguageModel, TokenStream,
                                                                                dict[str, Any]]:
-    """A run's model, the text that it is to be scored on, and what `load_model` says of it.
+    """A run's model, the split to score it on, and the facts that `load_model` returns.
 
-    Raises UsageError for a model that answers questions and for text in the tokens of another tokenizer, and as
-    `load_model` and `open_split` do."""
+    Raises UsageError for a model that answers questions and for data of another tokenizer, and as `load_model` and
+    `open_split` do."""
     model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
@@ -91,14 +94,14 @@ def load_with_split(run: Path, data: Path, split: str = "validation") -> tuple[L
 def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None = None, batch_rows: int | None = None,
              max_tokens: int | None = None, precision: str = "float32",
              progress: Callable[[int], None] | None = None) -> Evaluation:
-    """Score the tokens of a split, in rows of `context` that overlap by the one token that is only read; of a model
-    that is not causal the masked tokens of `masking.masked_rows`, which are the same whatever `batch_rows` is.
+    """Score every token of a split once, in rows of `context`; the first token of a row is only read. For a model that
+    is not causal, score the masked tokens of `masking.masked_rows`.
 
-    context: tokens in a row, by default those of training. batch_rows: rows scored at once, by default 8, fewer from a
-    context of 16K on; the sums are in float64, so that it changes nothing but rounding. max_tokens: stop after about so
-    many. precision: "float32" or "bfloat16". progress is called with the number of tokens read. Raises UsageError for a
-    context that is too long, for another precision and where the data has no [MASK] and needs one, NumericsError where
-    a loss is not finite."""
+    context: tokens in a row, by default as in training. batch_rows: rows scored at once, by default 8, fewer from a
+    context of 16K on; it changes only rounding, because sums are in float64. max_tokens: stop after about this many.
+    precision: "float32" or "bfloat16". progress is called with the number of tokens read. Raises UsageError for a
+    context that is too long, another precision, and data without the [MASK] that the model needs; NumericsError for a
+    loss that is not finite."""
     require_precision(precision)
     context = model.config.context if context is None else context
     require(context >= 1 and (batch_rows is None or batch_rows >= 1), "wrong value",
@@ -111,29 +114,19 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     causal = model.config.causal
     rows: Iterable[tuple[np.ndarray, ...]] = (((row,) for row in eval_rows(stream, context)) if causal
                                               else masked_rows(stream, context))
-    waiting: list[tuple[np.ndarray, ...]] = []
-
-    def score() -> None:
-        nonlocal n_read
-        losses = losses_of(model, [np.stack(part) for part in zip(*waiting, strict=True)], precision)
-        asked_BT = np.ones(losses.shape, bool) if causal else np.stack([targets_T for _, targets_T in waiting]) >= 0
+    for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows):
+        if max_tokens is not None and n_read >= max_tokens:
+            break
+        stacked = [np.stack(part) for part in zip(*batch, strict=True)]
+        losses = losses_of(model, stacked, precision)
+        asked_BT = np.ones(losses.shape, bool) if causal else stacked[1] >= 0
         losses_BT: np.ndarray = np.zeros(asked_BT.shape)
         losses_BT[asked_BT] = losses.flatten()
         nll_T[: losses_BT.shape[1]] += losses_BT.sum(0)
         count_T[: losses_BT.shape[1]] += asked_BT.sum(0)
         n_read += asked_BT.size
-        waiting.clear()
         if progress is not None:
             progress(n_read)
-
-    for row in rows:
-        if waiting and (len(row[0]) != len(waiting[0][0]) or len(waiting) == batch_rows):
-            score()
-        if max_tokens is not None and n_read >= max_tokens:
-            break
-        waiting.append(row)
-    if waiting:
-        score()
     model.train(was_training)
     n_tokens, nll = int(count_T.sum()), float(nll_T.sum())
     if not math.isfinite(nll):
@@ -143,8 +136,15 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
                       by_position(nll_T, count_T), None if causal else n_read, stream.word_count)
 
 
+def batches(rows: Iterable[Row], length: Callable[[Row], int], n_most: Callable[[int], int]) -> Iterator[list[Row]]:
+    """Consecutive rows of equal `length`, at most `n_most(length)` together; the order of the rows is kept."""
+    for n, group in itertools.groupby(rows, key=length):
+        while batch := list(itertools.islice(group, n_most(n))):
+            yield batch
+
+
 def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str) -> np.ndarray:
-    """`token_losses` of rows, or `masked_token_losses` of inputs and targets, in nats: float64 on the CPU."""
+    """`token_losses` of rows, or `masked_token_losses` of inputs and targets: nats, float64, on the CPU."""
     on_device = [torch.from_numpy(part).to(model.embed.weight.device) for part in batch]
     with torch.autocast(on_device[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         losses = (token_losses if model.config.causal else masked_token_losses)(model, *on_device)
@@ -152,7 +152,7 @@ def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str)
 
 
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:
-    """Mean loss in blocks of positions 1-32, 33-64, 65-128, ...: what a longer context is worth."""
+    """Mean loss in blocks of positions 1-32, 33-64, 65-128, ..."""
     blocks, first, last = [], 0, 32
     while first < len(nll_T):
         last = min(last, len(nll_T))
@@ -163,10 +163,9 @@ def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, 
 
 
 def xz_bits_per_byte(data_dir: Path, split: str = "validation") -> float:
-    """Bits per byte of `xz -9e` for a split after it has seen the training text:
-    (xz(train + split) - xz(train)) x 8 / bytes.
+    """Bits per byte of `xz -9e` for a split after the training text: (xz(train + split) - xz(train)) x 8 / bytes.
 
-    The text comes back from the tokens, documents end to end. For text that fits in memory."""
+    The text is decoded from the tokens, documents end to end, and must fit in memory."""
     tokenizer = load_tokenizer(data_dir / TOKENIZER_FILE)
 
     def text(name: str) -> bytes:

@@ -1,8 +1,7 @@
 """The models as `transformers` classes: `import lineartime.hf`, then `AutoModelForCausalLM.from_pretrained(DIR)`, or
 `AutoModelForMaskedLM` for a model that is not causal.
 
-The arithmetic is `LanguageModel`'s; here are only the names, arguments and the cache that `transformers` expects.
-"""
+`LanguageModel` does the arithmetic; this module adds the names, arguments and the cache that `transformers` expects."""
 
 from typing import Any, ClassVar
 
@@ -43,7 +42,7 @@ from lineartime.settings import require
 
 
 class LineartimeConfig(PreTrainedConfig):
-    """`ModelConfig`'s fields, side by side with those of transformers; the end-of-document token begins, ends and pads.
+    """The fields of `ModelConfig` and of transformers; bos, eos and pad are the end-of-document token by default.
 
     Raises UsageError as `ModelConfig` does."""
 
@@ -51,7 +50,7 @@ class LineartimeConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "n_layers",
                                                "num_attention_heads": "n_heads", "max_position_embeddings": "context"}
-    __eq__ = PreTrainedConfig.__eq__  # the base class makes a dataclass of this one, whose == would not see our fields
+    __eq__ = PreTrainedConfig.__eq__  # the base class would generate an == that ignores our fields
 
     def __init__(self, **fields: Any):
         model = ModelConfig(**{name: fields.pop(name) for name in MODEL_FIELDS if name in fields})
@@ -66,13 +65,13 @@ class LineartimeConfig(PreTrainedConfig):
 
 
 class LineartimeTokenizer(TokenizersBackend):
-    """A checkpoint's tokenizer.json: a text begins with the end-of-document token, as in training; padding is left.
+    """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training; padding goes left.
 
-    "[MASK]" in a text is the token, where the checkpoint has one: here a text is a question, not a document."""
+    Unlike in `Tokenizer`, "[MASK]" in a text is the mask token if the checkpoint has one."""
 
     padding_side = "left"
 
-    # transformers reads a tokenizer.json as it is only for a class without an __init__ of its own.
+    # Not in __init__: transformers leaves a tokenizer.json unchanged only for a class without its own __init__.
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> "LineartimeTokenizer":
         tokenizer = super().from_pretrained(*args, **kwargs)
@@ -88,7 +87,7 @@ class LineartimeTokenizer(TokenizersBackend):
 
 
 class Reshaped(ConversionOps):
-    """`checkpoint.reshaped`, for `from_pretrained`; what is saved stays as it is."""
+    """`checkpoint.reshaped` for `from_pretrained`; saving changes no shapes."""
 
     def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
                 **kwargs: Any) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class Reshaped(ConversionOps):
 
 
 class LineartimeCache(Cache):
-    """A `DecodingState` as `generate` handles it. It begins empty and belongs to a batch from its first tokens on."""
+    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size."""
 
     is_croppable = False
 
@@ -113,10 +112,10 @@ class LineartimeCache(Cache):
     def reset(self) -> None:
         self.state: DecodingState | None = None
         self.n_columns = 0
-        """Tokens that each row has been given, padding included: what transformers calls the sequence length."""
+        """Tokens given to each row, padding included; transformers calls this the sequence length."""
 
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor) -> Tensor:
-        """`LanguageModel.extend` by the next columns of a batch, of which each row has those that are valid: x_BND."""
+        """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND."""
         if self.state is None:
             self.state = model.decoding_state(len(ids_BN))
         require(len(self.state.seq_lens_B) == len(ids_BN), "the cache holds another batch",
@@ -127,7 +126,7 @@ class LineartimeCache(Cache):
         return x_BND.gather(1, order_BN.argsort(1)[..., None].expand_as(x_BND))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order; a row may come more than once."""
+        """Keep these rows, in this order; a row may occur more than once."""
         if self.state is not None:
             self.state.select(indices)
 
@@ -151,8 +150,8 @@ class LineartimeCache(Cache):
 class LineartimeModel(PreTrainedModel):
     """`LanguageModel` up to its last norm.
 
-    A checkpoint's names are `LanguageModel`'s own; here "model." stands before them, which transformers adds when it
-    loads one (`base_model_prefix`) and `save_pretrained` takes off."""
+    Checkpoints have the names of `LanguageModel`. In this class "model." precedes them: transformers adds it when it
+    loads a checkpoint (`base_model_prefix`), and `save_pretrained` removes it."""
 
     config_class = LineartimeConfig
     base_model_prefix = "model"
@@ -177,17 +176,17 @@ class LineartimeModel(PreTrainedModel):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
                 past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
                 **kwargs: Any) -> BaseModelOutputWithPast:
-        """The hidden states `[B, T, D]`, and the cache if there is one or `use_cache` asks for one.
+        """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
-        attention_mask: 0 where there is no token; padding may stand anywhere and changes nothing. With a cache it
-        covers the new tokens, or all. Raises UsageError for an argument that these models do not know."""
+        attention_mask: 0 for padding, which may be anywhere and changes nothing. With a cache it covers the new tokens,
+        or all. Raises UsageError for an unknown argument."""
         refuse(kwargs)
         x_BTD, cache = self.hidden(input_ids, attention_mask, past_key_values, use_cache)
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache)
 
     def hidden(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None,
                use_cache: bool | None) -> tuple[Tensor, LineartimeCache | None]:
-        """In parallel without a cache, otherwise as decoding does it."""
+        """The hidden states and the cache: computed in parallel without a cache, by decoding with one."""
         if cache is None and use_cache:
             cache = LineartimeCache()
         require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
@@ -213,26 +212,26 @@ class LineartimeModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True,
                         state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
-        """Writes `LanguageModel`'s names, with or without a `state_dict()` given."""
+        """Save weights by their names in `LanguageModel`, with or without a given `state_dict`."""
         own_names = {name.removeprefix("model."): value for name, value in (state_dict or self.state_dict()).items()}
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Takes a checkpoint's names as well as those of `state_dict()`: Trainer resumes by this."""
+        """Load weights by their names in a checkpoint or in `state_dict()`; Trainer resumes with this method."""
         names = {f"model.{name.removeprefix('model.')}": value for name, value in state_dict.items()}
         own = self.state_dict()
         names = {name: reshaped(value, own[name].shape) if name in own else value for name, value in names.items()}
         return super().load_state_dict(names, *args, **kwargs)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Refused: the head's bias has an entry per token too."""
+        """Raise UsageError for a new size, because the head's bias has an entry per token too."""
         require(new_num_tokens in (None, self.config.vocab_size), "the vocabulary cannot be resized",
                 f"{self.config.vocab_size} -> {new_num_tokens}", "train with the vocabulary you need")
         return self.model.embed
 
 
 class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
-    """The whole `LanguageModel`, and text from it. Raises UsageError for a model that is not causal."""
+    """The whole `LanguageModel`, with `generate`. Raises UsageError for a model that is not causal."""
 
     def __init__(self, config: LineartimeConfig):
         require(config.causal, "only a causal model predicts the next token", "causal = false",
@@ -244,11 +243,11 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
                 past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
                 labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
-        """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns where that is not 0.
+        """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns unless it is 0.
 
-        labels: `input_ids` again, -100 where there is nothing to learn; the shift by one happens here. The loss is the
-        mean in nats, or the sum over `num_items_in_batch`, and 0 where there is nothing. In training it comes without
-        logits, which would be most of the memory, unless `logits_to_keep` asks for some."""
+        labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. The loss is the mean
+        in nats, or the sum over `num_items_in_batch`, and 0 without labels to learn. In training the logits, which
+        would take most of the memory, are returned only for a `logits_to_keep` other than 0."""
         refuse(kwargs)
         x_BTD, cache = self.hidden(input_ids, attention_mask, past_key_values, use_cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -261,16 +260,14 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
                                       **kwargs: Any) -> Any:
-        """Where `generate` would make a key-value cache it finds ours."""
+        """Give `generate` a `LineartimeCache` instead of its key-value cache."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = LineartimeCache()
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
 
 class LineartimeForMaskedLM(LineartimeModel):
-    """The whole `LanguageModel` of a model that is not causal: what stands at each place, [MASK] above all.
-
-    Raises UsageError for a causal model."""
+    """The whole `LanguageModel` of a model that is not causal. Raises UsageError for a causal model."""
 
     def __init__(self, config: LineartimeConfig):
         require(not config.causal, "a causal model does not fill in masks", "causal = true",
@@ -282,9 +279,9 @@ class LineartimeForMaskedLM(LineartimeModel):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
         """logits_BTV of the token at each place.
 
-        attention_mask: 0 where there is no token; padding may stand anywhere and changes nothing. labels: the tokens
-        that are asked for, -100 elsewhere; the loss is their mean in nats, or their sum over `num_items_in_batch`, and
-        0 where there are none. In training it comes without logits, which would be most of the memory."""
+        attention_mask: 0 for padding, which may be anywhere and changes nothing. labels: the target tokens, -100
+        elsewhere. The loss is their mean in nats, or their sum over `num_items_in_batch`, and 0 without targets. In
+        training with labels no logits are returned, which would take most of the memory."""
         refuse(kwargs, known="input_ids, attention_mask, labels")
         x_BTD, _ = self.hidden(input_ids, attention_mask, None, False)
         logits_BTV = loss = None
@@ -296,19 +293,18 @@ class LineartimeForMaskedLM(LineartimeModel):
 
 
 class LineartimeForQuestionAnswering(LineartimeModel):
-    """The `SpanModel` that `lineartime finetune` makes: where in a window an answer begins and where it ends.
-
-    A window is `[CLS] question [SEP] document [SEP]`; see `spans`. Raises UsageError for a causal model."""
+    """The `SpanModel` of `lineartime finetune`: the first and the last token of the answer in a window
+    `[CLS] question [SEP] document [SEP]`, see `qa.spans`. Raises UsageError for a causal model."""
 
     _trunk = SpanModel
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, start_positions: Tensor | None = None,
                 end_positions: Tensor | None = None, **kwargs: Any) -> QuestionAnsweringModelOutput:
-        """start_logits and end_logits, `[B, T]`, at their least where attention_mask is 0.
+        """start_logits and end_logits, `[B, T]`; padding (attention_mask 0) has the least value of the dtype.
 
-        start_positions, end_positions: the answer's first and last token, 0 ([CLS]) where there is none; with both the
-        loss is the mean of the two in nats, over all tokens. A place outside the row does not count."""
+        start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an answer. With both the
+        loss is the mean of their losses in nats. Positions outside the row are ignored."""
         refuse(kwargs, known="input_ids, attention_mask, start_positions, end_positions")
         require((start_positions is None) == (end_positions is None), "an answer has two ends",
                 "start_positions, end_positions", "give both or none")
@@ -329,8 +325,7 @@ class LineartimeForQuestionAnswering(LineartimeModel):
 
 
 def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
-    """The mean of `LanguageModel.losses` where labels are not -100, or their sum over `n_items`; 0 where there are
-    none."""
+    """The mean of `LanguageModel.losses` over labels other than -100, or their sum over `n_items`; 0 without labels."""
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()
@@ -339,7 +334,7 @@ def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: T
 
 def refuse(arguments: dict[str, Any], known: str = "input_ids, attention_mask, past_key_values, use_cache, labels, "
                                                    "logits_to_keep") -> None:
-    """Raise UsageError for an argument that would go unheeded; transformers hands around many that are off."""
+    """Raise UsageError for an argument that would be ignored, unless transformers passes it as None or False."""
     for name, value in arguments.items():
         require(value is None or value is False, "this model takes no such argument", name,
                 f"it takes {known}")

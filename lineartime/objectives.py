@@ -1,6 +1,4 @@
-"""What a model is trained on: the batch of a step, the loss of a batch, and the held-out score.
-
-`training.fit` knows nothing of an objective but the four methods of `Objective`."""
+"""Training objectives: the batch of a step, the loss of a batch, and the held-out score."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,15 +14,15 @@ from lineartime.model import LanguageModel, masked_token_losses, token_losses
 
 
 class Objective(Protocol):
-    """What `fit` needs. The arrays of a batch have one entry per row along their first axis, and are cut into
-    micro-batches there."""
+    """The four methods that `training.fit` calls. A batch is a tuple of arrays whose first axis is the row; a
+    micro-batch is a slice along it."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """The arrays of one training step: a pure function of the run's seed and the step."""
         ...
 
     def n_targets(self, *batch: Tensor) -> int:
-        """How many losses `losses` returns for these rows; what a micro-batch weighs in the mean."""
+        """The number of losses that `losses` returns for these rows: the weight of a micro-batch in the mean."""
         ...
 
     def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
@@ -32,13 +30,13 @@ class Objective(Protocol):
         ...
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """The held-out score in the course of training: "loss", and what else is worth a line of the metrics.
-        progress is called now and then, and may raise."""
+        """The held-out scores during training, by name; "loss" is one of them. progress is called with the number of
+        tokens or questions scored so far, and may raise."""
         ...
 
 
 class NextToken:
-    """Language modelling: every token of a row given those before it."""
+    """Language modelling: predict each token of a row from the tokens before it."""
 
     def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
         self.config, self.train_stream, self.held_out = config, train_stream, held_out
@@ -62,13 +60,13 @@ class NextToken:
 
 
 class MaskedTokens:
-    """Masked language modelling: the masked tokens of a row given all the others; for models that are not causal."""
+    """Masked language modelling, for models that are not causal: predict a row's masked tokens from all its tokens."""
 
     def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
         self.config, self.train_stream, self.held_out = config, train_stream, held_out
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """Inputs and targets `[R, T]`; a target is -1 where nothing is asked."""
+        """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
         config = self.config
         return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
                             rows_per_step=config.rows_per_step)

@@ -1,4 +1,4 @@
-"""A run's folder: what the run is, its metrics and its checkpoints. Everything in it survives a kill at any moment."""
+"""A run's folder: its description, metrics and checkpoints. It stays valid if the process is killed at any moment."""
 
 import errno
 import json
@@ -26,19 +26,19 @@ RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter."""
+"""AdamW's state of each parameter."""
 
 logger = logging.getLogger(__name__)
 
 
 class Run:
-    """A run's folder: what it is (`run.json`), its metrics, its checkpoints."""
+    """A run's folder: its description (`run.json`), its metrics, its checkpoints."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any]):
-        """Open the folder, or begin it. facts: what identifies the data and the tokenizer.
+        """Open or create the folder. facts: hashes of the data and the tokenizer.
 
-        A run that has no checkpoint yet would begin again in any case, and gives way to another. Raises UsageError with
-        the differences if another run is in the folder, CheckpointError if a run there has lost its description."""
+        A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the folder holds another
+        run; CheckpointError if the run there has lost its description."""
         self.out, self.config = out, config
         description = {"preset": config.preset, "task": config.task, "data": config.data,
                        "model": to_dict(config.model), "train": to_dict(config.train), **facts}
@@ -52,17 +52,17 @@ class Run:
         else:
             stored = read_run(out)
             self.id = stored["id"]
-            same_anyway = {"id": self.id, "data": config.data}  # the data is known by its hash, wherever it lies
+            same_anyway = {"id": self.id, "data": config.data}  # the data's hash counts, not its folder
             changed = different({**stored, **same_anyway}, {**description, **same_anyway})
             if changed:
                 todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
                 raise UsageError("another run is here", out, todo)
         self.waiting = ""
-        """Lines of metrics that could not be written yet."""
+        """Metrics lines that could not be written yet."""
 
     def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> int:
-        """Load the newest whole checkpoint, with a warning if a newer one is damaged; returns the steps done, 0 without
-        one. Raises CheckpointError."""
+        """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
+        0 without a checkpoint. Raises CheckpointError."""
         newest = checkpoint.newest(self.out)
         if newest is None:
             self.truncate_metrics(0)
@@ -87,19 +87,19 @@ class Run:
 
     def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:
-        """Write a checkpoint: the weights, the optimizer, what `transformers` needs, and the texts `extra_files`, by
-        file name."""
+        """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
+        by file name."""
         weights = {name: p.detach() for name, p in model.named_parameters()}
         moments = {f"{kind}.{name}": optimizer.state[p][kind] if p in optimizer.state else torch.zeros_like(p)
                    for name, p in model.named_parameters() for kind in MOMENTS}
         with suppress(OSError), open(self.out / METRICS_FILE, "rb") as file:
-            os.fsync(file.fileno())  # the lines up to a step are on the disk before its checkpoint
+            os.fsync(file.fileno())  # metrics reach the disk before the checkpoint of their step
         checkpoint.save(self.out, step, run=self.id, tensors={"model": weights, "optimizer": moments},
                         files={CONFIG_FILE: model_config_json(model.config), **extra_files},
                         keep=self.config.train.keep)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics. A full disk costs a warning, not the run: lines wait until there is room."""
+        """Append a line to the metrics. If the disk is full, warn once and keep the lines until there is room."""
         path, warned = self.out / METRICS_FILE, bool(self.waiting)
         self.waiting += json.dumps(record) + "\n"
         end = None
@@ -117,7 +117,7 @@ class Run:
                 logger.warning(f"metrics not written: {path}; {e.strerror}")
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the lines that come again: those after `step`, the held-out line of `step`, one that a kill cut off."""
+        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line."""
         path = self.out / METRICS_FILE
         if path.exists():
             kept = [record for record in read_metrics(self.out)
@@ -126,7 +126,7 @@ class Run:
 
 
 def read_run(out: Path) -> dict[str, Any]:
-    """A run's description. Raises UsageError where there is none, CheckpointError where it is damaged."""
+    """A run's description. Raises UsageError if it is missing, CheckpointError if it is damaged."""
     if not (out / RUN_FILE).exists():
         raise UsageError("not a run", out, "give the --out folder of `lineartime train`")
     description = read_json(out / RUN_FILE)
@@ -136,7 +136,7 @@ def read_run(out: Path) -> dict[str, Any]:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, up to one that was cut off. Raises DataError where there are none."""
+    """The metrics of a run, up to the first damaged line. Raises DataError if the file cannot be read."""
     def parse(record: Any) -> dict[str, Any]:
         if not isinstance(record["step"], int):
             raise TypeError("a step is a whole number")
@@ -146,7 +146,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The entries in which two descriptions differ, as `name: old -> new`."""
+    """The differences of two descriptions, each as `name: old -> new`."""
     changed = []
     for name in sorted({*old, *new}):
         a, b = old.get(name), new.get(name)
@@ -158,9 +158,8 @@ def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def best_run(out: Path) -> Path:
-    """The best run in a folder that `lineartime finetune` completed; any other folder itself.
-
-    Raises CheckpointError for damage."""
+    """The best run in a completed folder of `lineartime finetune`; any other folder itself. Raises CheckpointError for
+    a damaged folder."""
     path = out / RESULT_FILE
     if (out / RUN_FILE).exists() or not path.exists():
         return out
@@ -171,12 +170,11 @@ def best_run(out: Path) -> Path:
 
 
 def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
-    """The model and tokenizer of a run (its newest whole checkpoint), of one checkpoint, or of a folder that
-    `lineartime export` made; and what is known of it: the folder, and the step unless it was exported.
+    """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
 
-    Of a folder of `lineartime finetune` the best run is taken; what it saved is a `SpanModel`.
-    Returns the model in evaluation mode on the CPU, in float32. Raises UsageError where there is none of these,
-    CheckpointError for damage."""
+    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export`; or a folder of
+    `lineartime finetune`, whose best run is read. A fine-tuned model is a `SpanModel`. The model is in evaluation mode
+    on the CPU, in float32. Raises UsageError for any other path, CheckpointError for a damaged checkpoint."""
     path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
@@ -205,7 +203,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
 
 
 def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
-    """`load_model` for a model that was fine-tuned on questions. Raises UsageError for any other."""
+    """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
     model, tokenizer, facts = load_model(run)
     if not isinstance(model, SpanModel):
         raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
@@ -213,13 +211,13 @@ def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, An
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder holds weights and is no checkpoint, which has an optimizer and a manifest too."""
+    """Whether a folder holds weights but is neither a checkpoint nor a run."""
     beside = (checkpoint.MANIFEST, "optimizer.safetensors", RUN_FILE)
     return (path / WEIGHTS_FILE).exists() and not any((path / name).exists() for name in beside)
 
 
 def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The text files and the weights of an exported folder, bfloat16 made float32. Raises CheckpointError."""
+    """The text files and the weights, converted to float32, of an exported folder. Raises CheckpointError."""
     files = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:

@@ -1,4 +1,4 @@
-"""The process: settings that speed depends on, chosen by the program and kept with every measurement; its memory."""
+"""Process settings that affect speed (device, float32 precision, the C allocator), and memory use."""
 
 import ctypes
 import logging
@@ -14,20 +14,14 @@ from lineartime.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Names of `mallopt(3)`."""
-
-PR_SET_PDEATHSIG = 1
-"""Of `prctl(2)`."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
+PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
 def choose_settings(device: torch.device) -> dict[str, str]:
-    """Choose float32 precision and the allocator's habits for `device`; returns what was chosen, for people and rows.
+    """Set float32 precision and, on a CPU, the allocator; returns both settings in words, for logs and measured rows.
 
-    float32 products stay float32 products: "high" would make them TF32 or sums of bfloat16 where the hardware has
-    those. On a CPU with glibc, tensors of up to 32 MiB come from a heap that is kept: otherwise they go back to the
-    system when they are freed, and each of their pages is cleared and mapped again, step after step. Larger ones come
-    from the system and go back to it, for in a heap the holes between them would take more than they do."""
+    float32 matmuls stay float32: "high" would allow TF32 or sums of bfloat16. On a CPU see `choose_allocator`."""
     torch.set_float32_matmul_precision("highest")
     chosen = {"float32_matmul": "highest"}
     if device.type == "cpu":
@@ -36,8 +30,8 @@ def choose_settings(device: torch.device) -> dict[str, str]:
 
 
 def pick_device(device: torch.device | str | None = None, *, tell: bool = False) -> torch.device:
-    """The device asked for ("cpu" or "cuda"), else cuda where there is one, with the process set up for it (see
-    `choose_settings`); tell: a line of the log says how. Raises UsageError for one that is not there."""
+    """The device `device` ("cpu" or "cuda"), by default cuda if available; also sets the process up for it, see
+    `choose_settings`. tell: log these settings. Raises UsageError for an unknown or missing device."""
     name = device.type if isinstance(device, torch.device) else device
     if name not in (None, "cpu", "cuda"):
         raise UsageError("unknown device", name, "one of cpu, cuda")
@@ -51,12 +45,12 @@ def pick_device(device: torch.device | str | None = None, *, tell: bool = False)
 
 
 def choose_allocator() -> str:
-    """Tell glibc's malloc to serve tensors of up to 32 MiB, the most it takes, from a heap that never shrinks; what was
-    chosen, in words.
+    """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum, in the heap; returns the choice in words.
 
-    Where the process may have only so much memory (`ulimit -v`) holes in a heap count, and so do the 64 MiB of
-    addresses that each thread's own heap begins with: there threads share one, and a tensor goes back when it is freed.
-    Left to itself malloc keeps more and more, depending on what was freed before."""
+    By default malloc returns such tensors to the system, which then clears and maps their pages anew at every step.
+    Larger tensors always go back, because holes between them would waste more of the heap. Under `ulimit -v` holes
+    count against the limit, and so do the 64 MiB of addresses per thread heap; there all threads share one heap, and
+    every tensor from 1 MiB on goes back when it is freed."""
     libc = ctypes.CDLL(None)
     if not sys.platform.startswith("linux") or not hasattr(libc, "gnu_get_libc_version"):
         return "as it is"
@@ -68,7 +62,7 @@ def choose_allocator() -> str:
 
 
 def rss_bytes(name: str = "VmRSS") -> int | None:
-    """What Linux says of this process's memory; None where it does not."""
+    """A field of `/proc/self/status` in bytes: by default the memory of this process. None on other systems."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
@@ -77,7 +71,7 @@ def rss_bytes(name: str = "VmRSS") -> int | None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has had at once. On Linux not `ru_maxrss`, which starts from the parent's."""
+    """The peak memory of this process. On Linux not `ru_maxrss`, which starts at the parent's."""
     peak = rss_bytes("VmHWM")
     if peak is not None:
         return peak
@@ -85,12 +79,12 @@ def peak_rss_bytes() -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory there has been at once: of the process on a CPU, of tensors on a GPU."""
+    """Peak memory: of the process on a CPU, of tensors on a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let the peak begin again from the memory now held; where a system cannot, it stays."""
+    """Reset the peak to the memory now in use, on systems that can."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -99,7 +93,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what the allocator keeps, so that other processes can have it."""
+    """Return the allocator's unused memory to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -107,7 +101,6 @@ def release_memory(device: torch.device) -> None:
 
 
 def end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when the one that started it is gone, however that ended: for a process
-    that would else hold its run's lock."""
+    """Ask Linux to send this process SIGTERM when its parent ends, so that it does not go on holding a run's lock."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

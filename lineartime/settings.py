@@ -1,6 +1,6 @@
-"""Typed settings: a dataclass field checked, replaced by name, read from the command line or from TOML.
+"""Typed settings: fields of a dataclass are checked, replaced by name, and parsed from the command line or TOML.
 
-Every refusal is a UsageError that names the field and, for an unknown name, the nearest valid one."""
+Errors are UsageErrors that name the field and, for an unknown name, the nearest valid one."""
 
 import dataclasses
 import difflib
@@ -22,7 +22,7 @@ def require(condition: bool, what: str, where: str, todo: str | None = None) -> 
 
 
 def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
-    """Raise UsageError unless `name` is valid, suggesting the nearest name that is."""
+    """Raise UsageError, with the nearest valid name, unless `name` is valid."""
     valid = list(valid)
     if name not in valid:
         near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
@@ -30,13 +30,13 @@ def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
 
 
 def require_precision(precision: str) -> None:
-    """Raise UsageError for a precision of the arithmetic that there is not."""
+    """Raise UsageError unless `precision` is "float32" or "bfloat16"."""
     require(precision in ("float32", "bfloat16"), "wrong value", f"precision = {precision}",
             "it takes float32 or bfloat16")
 
 
 def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
-    """`dataclasses.replace`, but an unknown field is a UsageError."""
+    """`dataclasses.replace` that raises UsageError for an unknown field."""
     names = [f.name for f in dataclasses.fields(config)]
     for name in fields:
         require_name("setting", name, names)
@@ -44,9 +44,8 @@ def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 def check_fields(config: Any) -> None:
-    """Raise UsageError where a field of a dataclass has not the type it declares.
-
-    An int becomes a float where one is meant, and must fit into 64 bits, as everything that counts does."""
+    """Raise UsageError unless every field of a dataclass has its declared type, ints fit into 64 bits, and floats are
+    finite. An int in a float field becomes a float."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if isinstance(value, int) and not -2**63 <= value < 2**63:
@@ -85,7 +84,7 @@ def _describe(kind: Any) -> str:
 
 
 def parse_field(name: str, text: str, kind: Any) -> Any:
-    """The text of one field read as its declared type; "none" is None where the field allows it."""
+    """Parse the text of one field as its declared type; "none" is None if the field allows it. Raises UsageError."""
     if text.lower() == "none" and type(None) in _alternatives(kind):
         return None
     if text.lower() in ("true", "false") and bool in _alternatives(kind):
@@ -102,7 +101,7 @@ def parse_field(name: str, text: str, kind: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file; they are flat, so a section is refused."""
+    """The settings in a TOML file. Raises UsageError for a section, because settings are flat."""
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:

@@ -1,4 +1,4 @@
-"""Training: one loop. A batch is a function of (seed, step), so a run is its weights, its optimizer and one integer."""
+"""The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
 
 import math
 import signal
@@ -30,7 +30,7 @@ from lineartime.run import RESULT_FILE, Run
 from lineartime.runtime import peak_bytes, pick_device
 
 Progress = Callable[[str, int, int | None], None]
-"""What is told of the progress: what is done, how much of it is, and how much there is, None where nobody knows."""
+"""A callback of progress: a description, the amount done, and the total, None if unknown."""
 
 SAMPLE_FILE = "sample.txt"
 SAVED = "the last step is saved; the same command evaluates"
@@ -54,12 +54,12 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig) -> tuple[float, float]:
-    """Leave the gradient of a batch's mean loss in `.grad`, clipped; returns loss (nats per target) and gradient norm.
+    """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
-    batch: the tensors of `Objective.batch`, taken in micro-batches of `n_rows` rows, each of which counts by its number
-    of targets. With clip_scope "local" each micro-batch's gradient is clipped by its own norm before they are averaged,
-    and the norm returned is the mean of theirs; with "global" the average is clipped. Raises NumericsError, with the
-    gradient unusable, where a loss or norm is not finite."""
+    batch: the tensors of `Objective.batch`, split into micro-batches of `n_rows` rows, which are weighted by their
+    numbers of targets. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm
+    returned is the mean of their norms; with "global" the average is clipped. Raises NumericsError, and leaves `.grad`
+    unusable, if the loss or the norm is not finite."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
@@ -101,18 +101,18 @@ def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT asks for a stop at the next safe moment; the second ends the process at once."""
+    """The first SIGTERM or SIGINT requests a stop at the next safe moment; the second ends the process at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     def check(self, note: str) -> None:
-        """Raise Stopped if a stop has been asked for."""
+        """Raise Stopped, with `note`, if a stop was requested."""
         if self.number is not None:
             raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
 
     def watch(self, note: str, progress: Progress | None, what: str, total: int | None) -> Callable[[int], None]:
-        """A callback for what is counted: it reports the progress, and raises Stopped if a stop has been asked for."""
+        """A callback that takes a count, reports it to `progress`, and raises Stopped if a stop was requested."""
         def counted(done: int) -> None:
             if progress is not None:
                 progress(what, done, total)
@@ -122,11 +122,12 @@ class StopSignal:
 
     @contextmanager
     def listening(self) -> Iterator["StopSignal"]:
+        """Handle the signals inside the block."""
         def asked(number: int, frame: FrameType | None) -> None:
             if self.number is not None:
                 return
             self.number = number
-            time.sleep(0.1)  # `timeout`, and others, send a process the same signal twice
+            time.sleep(0.1)  # programs such as `timeout` send the same signal twice
             for each in old:
                 signal.signal(each, signal.SIG_DFL)
 
@@ -141,7 +142,7 @@ class StopSignal:
 
 
 def new_model(config: RunConfig) -> LanguageModel:
-    """The run's model with initial values drawn from its seed."""
+    """The run's model, initialised from its seed."""
     torch.manual_seed(config.train.seed)
     return LanguageModel(config.model)
 
@@ -149,20 +150,19 @@ def new_model(config: RunConfig) -> LanguageModel:
 def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: dict[str, str], device: torch.device,
         stop: StopSignal, on_step: Callable[[dict[str, Any]], None] | None = None,
         score_last: bool = True) -> LanguageModel:
-    """Train `model` on an objective to the last step, from the newest checkpoint if there is one; returns it.
+    """Train `model` to the last step, from the newest checkpoint if there is one; returns it.
 
-    Every `eval_every` steps `objective.evaluate` scores the model. extra_files: texts to keep with every checkpoint, by
-    file name. on_step is called with each line of the metrics and the number of "steps". score_last: whether the last
-    step is scored too, where it is such a step; it is scored again where the run is resumed from there. Raises Stopped
-    after saving when `stop` was asked, NumericsError before the optimizer has moved, ResourceError when memory runs
-    out."""
+    Every `eval_every` steps `objective.evaluate` scores the model. extra_files: texts saved with every checkpoint, by
+    file name. on_step is called with each line of the metrics and the number of "steps". score_last: whether to score
+    the last step too, if it is a multiple of `eval_every`. Raises Stopped after saving if `stop` requests it,
+    NumericsError before the optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
     optimizer = make_optimizer(model, config)
     done = run.resume(model, optimizer)
     if done:
-        run.save(done, model, optimizer, extra_files)  # is there, but perhaps not what a save does after that
+        run.save(done, model, optimizer, extra_files)  # a kill may have left the end of the last save undone
     if config.compile:
         model.compile_layers()
     model.train()
@@ -193,7 +193,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
 
     for step in range(done, config.steps):
-        score_if_due(step)  # after a save: a stop in an evaluation, or a kill before its line, repeats it
+        score_if_due(step)  # the step is saved: after a stop or a kill during the evaluation, a resume repeats it
         started, cpu_started = time.perf_counter(), time.process_time()
         batch = [torch.from_numpy(part).to(device) for part in objective.batch(step)]
         learning_rate = learning_rate_at(step, config)
@@ -211,7 +211,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             if not out_of_memory(e):
                 raise
             fits = False
-        if not fits:  # not above, where the exception still holds the memory of what failed
+        if not fits:  # outside `except`, where the exception still holds the tensors of the failed step
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
             raise ResourceError("out of memory", where, suggest_size(model, optimizer, objective, batch, run.config))
         clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
@@ -229,11 +229,11 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
              begin: Callable[[], tuple[LanguageModel, Objective, dict[str, str]]],
              score: Callable[[Run, LanguageModel], dict[str, Any]], *, on_step: Callable[[dict[str, Any]], None] | None,
              score_last: bool = True) -> tuple[dict[str, Any], bool]:
-    """A whole run in its folder, or what is left of it: `fit`, then its scores into the result file. Returns the
-    content of that file, and whether it was there before; then nothing is done.
+    """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
+    result file, and whether it existed before; if so, nothing is trained.
 
-    facts: what identifies the data. begin returns the new model, the objective and the `extra_files` of `fit`; score
-    returns what the result file is to hold. Raises as `Run`, `checkpoint.lock` and `fit` do."""
+    facts: hashes of the data and the tokenizer. begin returns the new model, the objective and the `extra_files` of
+    `fit`; score returns the content of the result file. Raises as `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
     with checkpoint.lock(out):
         run = Run(out, config, facts)
@@ -251,19 +251,19 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A complete run: what `train` returns."""
+    """A completed run."""
 
     out: Path
-    """The run's folder, which `load_model` opens: `latest` is its newest checkpoint, `metrics.jsonl` has a line for
-    each step and each evaluation, `loss.png` the curves."""
+    """The run's folder, which `load_model` opens. `latest` is its newest checkpoint, `metrics.jsonl` has a line per
+    step and each evaluation, `loss.png` shows the curves."""
     config: RunConfig
     scores: dict[str, Any]
     """The content of `result.json`: "steps", "held_out" (`Evaluation.to_dict` of the whole held-out split), "peak_mib",
-    and "xz_bits_per_byte" of short text."""
+    and for short text "xz_bits_per_byte"."""
     sample: str
-    """Text from the trained model, or of one that is not causal masked text that it has filled."""
+    """Generated text, or masked text that the model has filled if it is not causal."""
     already: bool
-    """Whether the run was complete before, and nothing was done."""
+    """Whether the run was complete before, so that nothing was trained."""
 
 
 def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
@@ -273,37 +273,34 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     the result file and a plot into the run's folder `config.out`.
 
     config: a run, or a flat table of settings (`model`, `data`, `out` and any field of the configurations, see
-    `config_for_data`). device: by default cuda where there is one. stop: asks for a save and an end, see
-    `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress: of
-    the evaluation at the end, in tokens.
-    Raises UsageError for wrong settings and where another run is in the folder, DataError for the data, CheckpointError
-    for damage, NumericsError where a loss or gradient is not finite, ResourceError for memory, disk and a run in use,
+    `config_for_data`). device: by default cuda if available. stop: requests a save and an end, see
+    `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress is
+    called during the final evaluation, in tokens.
+    Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
+    damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
     Stopped after saving."""
-    if not isinstance(config, RunConfig):
-        config = config_for_data(config)
-    run_config, stop = config, stop or StopSignal()
-    data, out = Path(config.data), Path(config.out)
+    settings = config if isinstance(config, RunConfig) else config_for_data(config)
+    stop = stop or StopSignal()
+    data, out = Path(settings.data), Path(settings.out)
     manifest = read_manifest(data)
+    facts = {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer["sha256"]}
 
     def begin() -> tuple[LanguageModel, Objective, dict[str, str]]:
-        kind = NextToken if run_config.model.causal else MaskedTokens
-        objective = kind(run_config, open_split(data, "train"), open_split(data, "validation"))
-        tokenizer_json = (data / TOKENIZER_FILE).read_text(encoding="utf-8")
-        return new_model(run_config), objective, {TOKENIZER_FILE: tokenizer_json}
+        kind = NextToken if settings.model.causal else MaskedTokens
+        objective = kind(settings, open_split(data, "train"), open_split(data, "validation"))
+        return new_model(settings), objective, {TOKENIZER_FILE: (data / TOKENIZER_FILE).read_text(encoding="utf-8")}
 
-    result, already = fit_once(
-        config, {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer_sha256}, device, stop, begin,
-        lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
+    result, already = fit_once(settings, facts, device, stop, begin,
+                               lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
     if not already:
         plot_run(out)
     sample = out / SAMPLE_FILE
-    return TrainResult(out, config, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
+    return TrainResult(out, settings, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
 
 
 def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split and write a sample; returns what goes into the result file.
-
-    Its "peak_mib" is the most memory that this process had in training: after a resume, that of the last one."""
+    """Score the held-out split and write a sample; returns the content of the result file. Its "peak_mib" is the peak
+    memory of this process in training; if the run was resumed, earlier processes do not count."""
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / TOKENIZER_FILE)
     evaluation = evaluate(model, held_out, context=config.model.context, precision=config.train.precision,
@@ -325,22 +322,23 @@ def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progres
 
 
 def advice(saved: int, config: TrainConfig) -> str:
-    """What to do when the numbers went bad, and what is left."""
+    """Advice for an error of numerics: the last good checkpoint, and a setting to change."""
     kept = f"the checkpoint of step {saved} is good" if saved else "there is no checkpoint yet"
     return f"{kept}; try a lower learning_rate (now {config.learning_rate:g})"
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that memory ran out; on the CPU PyTorch raises a plain RuntimeError then."""
+    """Whether an exception means that memory ran out; PyTorch's CPU allocator raises a plain RuntimeError."""
     texts = ("not enough memory", "can't allocate memory", "bad_alloc")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
 def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, objective: Objective,
                  batch: Sequence[Tensor], config: RunConfig) -> str:
-    """Try smaller micro-batches, two of them and beside the optimizer's moments as in training, and say which fit.
+    """Advice for a micro-batch that is too large: the next smaller size that fits.
 
-    An eighth more is tried, as a new process does not find its memory in the same pieces."""
+    Each size is tried with two micro-batches and the optimizer's moments allocated, as in training, and an eighth more
+    rows, because a new process finds its memory fragmented differently."""
     n_rows = config.micro_batch_rows
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)

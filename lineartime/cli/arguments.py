@@ -1,4 +1,4 @@
-"""What arguments of several verbs look like, and what they mean. Nothing heavy is imported before it is needed."""
+"""Arguments that several verbs share, and their parsers. Heavy modules are imported only when needed."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
                                                    help="Any field; `none` switches one off.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 ShippedModel = Annotated[str | None, typer.Option("--model", metavar="NAME",
                                                   help="A model that ships with the package: small.")]
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """`1e-4,7e-5` as numbers above 0."""
+    """Parse numbers between 0 and 1, such as `1e-4,7e-5`. Raises UsageError."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -28,7 +28,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """`1024,2048` as numbers from 1."""
+    """Parse whole numbers from 1, such as `1024,2048`. Raises UsageError."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -39,7 +39,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def pick_device(name: str | None) -> "torch.device":
-    """`runtime.pick_device`, which imports torch."""
+    """`runtime.pick_device`, imported when called because it imports torch."""
     from lineartime.runtime import pick_device
 
     return pick_device(name)

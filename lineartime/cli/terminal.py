@@ -1,4 +1,4 @@
-"""What a person sees while something runs: lines, bars, text as it comes."""
+"""Terminal output: lines, progress bars, and streamed text."""
 
 import logging
 import sys
@@ -15,24 +15,24 @@ def say(line: str) -> None:
 
 
 def note(line: str) -> None:
-    """A line about progress, on stderr."""
+    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Lines(logging.Handler):
-    """What the library logs, a line each: news on stdout, warnings on stderr."""
+    """Print the library's log, a line per record: information on stdout, warnings on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING:
             say(record.getMessage())
-        else:  # kernels that do not run are a note
+        else:  # a kernel that does not run is a note
             kind = "note" if record.name.startswith("lineartime.ops") else "warning"
             note(f"{kind}: {record.getMessage()}")
 
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """Print what the library logs."""
+    """Print the library's log inside the block."""
     logger, lines = logging.getLogger("lineartime"), Lines()
     level = logger.level
     logger.addHandler(lines)
@@ -45,11 +45,11 @@ def shown_log() -> Iterator[None]:
 
 
 class Terminal:
-    """Progress of the library's functions on stderr: one live bar at a time where that is a terminal, and of training
-    elsewhere a line now and then."""
+    """Progress of the library's functions on stderr: one live bar at a time on a terminal; elsewhere a line every ten
+    seconds, for training alone."""
 
     def __init__(self, *, stay: bool = False) -> None:
-        """stay: whether what is done stays in sight, as training always does."""
+        """stay: whether finished bars stay visible, as those of training always do."""
         from rich.console import Console
 
         self.console, self.stay = Console(stderr=True), stay
@@ -69,7 +69,7 @@ class Terminal:
         self.bar, self.what, self.last_line, self.held_out = None, "", 0.0, ""
 
     def begin(self, what: str, total: int | None) -> "Progress":
-        """The live bar of one thing, in place of that of another."""
+        """The live bar of `what`, which replaces any other bar."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         if self.bar is None or self.what != what:
@@ -85,15 +85,15 @@ class Terminal:
         return self.bar
 
     def count(self, what: str, done: int, total: int | None) -> None:
-        """`progress` of the library."""
+        """Show progress; the `progress` callback of functions that pass a description, an amount and a total."""
         self.begin(what, total).update(self.task, completed=done)
 
     def counting(self, what: str, total: int | None = None) -> "Callable[[int], None]":
-        """`progress` of a function that only counts."""
+        """The `progress` callback for a function that passes a count alone."""
         return lambda done: self.count(what, done, total)
 
     def step(self, record: dict[str, Any]) -> None:
-        """`on_step` of the library: take in a line of the metrics."""
+        """Show a line of the metrics; the `on_step` callback of training."""
         step, steps, clock = record["step"], record["steps"], record["clock"]
         bar = self.begin("step", steps)
         if "held_out" in record:
@@ -107,20 +107,20 @@ class Terminal:
 
 
 class TextStreamer:
-    """Rows' text as their tokens come: printed at once for one row, at the end for several; cut at a stop text."""
+    """Print generated text, cut at a stop text: one row as its tokens arrive, several rows at the end."""
 
     def __init__(self, tokenizer: "Any", prompts: list[str], stops: list[str]):
         self.prompts, self.stops = prompts, [text for text in stops if text]
         self.take_in = [tokenizer.stream() for _ in prompts]
         self.held = max([len(stop) - 1 for stop in self.stops], default=0)
-        """Characters at the end that may be the beginning of a stop text."""
+        """Characters that are not printed yet, because they may begin a stop text."""
         self.text = [""] * len(prompts)
         self.printed = 0
         if len(prompts) == 1:
             print(prompts[0], end="", flush=True)
 
     def is_over(self, row: int, ids: list[int]) -> bool:
-        """Take in a row's newest token; True if a stop text has come."""
+        """Add a row's newest token; returns whether the row's text has reached a stop text."""
         new = self.take_in[row](ids[-1])
         begin = max(len(self.text[row]) - self.held, 0)
         self.text[row] += new
@@ -134,7 +134,7 @@ class TextStreamer:
         return bool(found)
 
     def finish(self) -> None:
-        """Print what has not been printed."""
+        """Print the remaining text."""
         if len(self.prompts) == 1:
             print(self.text[0][self.printed :])
             return
@@ -143,7 +143,7 @@ class TextStreamer:
 
 
 def prompt_progress(longest: int) -> "Any":
-    """A progress bar for the reading of a long prompt."""
+    """A progress callback for a prompt of 20,000 tokens or more on a terminal, otherwise None."""
     if longest < 20_000 or not sys.stderr.isatty():
         return None
     return lambda n_read: print(f"\rreading the prompt: {n_read:,} of {longest:,} tokens",
@@ -151,7 +151,7 @@ def prompt_progress(longest: int) -> "Any":
 
 
 def summary(name: str, scores: dict[str, Any], task: str | None) -> str:
-    """`Evaluation.to_dict` in words; they begin with the measure of the task that the data was prepared as."""
+    """A line of the scores of `Evaluation.to_dict`; the usual measure of the data's task comes first."""
     loss, perplexity, tokens = scores["loss"], scores["perplexity"], f"{scores['n_tokens']:,}"
     if "masked" in scores:
         return (f"{name:<8} masked {loss:.3f} nats per masked token, perplexity {perplexity:.1f} "

@@ -1,4 +1,4 @@
-"""The command line: a verb is a function here. Arguments are checked before anything heavy is imported."""
+"""The command line: each verb is a function. Arguments are checked before heavy modules are imported."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def prepare(
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     task: Annotated[str | None, typer.Option(help="Read the text as c4, wiki40b or pg19.")] = None,
     hub: Annotated[bool, typer.Option("--hub", help="Read the task's data set from the hub, with `datasets`.")] = False,
-    documents: Annotated[int | None, typer.Option(help="With --hub: the first so many of each split.")] = None,
+    documents: Annotated[int | None, typer.Option(help="With --hub: number of documents of each split.")] = None,
     mlm: Annotated[bool, typer.Option("--mlm", help="For masked language modelling: add [MASK] and [SEP].")] = False,
     jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
 ) -> None:
@@ -85,7 +85,7 @@ def train(
     model: Annotated[str, typer.Argument(help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.")],
     data: Annotated[str | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
-    task: Annotated[str | None, typer.Option(help="Whose specification: c4, wiki40b or pg19.")] = None,
+    task: Annotated[str | None, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
@@ -101,7 +101,7 @@ def train(
     given.update(parse_setting(text) for text in settings or [])
     from lineartime.data.tokens import config_for_data
 
-    config = config_for_data(given)  # what is wrong is refused before torch is imported
+    config = config_for_data(given)  # raises for wrong settings before torch is imported
     from lineartime.training import StopSignal, train
 
     with StopSignal().listening() as stop, Terminal() as terminal:
@@ -115,7 +115,7 @@ def train(
 
 
 def say_trained(done: "TrainResult") -> None:
-    """Scores, a sample, and where everything is."""
+    """Print the scores, the sample and the files of a run."""
     from lineartime.data.tokens import read_manifest
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
@@ -195,7 +195,7 @@ def evaluate(
 
 def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_rows: int | None, precision: str,
                   as_json: bool, device: str | None) -> None:
-    """Every token of a split, or its masked tokens."""
+    """Score a split and print the scores."""
     from lineartime.evaluation import evaluate, load_with_split
 
     model, stream, facts = load_with_split(run, data, split)
@@ -213,7 +213,7 @@ def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_
 
 def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], precision: str, out: Path | None,
                       as_json: bool, device: str | None) -> None:
-    """The same tokens scored at several contexts."""
+    """Score the same tokens at several contexts and print the losses."""
     from lineartime.atomic_io import write_atomically
     from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import load_with_split
@@ -236,7 +236,7 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], pr
 
 def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, options: dict[str, Any],
                        predictions: Path | None, scored: Path | None, as_json: bool, device: str | None) -> None:
-    """The answers of a fine-tuned run, or those in a file, scored by the official rules and beside word overlap."""
+    """Score the answers of a fine-tuned run, or of a file, by the official rules, and print the scores."""
     from lineartime.atomic_io import write_json
     from lineartime.qa.metrics import check_predictions, score_answers
     from lineartime.qa.questions import read_json, read_questions
@@ -278,7 +278,7 @@ def finetune(
     questions: QuestionFiles = None,
     validation: Annotated[list[Path] | None, typer.Option(
         help="Questions that the learning rate is chosen on; may be given again.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the runs; what is unfinished there goes on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs; unfinished runs there are continued.")] = None,
     evidence: Evidence = None,
     learning_rates: Annotated[str, typer.Option(help="One run each, with commas.")] = "1e-4,7e-5,5e-5",
     context: Annotated[int, typer.Option(help="Tokens in a window.")] = 4096,
@@ -320,9 +320,9 @@ def finetune(
 @app.command()
 def answer(
     run: Annotated[Path, typer.Argument(help="A run of `lineartime finetune`, or one of its checkpoints.")],
-    question: Annotated[str, typer.Option(help="What is asked.")] = "",
+    question: Annotated[str, typer.Option(help="The question.")] = "",
     document: Annotated[list[str] | None, typer.Option(
-        help="Text file in which the answer is looked for, `-` for stdin; may be given again.")] = None,
+        help="Text file in which the answer is searched, `-` for stdin; may be given again.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; by default as in training.")] = None,
     stride: Stride = None,
     max_answer_tokens: MaxAnswerTokens = 30,
@@ -349,7 +349,7 @@ def answer(
     from lineartime.run import load_span_model
 
     model, tokenizer, facts = load_span_model(run)
-    windows = Windows(context or model.config.context, stride, max_answer_tokens)
+    windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     with Terminal() as terminal:
         asked = [Question("", question, documents, (), ())]
@@ -398,7 +398,10 @@ def generate(
     if seed < 0:
         raise UsageError("seed must not be negative", f"{seed}")
     require_precision(precision)
-    run, prompts = model_and_prompts(arguments or [], shipped)
+    arguments = arguments or []
+    if shipped is None and not arguments:
+        raise UsageError("no model is named", "generate", "name a run, or a model that ships: --model small")
+    run, prompts = (Path(arguments[0]), arguments[1:]) if shipped is None else (model_folder(shipped), arguments)
     texts = read_prompts(prompts, prompt_file or [])
     import torch
 
@@ -419,19 +422,8 @@ def generate(
     stream.finish()
 
 
-def model_and_prompts(arguments: list[str], shipped: str | None) -> tuple[Path, list[str]]:
-    """The folder of the model, and the prompts: where --model names one every argument is a prompt, otherwise the
-    first is the run."""
-    if shipped is not None:
-        return model_folder(shipped), arguments
-    if not arguments:
-        raise UsageError("no model is named", "generate", "name a run, or a model that ships: --model small")
-    return Path(arguments[0]), arguments[1:]
-
-
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
-    """The prompts of a command line, in order: arguments, `-` for stdin, then files;
-    one empty prompt where there is none."""
+    """The prompts of a command line, in order: arguments (`-` for stdin), then files; without any, one empty prompt."""
     def decode(data: bytes, name: str) -> str:
         try:
             return data.decode("utf-8")
@@ -452,13 +444,13 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run of `lineartime train`.")],
     out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
     data: Annotated[Path | None, typer.Option(
-        help="The text that the run was trained on, prepared; by default where the run found it.")] = None,
+        help="Folder of the prepared text that the run was trained on; by default the run's.")] = None,
     about: Annotated[Path | None, typer.Option(help="Markdown file that the model card begins with.")] = None,
     prompt: Annotated[str, typer.Option(
-        help="What the card's sample continues; by default it begins a document.")] = "",
+        help="Prompt of the card's sample; by default it begins a document.")] = "",
     device: Device = None,
 ) -> None:
-    """Make a run into a folder to give away: weights in bfloat16, and a model card with held-out scores."""
+    """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores."""
     from lineartime.qa.questions import read_utf8
     from lineartime.release.export import export
 
@@ -476,7 +468,7 @@ def export(
 @app.command()
 def info(
     model: Annotated[str, typer.Argument(help=f"A model: {', '.join(PRESETS)}.")],
-    task: Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.")] = "wiki40b",
+    task: Annotated[str, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = "wiki40b",
     settings: Setting = None,
 ) -> None:
     """Print a model's specification, parameters by part, training FLOPs per token and decoding state."""
@@ -509,7 +501,7 @@ def plot(
 
 
 def main() -> None:
-    """Run the command line; an error is one line on stderr and an exit code (see `errors`)."""
+    """Run the command line; errors become one line on stderr and an exit code, see `errors`."""
     arguments = sys.argv[1:] or ["--help"]
     debug = "--debug" in arguments
     try:

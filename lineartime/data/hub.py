@@ -1,4 +1,4 @@
-"""Records of data sets on the hub, through `datasets`, which is an extra: `pip install 'lineartime[hub]'`."""
+"""Records of data sets on the Hugging Face hub, read by `datasets` (`pip install 'lineartime[hub]'`)."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ from lineartime.errors import DataError, UsageError
 
 
 def hub_library() -> Any:
-    """The module `datasets`. Raises UsageError where it is not installed."""
+    """The module `datasets`. Raises UsageError if it is not installed."""
     try:
         return importlib.import_module("datasets")
     except ImportError as e:
@@ -20,8 +20,8 @@ def hub_library() -> Any:
 
 def hub_records(library: Any, name: str, config: str | None, splits: Iterable[str],
                 n_most: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Every record of these splits, streamed, with its split; the first `n_most` of each. A split that is not there has
-    none. Whatever the library raises is a DataError."""
+    """Stream (split, record) pairs of the splits that exist, at most `n_most` of each. Raises DataError for errors of
+    the library."""
     with quiet(library):
         try:
             there = library.load_dataset(name, config, streaming=True)
@@ -35,7 +35,7 @@ def hub_records(library: Any, name: str, config: str | None, splits: Iterable[st
 
 @contextlib.contextmanager
 def quiet(library: Any) -> Iterator[None]:
-    """Without the library's bars and warnings: the verbs have bars, and what fails is an error in one line."""
+    """Switch the library's progress bars and warnings off; errors are reported in one line, and verbs have own bars."""
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
     levels, bars = [logger.level for logger in loggers], not library.are_progress_bars_disabled()
     library.disable_progress_bars()

@@ -1,4 +1,4 @@
-"""Text prepared once into token shards; `tokens` says what is written and reads it back."""
+"""Tokenise text once into shards. `tokens` describes the folder and reads it back."""
 
 import contextlib
 import dataclasses
@@ -50,19 +50,18 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
             progress: Callable[[str, int, int | None], None] | None = None) -> Manifest:
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
-    `find_sources` says which file belongs to which split; `sample` is the book that ships with the package, instead of
-    inputs. `held_out` makes the last fraction of the documents the validation split, rounded, at least one; of a single
-    document the last fraction of its characters, from the next line on where one begins within 65,536 characters.
-    `tokenizer` is "train" (byte-level BPE of `vocab_size`, on evenly spread pieces of the train split where it has more
-    than `train_characters`), "bytes", or the path of a tokenizer.json. `field` is the JSON field or parquet column.
-    `task` says which of the paper's data sets it is, and so what its text looks like and what counts (`corpora`); with
-    `hub` it is read from the hub instead of inputs, of each split the first `documents`. `mlm`, which the task "c4"
-    implies, gives the tokenizer the tokens "[MASK]" and "[SEP]" of masked language modelling.
-    `jobs` threads tokenise, by default one per core; the result does not depend on them.
-    `out` is whole or not there. Where it was prepared from the same text and settings it is verified and left alone;
-    the hub is not asked again whether its text is the same.
-    progress is called with what is done, how much of it is, and how much there is (None where nobody knows): files
-    hashed and checked, characters tokenised.
+    inputs, validation, test: files or folders; `find_sources` finds the split of each file. sample: read the book that
+    ships with the package instead of inputs. held_out: the last fraction of the documents, at least one, becomes the
+    validation split; of a single document the last fraction of its characters, from the next line on if one begins
+    within 65,536 characters. tokenizer: "train" (byte-level BPE of `vocab_size`, trained on at most about
+    `train_characters` from evenly spread pieces of the train split), "bytes", or the path of a tokenizer.json. field:
+    the JSON field or parquet column. task: one of the paper's data sets, which decides how its text is read
+    (`corpora`). hub: read the task from the hub instead of inputs, of each split the first `documents`. mlm: add the
+    tokens "[MASK]" and "[SEP]" to the tokenizer; the task "c4" implies it. jobs: threads that tokenise, by default one
+    per core; they do not change the result. progress is called with a description, the amount done and the total (None
+    if unknown): files hashed and checked, characters tokenised.
+    `out` appears only when it is complete. If `out` was prepared from the same text and settings it is verified and
+    kept; text on the hub is not compared again.
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     require(held_out is None or 0 < held_out < 1, "wrong value", f"held_out = {held_out}", "it lies between 0 and 1")
@@ -110,11 +109,11 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
                 asked = corpora.hub_files(settings["task"], out, documents=documents, field=field, show=show)
                 sources = find_sources(stack.enter_context(asked))
             hashed = [{"split": source.split, "name": source.name} | hash_of(source.path)
-                      for source in show("hashing", sources, len(sources), _one)]
+                      for source in show("hashing", sources, len(sources))]
             if exists:
                 return _already_prepared(out, settings, hashed)
             _refuse_shared_text(hashed)
-            files = [check_source(reader, source) for source in show("checking", sources, len(sources), _one)]
+            files = [check_source(reader, source) for source in show("checking", sources, len(sources))]
             parts = divide(reader, files, held_out)
             n_characters = sum(file.characters for file in files)
             with written_aside(out, DATA_MANIFEST) as (folder, manifest_file):
@@ -168,7 +167,7 @@ def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[st
 
 def _write_folder(folder: Path, manifest: Manifest, reader: Reader, parts: dict[str, Part], tokenizer: Tokenizer,
                   jobs: int, n_characters: int, show: Callable[..., Iterator[Any]]) -> None:
-    """Write everything but the manifest, and fill it in."""
+    """Write all files but the manifest, and complete the manifest's fields."""
     manifest.tokenizer = {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                           "end_of_document": tokenizer.end_of_document}
     if tokenizer.mask is not None:
@@ -196,9 +195,9 @@ def _counted(pieces: Iterable[Piece], split: Split) -> Iterator[Piece]:
 
 
 def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: str, jobs: int) -> Iterator[np.ndarray]:
-    """The ids of all pieces in order, an end-of-document token after each document, by `jobs` threads.
+    """The ids of all pieces in order, an end-of-document token after each document, encoded by `jobs` threads.
 
-    Threads and not processes: the tokenizer works without the interpreter's lock, and a killed run leaves none."""
+    Threads, not processes: the tokenizer releases the interpreter's lock, and threads end with a killed run."""
 
     def encode(batch: list[Piece]) -> np.ndarray:
         ids: list[int] = []
@@ -227,7 +226,7 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: str, jobs: int
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Small documents together, about a full piece at a time."""
+    """Consecutive pieces, half a full piece or more together."""
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -241,7 +240,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _write_split(folder: Path, name: str, arrays: Iterable[np.ndarray], manifest: Manifest) -> int:
-    """Write one split's shards and document positions; the number of targets."""
+    """Write one split's shards and document positions; returns the number of targets."""
     end_of_document = manifest.tokenizer["end_of_document"]
     n_ids = 0
     documents = folder / f"{name}-documents.bin"
@@ -260,13 +259,9 @@ def _write_split(folder: Path, name: str, arrays: Iterable[np.ndarray], manifest
     return n_ids - 1
 
 
-def _one(_: object) -> int:
-    return 1
-
-
 def _shown(progress: Callable[[str, int, int | None], None] | None, what: str, items: Iterable[Any],
-           total: int | None, amount: Callable[[Any], int]) -> Iterator[Any]:
-    """The items passed on, while `progress` is told the sum of the amounts of those that are done."""
+           total: int | None, amount: Callable[[Any], int] = lambda item: 1) -> Iterator[Any]:
+    """Pass the items on, and report to `progress` the sum of the amounts of the items done."""
     done = 0
     if progress is not None:
         progress(what, done, total)

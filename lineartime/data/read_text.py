@@ -1,7 +1,7 @@
-"""Text from the files people have, in memory that does not grow with them.
+"""Documents read from text files, a piece at a time, so that memory does not grow with a file or a document.
 
-`.txt` is one document; `.jsonl`, `.jsonl.gz` and `.json.gz` hold a JSON object per line, `.parquet` a document per row.
-A document arrives as pieces of text, so that one of any size can be read."""
+A `.txt` is one document; `.jsonl`, `.jsonl.gz` and `.json.gz` hold one per line (a JSON object), `.parquet` one per
+row."""
 
 import codecs
 import gzip
@@ -19,11 +19,11 @@ PIECE = 1 << 16
 MAX_LINE_BYTES = 64 << 20
 BYTE_ORDER_MARK = "\ufeff"
 Convert = Callable[[str, str], str]
-"""What makes text of a record's field: given it and where it stands, for an error."""
+"""Turns a record's field into text. The second argument is the field's place, for errors."""
 
 
 class Piece(NamedTuple):
-    """Part of a document; `last` where it ends it."""
+    """Part of a document; `last` marks the document's end."""
 
     text: str
     last: bool
@@ -36,11 +36,10 @@ def ending_of(name: str) -> str:
 
 def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES,
                 convert: Convert | None = None) -> Iterator[Piece]:
-    """All documents of one file, in order, each as pieces of about `PIECE` characters. A blank one is an empty piece,
-    or for `.txt` pieces of white space. `field` is the JSON field or parquet column, and `convert` makes text of what
-    it holds; a `.txt` is text already.
+    """All documents of one file, in order, each as pieces of at most `PIECE` characters. A blank document is one empty
+    piece, or in a `.txt` pieces of white space. field: the JSON field or parquet column. convert: applied to the field.
 
-    Raises DataError, with the line, row or byte, for whatever is not such a file."""
+    Raises DataError, with the line, row or byte, for a file that cannot be read."""
     try:
         if path.stat().st_size == 0:
             raise DataError("empty file", path)
@@ -64,10 +63,10 @@ def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LI
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
-    """One document in pieces of at most `size` characters, which depend on its text and not on its blocks.
+    """Cut one document into pieces of at most `size` characters; the cuts depend on its text, not on its blocks.
 
-    A piece ends before the last white space of a gap between words. Byte-level BPE has a boundary there anyway, so the
-    tokens are those of the whole; only where 4,096 characters have no such place may the cut change one."""
+    A piece ends before the last white space between two words. Byte-level BPE has a boundary there, so the tokens are
+    those of the whole document. Only if 4,096 characters have no such place can a cut change a token."""
     buffer = ""
     for block in blocks:
         buffer += block
@@ -92,7 +91,7 @@ def _blocks(path: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:
-                # The decoder's object begins with the bytes that the previous block left unfinished.
+                # e.object begins with the unfinished bytes of the previous block.
                 byte = position + len(block) - len(e.object) + e.start
                 raise DataError("not valid UTF-8", f"{path}, byte {byte}") from None
             if not block:
@@ -102,7 +101,7 @@ def _blocks(path: Path) -> Iterator[str]:
 
 
 def check_gzip(path: Path) -> None:
-    """Read a `.gz` to its end, so that nothing of a damaged one is used. Raises DataError."""
+    """Read a `.gz` to its end. Raises DataError if it is damaged."""
     with path.open("rb") as raw, gzip.open(raw) as file:
         try:
             while file.read(1 << 20):
@@ -112,7 +111,7 @@ def check_gzip(path: Path) -> None:
 
 
 def _json_texts(path: Path, field: str, max_line_bytes: int) -> Iterator[tuple[str, str]]:
-    """Where each text stands, and the text."""
+    """The place and the text of each document."""
     opened: Callable[[Path], IO[bytes]] = gzip.open if path.name.lower().endswith(".gz") else open  # type: ignore[assignment]
     with opened(path, "rb") as file:  # type: ignore[call-arg]
         number = 0
@@ -131,16 +130,21 @@ def _text_of_line(line: bytes, field: str, where: str) -> str:
     except UnicodeDecodeError as e:
         raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line") from None
     record = parse_json(text, where, object_pairs_hook=_object, parse_constant=_no_constant)
+    return text_field(record, field, where, "line")
+
+
+def text_field(record: Any, name: str, where: str, what: str) -> str:
+    """The text in a field of a record. Raises DataError if there is none; `what` is a word for the record."""
     if not isinstance(record, dict):
         raise DataError("not a JSON object", where)
-    if field not in record:
+    if name not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(f"no field {field!r}", where, f"the line has {names}")
-    return checked(record[field], f"field {field!r}", where)
+        raise DataError(f"no field {name!r}", where, f"the {what} has {names}")
+    return checked(record[name], f"field {name!r}", where)
 
 
 def parse_json(text: str, where: object, **hooks: Any) -> Any:
-    """`json.loads`. Raises DataError, with the line where the text has several, for what is not JSON."""
+    """`json.loads`. Raises DataError for text that is not JSON, with line and column (the column alone with hooks)."""
     try:
         return json.loads(text, **hooks)
     except RecursionError:
@@ -164,7 +168,7 @@ def _no_constant(name: str) -> None:
 
 
 def checked(text: Any, what: str, where: str) -> str:
-    """`text`, if it is a string of valid Unicode. Raises DataError."""
+    """`text` itself. Raises DataError unless it is a string of valid Unicode."""
     if not isinstance(text, str):
         raise DataError(f"{what} is not a string", where)
     check_text(text, what, where)
@@ -172,7 +176,7 @@ def checked(text: Any, what: str, where: str) -> str:
 
 
 def check_text(text: str, what: str, where: str) -> None:
-    """Raise DataError for a string that is no valid Unicode: JSON can spell half a character."""
+    """Raise DataError for a string with a lone surrogate, which JSON can spell."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -180,7 +184,7 @@ def check_text(text: str, what: str, where: str) -> None:
 
 
 def _parquet_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    """Where each text stands, and the text."""
+    """The place and the text of each document."""
     import pyarrow
 
     def chosen(schema: Any) -> list[str]:
@@ -198,8 +202,8 @@ def _parquet_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
 
 
 def parquet_records(path: Path, choose: Callable[[Any], list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a parquet file, a few in memory at a time: where each stands, and the columns that `choose` names,
-    given the file's schema. Raises DataError for a file that cannot be read, and what `choose` raises."""
+    """The place and the columns of each row of a parquet file, 16 rows in memory at a time. `choose` names the columns,
+    given the file's schema. Raises DataError for a file that cannot be read, and as `choose` does."""
     import pyarrow
     from pyarrow import parquet
 

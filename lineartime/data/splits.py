@@ -1,4 +1,4 @@
-"""Which text belongs to which split: files by what they are called, documents by their place."""
+"""The split of every file, found from its name, and the part of the documents that is held out."""
 
 import os
 import re
@@ -14,29 +14,29 @@ SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation",
                "dev": "validation", "test": "test"}
 SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?")
-"""`train`, `train-00000-of-00001`, `c4-train.00000-of-01024`: what a file that holds a split is called."""
+"""Names of a split's files: `train`, `train-00000-of-00001`, `c4-train.00000-of-01024`."""
 LINE_SEARCH = 1 << 16
-"""Characters in which a single document's cut looks for a line."""
+"""A single document is cut at a line that begins within this many characters."""
 
 
 class Source(NamedTuple):
-    """One file of a split; `name` is relative to what the user named, so that it means the same on another machine."""
+    """One file of a split. `name` is relative to the user's argument, so it is the same on another machine."""
 
     split: str
     name: str
     path: Path
     unread: tuple[str, ...] = ()
-    """The kinds of files that lie beside it in the folder and were left out."""
+    """Endings of the files beside it that were left out."""
 
 
 def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: Iterable[Path] = (), *,
                  preferred: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
-    The inputs are `train` unless their names say more: a folder with subfolders or files called train, validation and
-    test (in which nothing else is read), or such files themselves. `validation` and `test` name files or folders of
-    those splits. Where a folder has files of several kinds, those with the ending `preferred` are taken.
-    Raises UsageError for what is ambiguous, DataError for what is missing, is no file or holds nothing."""
+    inputs: the train split, unless files, or subfolders of a folder, are called train, validation and test; then only
+    those are read. validation, test: files or folders of these splits. preferred: the ending to read if a folder has
+    files of several formats. Raises UsageError for ambiguous inputs, DataError for inputs that are missing, empty or
+    not regular files."""
     inputs, validation, test = list(inputs), list(validation), list(test)
     sources = [source for path in inputs for source in _sources_of(Path(path), preferred)]
     splits = {source.split for source in sources}
@@ -65,7 +65,7 @@ def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: 
 
 
 def _sources_of(path: Path, preferred: str | None) -> list[Source]:
-    """The files under one input; the split is "" where a name does not tell."""
+    """The files of one input; the split is "" if the name has none."""
     try:
         if path.is_dir():
             return _sources_in_folder(path, preferred)
@@ -114,7 +114,7 @@ def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
 
 
 def _files_below(folder: Path) -> list[str]:
-    """Relative names of all files, hidden ones left out, links followed once."""
+    """Relative names of all files that are not hidden; each folder is read once, through links too."""
 
     def refuse(e: OSError) -> None:
         raise e
@@ -137,7 +137,7 @@ def _split_of(name: str) -> str:
 
 
 class CheckedFile(NamedTuple):
-    """A source that was read to its end: its documents that are not blank, those that are, and its characters."""
+    """A source that was read to its end: the numbers of its documents that are not blank, blank ones and characters."""
 
     source: Source
     documents: int
@@ -146,7 +146,7 @@ class CheckedFile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a split holds: documents [first, stop) of its files, or characters [first, stop) of the only one."""
+    """The text of a split: documents [first, stop) of its files, or characters [first, stop) of its only document."""
 
     files: list[CheckedFile]
     unit: str
@@ -158,7 +158,7 @@ Reader = Callable[[Path], Iterator[Piece]]
 
 
 def check_source(reader: Reader, source: Source) -> CheckedFile:
-    """Read a source to its end, so that whatever is wrong with it is found before anything is made of it."""
+    """Read a source to its end, so that its errors are found before anything is written."""
     if source.name.lower().endswith(".gz"):
         check_gzip(source.path)
     documents = blank = characters = 0
@@ -172,9 +172,9 @@ def check_source(reader: Reader, source: Source) -> CheckedFile:
 
 
 def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> dict[str, Part]:
-    """What each split holds; with `held_out` the last fraction of train is validation, as `prepare` describes.
+    """The text of each split; the fraction `held_out` at the end of train becomes validation, see `prepare`.
 
-    Raises DataError where a split would be empty."""
+    Raises DataError for a split that would be empty."""
     parts = {}
     for split in SPLITS:
         own = [file for file in files if file.source.split == split]
@@ -197,7 +197,7 @@ def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> 
 
 
 def _line_after(reader: Reader, whole: Part, start: int) -> int:
-    """Where the first line after character `start` of a single document begins; `start` where none does nearby."""
+    """The beginning of the first line after character `start` of a single document; `start` if none is near."""
     window = "".join(text for text, _ in pieces_of(reader, whole._replace(first=start, stop=start + LINE_SEARCH)))
     line = start + window.find("\n") + 1
     return line if line < whole.stop else start

@@ -1,6 +1,6 @@
 """Text to token ids and back: byte-level BPE trained here, any tokenizer.json, or plain bytes.
 
-What is made here (BPE and bytes) has no normaliser and adds no prefix space: text comes back exactly as it went in."""
+The BPE and byte tokenizers made here have no normaliser and add no prefix space, so decoding restores text exactly."""
 
 import hashlib
 from collections import Counter
@@ -18,17 +18,17 @@ from lineartime.settings import require
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 MASK, SEPARATOR = "[MASK]", "[SEP]"
-"""What data for masked language modelling has besides; the end-of-document token does the work of [CLS]."""
+"""Further tokens for masked language modelling; the end-of-document token serves as [CLS]."""
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` that takes text as text: not cut short, nothing added, no special token read out of it.
+    """A `tokenizers.Tokenizer` that neither truncates nor pads text, and never reads a special token from it.
 
-    `end_of_document` is the id of "<|endoftext|>", `mask` and `separator` those of "[MASK]" and "[SEP]", None where
-    there is none; `mlm` adds them at the end where they are missing. `special` are the ids that no text has: special
-    tokens, and numbers that the vocabulary leaves out. `vocab_size` is one more than the largest id; `sha256` is that
-    of the bytes that `save` writes. `name` is for messages. Raises DataError where `json` is not a tokenizer, or its
-    vocabulary has no room for one of these tokens."""
+    `json` is the text of the tokenizer.json, `sha256` its hash. `end_of_document` is the id of "<|endoftext|>"; `mask`
+    and `separator` are those of "[MASK]" and "[SEP]", or None. The constructor adds a missing "<|endoftext|>", and with
+    `mlm` the other two. `special` are the ids that no text has: special tokens and unused ids. `vocab_size` is the
+    largest id plus one. `name` is for messages. Raises DataError if `json` is not a tokenizer, or its vocabulary has no
+    room for one of these tokens."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         try:
@@ -43,7 +43,7 @@ class Tokenizer:
             json = inner.to_str()
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is spelled out, not the token
+        inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is encoded as plain text
         vocabulary, used = inner.get_vocab(with_added_tokens=True), Counter(inner.get_vocab().values())
         for token in needed:
             if used[vocabulary[token]] > 1:  # the library counts entries to find a new id
@@ -58,15 +58,15 @@ class Tokenizer:
         self._inner = inner
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without an end-of-document token. Other threads run meanwhile."""
-        # Only the batch methods release the interpreter's lock.
+        """The ids of `text`, without an end-of-document token."""
+        # Only the batch methods release the interpreter's lock, so that threads encode in parallel.
         return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of `text` and the characters [start, stop) that each stands for, int64 [N] and [N, 2].
+        """The ids of `text` and the characters [start, stop) of each token, int64 [N] and [N, 2].
 
-        The tokens of one character that is several share its place; a word's token has the space before it too. Memory
-        is a few numbers per token at any length: the text is cut as `read_text.cut` says."""
+        A character of several tokens has the same place in each; a word's token includes the space before it. The text
+        is encoded in pieces (`read_text.cut`), which limits memory to a few numbers per token."""
         ids, offsets, at = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
         for piece in cut(text[i : i + PIECE] for i in range(0, len(text), PIECE)):
             encoding = self._inner.encode_batch([piece.text], add_special_tokens=False)[0]
@@ -76,27 +76,22 @@ class Tokenizer:
         return np.concatenate(ids), np.concatenate(offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, the end-of-document token is spelled out."""
+        """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
     def stream(self) -> Callable[[int], str]:
-        """A function that is given ids one by one and returns the text that each completes, at constant cost."""
+        """A function that takes ids one by one and returns the text that each completes, at constant cost."""
         stream = decoders.DecodeStream(skip_special_tokens=False)
         return lambda token: stream.step(self._inner, token) or ""
 
-    def save(self, path: Path) -> None:
-        """Write the tokenizer.json."""
-        path.write_bytes(self.json.encode())
-
 
 def needed_tokens(mlm: bool) -> list[str]:
-    """The special tokens of data, in the order of their ids."""
+    """The special tokens that data needs, in the order of their ids."""
     return [END_OF_DOCUMENT, MASK, SEPARATOR] if mlm else [END_OF_DOCUMENT]
 
 
 def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
-    """Ids 0 to 255 are the bytes of the text's UTF-8, 256 is the end-of-document token; with `mlm` 257 is "[MASK]" and
-    258 is "[SEP]"."""
+    """A tokenizer of UTF-8 bytes: id 256 is the end-of-document token, with `mlm` 257 is "[MASK]" and 258 "[SEP]"."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -106,26 +101,26 @@ def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where it is printable Latin-1."""
+    """The character of each byte in a byte-level vocabulary: itself if it is printable Latin-1."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
-    """"[MASK]", which takes the space before it along where words do: "I [MASK] him" has as many tokens as the text."""
+    """"[MASK]"; it includes the space before it if words do, so that "I [MASK] him" has as many tokens as the text."""
     spaced = any(len(entry) > 1 and entry[0] in "\u0120\u2581" for entry in inner.get_vocab())
     return AddedToken(MASK, lstrip=spaced, normalized=False, special=True)
 
 
 def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
-    """Raise UsageError for a vocabulary that does not hold the 256 bytes and the special tokens."""
+    """Raise UsageError for a vocabulary too small for 256 bytes and the special tokens."""
     smallest = 256 + len(needed_tokens(mlm))
     require(smallest <= vocab_size < 2**31, "wrong value", f"vocab_size = {vocab_size}", f"it takes {smallest} or more")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False) -> Tokenizer:
-    """Byte-level BPE trained on `texts`; fewer than `vocab_size` entries where no more pairs occur twice.
+    """Byte-level BPE trained on `texts`. It has fewer than `vocab_size` entries if no further pair occurs twice.
 
     The first ids are "<|endoftext|>" and with `mlm` "[MASK]" and "[SEP]". Raises UsageError as `require_vocab_size`."""
     require_vocab_size(vocab_size, mlm=mlm)
@@ -141,9 +136,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False)
 
 
 def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
-    """Any tokenizer.json; "<|endoftext|>" is added where it has none, with `mlm` "[MASK]" and "[SEP]" too.
+    """The tokenizer of any tokenizer.json; missing special tokens are added, see `Tokenizer`.
 
-    Raises UsageError where there is no such file, DataError where it is not a tokenizer."""
+    Raises UsageError for a file that cannot be read, DataError for a file that is not a tokenizer."""
     try:
         json = Path(path).read_bytes().decode("utf-8")
     except OSError as e:

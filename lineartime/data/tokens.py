@@ -1,4 +1,4 @@
-"""Prepared text, read back: its manifest, a split's tokens by place, and the rows of a step.
+"""Prepared text: the manifest of its folder, the tokens of a split, and the rows of a training step.
 
 A prepared folder holds `manifest.json`, `tokenizer.json`, and for each split numbered shards of little-endian uint16 or
 uint32 ids (`train-00000.bin`) and the positions of its end-of-document tokens as uint64 (`train-documents.bin`).
@@ -6,7 +6,7 @@ A split is one stream
 
     [EOD] document 1 [EOD] document 2 [EOD] ... document n [EOD]
 
-in which every token but the first is a target exactly once; document i lies between the positions i and i + 1."""
+in which every token but the first is a target once; document i lies between the positions i and i + 1."""
 
 import contextlib
 import dataclasses
@@ -33,8 +33,8 @@ DATA_MANIFEST = "manifest.json"
 
 @dataclass
 class Split:
-    """What a split holds. `tokens` counts targets: each document's tokens and the end-of-document token after it.
-    `words` are separated by white space, `bytes` are of UTF-8; neither counts the end-of-document tokens."""
+    """Counts of a split. `tokens` are targets: each document's tokens and the end-of-document token after it. `words`
+    are separated by white space, `bytes` are of UTF-8; neither includes end-of-document tokens."""
 
     documents: int = 0
     tokens: int = 0
@@ -44,7 +44,7 @@ class Split:
 
 @dataclass
 class Manifest:
-    """What a prepared folder holds: manifest.json, which ends with the SHA-256 of the rest of it."""
+    """The content of manifest.json, which ends with the SHA-256 of its other fields."""
 
     version: int
     settings: dict[str, Any]
@@ -58,11 +58,11 @@ class Manifest:
     blank_documents: int
     """Documents of white space only, which were left out."""
     notes: list[str]
-    """What a person should know."""
+    """Remarks that `lineartime prepare` prints."""
     files: dict[str, dict[str, Any]]
     """Bytes and SHA-256 of every other file in the folder."""
     already_prepared: bool = False
-    """Whether `prepare` found the folder as it should be; not written."""
+    """Whether `prepare` found the folder complete; not written."""
 
     @property
     def vocab_size(self) -> int:
@@ -73,25 +73,15 @@ class Manifest:
         return self.tokenizer["end_of_document"]
 
     @property
-    def mask(self) -> int | None:
-        return self.tokenizer.get("mask")
-
-    @property
-    def tokenizer_sha256(self) -> str:
-        return self.tokenizer["sha256"]
-
-    @property
     def sha256(self) -> str:
-        """What identifies the folder's content: of all fields, and so of every file."""
+        """The hash of all fields, which include the hash of every file."""
         return _digest(self._fields())
 
     def to_json(self) -> str:
         return json.dumps(self._fields() | {"manifest_sha256": self.sha256}, indent=1) + "\n"
 
     def _fields(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        del fields["already_prepared"]
-        return fields
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "already_prepared"}
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -101,7 +91,7 @@ def _digest(fields: dict[str, Any]) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder.
 
-    Raises UsageError where there is no such folder, DataError for a missing, damaged or newer manifest."""
+    Raises UsageError for a missing folder, DataError for a missing, damaged or newer manifest."""
     folder = Path(folder)
     path = folder / DATA_MANIFEST
     require(folder.is_dir(), "no such folder", str(folder), "make one with `lineartime prepare`")
@@ -136,11 +126,10 @@ def shard_name(split: str, number: int) -> str:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `task` is the data set that it was prepared as. `n_words` is the number to divide by: for a published split of PG-19
-    the published one, and `word_count` then is "published"; else "counted", between white space.
-    `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None where the data was prepared without them; `special`
-    holds all ids that no text has and `ordinary` all others. `document_positions` says where the end-of-document tokens
-    are: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `task` is the data set's name in `prepare`. `n_words` is published for a published split of PG-19 and counted for
+    other text; `word_count` says which. `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None for data
+    prepared without them. `special` are the ids that no text has, `ordinary` all others. `document_positions` are the
+    places of the end-of-document tokens: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest):
         counts = manifest.splits[split]
@@ -151,18 +140,18 @@ class TokenStream:
         self.n_words, self.n_bytes = published or counts.words, counts.bytes
         self.word_count = "published" if published else "counted"
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
-        self.mask = manifest.mask
+        self.mask: int | None = manifest.tokenizer.get("mask")
         self.separator: int | None = manifest.tokenizer.get("separator")
         self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
         self.ordinary = np.setdiff1d(np.arange(self.vocab_size), self.special)
-        self.tokenizer_sha256 = manifest.tokenizer_sha256
+        self.tokenizer_sha256: str = manifest.tokenizer["sha256"]
         self.shard_tokens = manifest.shard_tokens
         n_shards = -(-len(self) // self.shard_tokens)
         self._shards = [np.memmap(folder / shard_name(split, i), manifest.dtype, "r") for i in range(n_shards)]
         self.document_positions = np.memmap(folder / f"{split}-documents.bin", "<u8", "r")
 
     def __len__(self) -> int:
-        """Tokens in the stream, the first end-of-document token included."""
+        """Tokens in the stream, including the first end-of-document token."""
         return self.n_tokens + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -186,15 +175,15 @@ class TokenStream:
 
 
 def require_mask(mask: int | None, data_dir: Path | str) -> None:
-    """Raise UsageError where the data was prepared without [MASK]."""
+    """Raise UsageError for data that was prepared without [MASK]."""
     require(mask is not None, "the tokenizer has no [MASK]", str(data_dir), "prepare with --mlm")
 
 
 def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStream:
-    """The tokens of one split, after its files and the tokenizer have been compared with the manifest: by SHA-256,
+    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: by SHA-256, at
     about a second per GB, or without `verify` by size.
 
-    Raises UsageError where there is no such folder, DataError for a missing split and for what is damaged or newer."""
+    Raises UsageError for a missing folder, DataError for a missing split and for damaged or newer data."""
     folder = Path(data_dir)
     manifest = read_manifest(folder)
     if split not in manifest.splits:
@@ -210,9 +199,8 @@ def batch_rows(stream: TokenStream, *, seed: int, step: int, rows_per_step: int,
     """The rows of one training step, int64 [rows_per_step, context + 1]: a pure function of its arguments.
 
     Row r is `stream.read(r * context, (r + 1) * context + 1)`: the last target of a row is the first input of the next.
-    An epoch reads every full row once, in an order drawn from (seed, epoch); tokens at the end that do not fill a row
-    are left out.
-    Raises DataError where the stream does not fill one row."""
+    An epoch reads every full row once, in an order drawn from (seed, epoch), and leaves an incomplete last row out.
+    Raises DataError for a stream that does not fill one row."""
     rows_IT = np.empty((rows_per_step, context + 1), np.int64)
     places = rows_of_step(stream, len(stream) - 1, seed=seed, step=step, rows_per_step=rows_per_step, context=context)
     for i, (_, row) in enumerate(places):
@@ -222,9 +210,9 @@ def batch_rows(stream: TokenStream, *, seed: int, step: int, rows_per_step: int,
 
 def rows_of_step(stream: TokenStream, n_tokens: int, *, seed: int, step: int, rows_per_step: int,
                  context: int) -> list[tuple[int, int]]:
-    """Epoch and number of the rows of one step, where rows of `context` are cut from `n_tokens`.
+    """Epoch and number of each row of one step; rows are cut from the first `n_tokens` of the stream.
 
-    Raises DataError where these do not fill one row."""
+    Raises DataError if these tokens do not fill one row."""
     n_rows = n_tokens // context
     if n_rows == 0:
         raise DataError(f"too few tokens for a row of {context:,}", f"{stream.folder}, {stream.split}",
@@ -233,30 +221,30 @@ def rows_of_step(stream: TokenStream, n_tokens: int, *, seed: int, step: int, ro
 
 
 def places_of_step(n_rows: int, *, seed: int, step: int, rows_per_step: int) -> list[tuple[int, int]]:
-    """Epoch and row of each row of a training step; every epoch takes each row once, in an order of its own."""
+    """Epoch and number of each row of a training step. Every epoch takes each row once, in its own order."""
     places = (divmod(step * rows_per_step + i, n_rows) for i in range(rows_per_step))
     return [(epoch, int(epoch_order(seed, epoch, n_rows)[index])) for epoch, index in places]
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
-    """A permutation, by sorting raw Philox numbers: numpy promises these, and not `permutation`, to stay the same."""
+    """A permutation: the order of raw Philox numbers, which numpy promises to keep, unlike its `permutation`."""
     key = np.array([seed % 2**64, epoch], np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")
 
 
 def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:
-    """All rows in order, int64 [context + 1], the last one shorter: every token but the first is a target once."""
+    """All rows in order, int64 [context + 1]; the last may be shorter. Every token but the first is a target once."""
     for start in range(0, len(stream) - 1, context):
         yield stream.read(start, min(start + context + 1, len(stream)))
 
 
 def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
-    """The run that a flat table of settings means (see `run_config`) on its prepared data, which decide the vocabulary
-    and its end-of-document token where the settings do not.
+    """The run of a flat table of settings (see `run_config`). The prepared data give the vocabulary's size and the
+    end-of-document token if the settings do not.
 
-    Raises UsageError as `run_config` does, and for a vocabulary that is too small for the data or data without [MASK]
-    for a model that is not causal; UsageError and DataError as `read_manifest` does."""
+    Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, and for data without [MASK] if the
+    model is not causal; UsageError and DataError as `read_manifest` does."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     run_config(settings)  # wrong settings are refused before the data are looked for
     manifest = read_manifest(Path(settings["data"]))
@@ -264,5 +252,5 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     require(config.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",
             f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
     if not config.model.causal:
-        require_mask(manifest.mask, settings["data"])
+        require_mask(manifest.tokenizer.get("mask"), settings["data"])
     return config

@@ -1,7 +1,7 @@
-"""Fine-tuning on questions: a model trained by masked language modelling gets a span head and learns where answers are.
+"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to find answers.
 
-`DIR/lr-1e-04`, ... are ordinary runs, one per learning rate; the best of them on the validation questions is what the
-folder stands for once `DIR/result.json` is there."""
+`DIR/lr-1e-04`, ... are ordinary runs, one per learning rate. `DIR/result.json` names the best of them on the validation
+questions."""
 
 import dataclasses
 import hashlib
@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 
 
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
-    """The configuration that a pretrained model is fine-tuned with: the paper's, then `changes`.
+    """The configuration for fine-tuning a pretrained model: the paper's, then `changes`.
 
-    The paper's (Section 4.3) is for GAUs a chunk size of 128 (less where pretraining had less), and with relu^2 softmax
-    for [CLS]. Without chunks n of relu(q k / n + b)^2 stays what it was. Raises UsageError for a causal model, a field
+    In the paper (Section 4.3) GAUs have a chunk size of 128 (here at most that of pretraining), and with relu^2 softmax
+    for [CLS]. Without chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a causal model, a field
     that fine-tuning cannot change, and a context longer than the position tables allow."""
     config = model.config
     require(not config.causal, "questions need a model that sees both ways", "causal = true",
@@ -79,12 +79,12 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
 
 @torch.no_grad()
 def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> SpanModel:
-    """A `SpanModel` with a pretrained model's weights; what that does not have starts anew, drawn from `seed`.
+    """A `SpanModel` with a pretrained model's weights; new weights are drawn from `seed`.
 
-    What fits by name and shape is copied. A position table is cut to a shorter context. A position bias for another
-    chunk size is the old one at the same distances, beyond its reach that of its last distance, and a GAU's queries are
-    scaled so that q k / n stays what it was. first_to_all adds heads. Raises CheckpointError with the names of weights
-    that do not fit."""
+    Weights of the same name and shape are copied. A position table is cut to a shorter context. A position bias for
+    another chunk size keeps its values by distance; greater distances get the value of the greatest. A GAU's queries
+    are scaled so that q k / n keeps its value. first_to_all adds heads. Raises CheckpointError with the names of
+    weights that do not fit."""
     torch.manual_seed(seed)
     model = SpanModel(config)
     old = dict(pretrained.named_parameters())
@@ -125,7 +125,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 
 class Questions:
-    """The objective of `fit`: where the answer begins and where it ends in each window."""
+    """The objective of `fit` for questions: the first and the last token of the answer in each window."""
 
     def __init__(self, config: RunConfig, rows: Rows, validation: Sequence[Question], tokenizer: Tokenizer,
                  windows: Windows):
@@ -133,8 +133,8 @@ class Questions:
         self.tokenizer, self.windows = tokenizer, windows
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """ids and roles `[R, T]`; every epoch takes each window once, in an order drawn from (seed, epoch). The longest
-        come first, so that micro-batches have little padding."""
+        """ids and roles `[R, T]`. Every epoch takes each window once, in an order drawn from (seed, epoch). The rows of
+        a batch are sorted by length, so that micro-batches have little padding."""
         config = self.config
         places = places_of_step(len(self.rows), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
         chosen = sorted((row for _, row in places), key=lambda row: -len(self.rows.ids[row]))
@@ -149,7 +149,7 @@ class Questions:
         return span_losses(span_logits(model, ids_BT, roles_BT), roles_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """Of the first validation questions, as many as `eval_tokens` holds: EM, F1, nats per window."""
+        """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens."""
         train, asked = self.config.train, [question for question in self.validation if question.accepted]
         answers, loss, _ = answer_questions(model, self.tokenizer, asked, self.windows, precision=train.precision,
                                             batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
@@ -160,7 +160,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Everything that decides the outcome."""
+    """The settings of a fine-tuning."""
 
     run: Path
     """The pretrained run, or one of its checkpoints."""
@@ -173,7 +173,7 @@ class FineTuning:
     stride: int | None = None
     max_answer_tokens: int = 30
     negatives: float = NEGATIVES
-    """Share of the windows without an answer that is trained on."""
+    """The share of the windows without an answer to train on."""
     epochs: float = EPOCHS
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ModelConfig (see CHANGEABLE) and of TrainConfig."""
@@ -198,7 +198,7 @@ class FineTuning:
         return Windows(self.context, self.stride, self.max_answer_tokens)
 
     def train_config(self, n_windows: int, learning_rate: float) -> TrainConfig:
-        """`settings`, then: batches of 32 windows, 5 epochs, a tenth of the steps for warm-up, no clipping."""
+        """`settings`, then batches of 32 windows, 5 epochs, a tenth of the steps for warm-up, no clipping."""
         given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
         tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * self.windows.context)
         require(tokens_per_step >= self.context and tokens_per_step % self.context == 0,
@@ -215,21 +215,21 @@ class FineTuning:
 
 
 def name_of(rate: float) -> str:
-    """A learning rate as its run is called: `1e-04`, with as many digits as it needs."""
+    """A learning rate in the name of its run: `1e-04`, with as many digits as necessary."""
     return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
 
 
 def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
              on_step: Callable[[dict[str, Any]], None] | None = None,
              progress: Progress | None = None) -> dict[str, Any]:
-    """Fine-tune once per learning rate, or go on where that stopped; returns the content of `DIR/result.json`: "best"
-    (the best run's folder in `plan.out`), scores by learning rate, those of word overlap, and counts of questions.
+    """Fine-tune once per learning rate, or resume. Returns the content of `DIR/result.json`: "best" (the best run's
+    folder in `plan.out`), scores by learning rate, those of word overlap, and counts of questions; with "already" if
+    the folder was complete before.
 
-    With "already" in it the folder was complete before. device: by default cuda where there is one. stop: asks for a
-    save and an end, see `StopSignal.listening`. on_step is called with each line of the metrics and the number of
-    "steps". progress: of questions read and answered. Raises UsageError for a pretrained run or settings that cannot be
-    used and where another fine-tuning is in the folder, DataError for questions that cannot, Stopped after saving; and
-    whatever `fit` raises."""
+    device: by default cuda if available. stop: requests a save and an end, see `StopSignal.listening`. on_step is
+    called with each line of the metrics and the number of "steps". progress counts questions read and answered. Raises
+    UsageError for a wrong pretrained run, wrong settings or a folder with another fine-tuning, DataError for wrong
+    questions, Stopped after saving, and as `fit` does."""
     stop = stop or StopSignal()
     if not isinstance(device, torch.device):
         device = pick_device(device, tell=True)
@@ -239,7 +239,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
             "pretrain on data from `lineartime prepare --mlm`")
     changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
     config = span_config(pretrained, plan.context, changes)
-    span_model(pretrained, config, 0)  # what does not fit is refused before the questions are read
+    span_model(pretrained, config, 0)  # raises for weights that do not fit before questions are read
     note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
     validation = list(read_questions(plan.validation, plan.evidence))
     if not any(question.accepted for question in validation):
@@ -264,7 +264,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         raise UsageError("another run is here", plan.out, "give another --out")
 
     def train_one(each: RunConfig) -> dict[str, Any]:
-        """The run of one learning rate, and its scores on all validation questions; nothing is done twice."""
+        """Run one learning rate, or resume it; returns its scores on all validation questions."""
         objective = Questions(each, rows, validation, tokenizer, plan.windows)
         files = {TOKENIZER_FILE: tokenizer.json, CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
         answered = stop.watch("what is trained is saved; the same command resumes", progress, "answering",
@@ -308,7 +308,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
 
 
 def completed(path: Path, whole: dict[str, Any]) -> dict[str, Any]:
-    """The result of a fine-tuning that is complete. Raises UsageError where it is of another one."""
+    """The result of a completed fine-tuning. Raises UsageError if it had other settings."""
     result = read_json(path)
     changed = different(result.get("fine_tuning", {}), json.loads(json.dumps(whole)))
     if changed:
@@ -318,6 +318,6 @@ def completed(path: Path, whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def questions_sha256(questions: Sequence[Question]) -> str:
-    """What identifies questions: ids, texts, answers and the names of their documents."""
+    """The hash of the questions' ids, texts, answers and document names."""
     lines = [[q.id, q.text, q.accepted, [document.name for document in q.documents]] for q in questions]
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()

@@ -1,5 +1,4 @@
-"""Answers as text: the two official normalisations, exact match and F1, where an answer stands, and a guess by word
-overlap."""
+"""Answers as text: the official normalisations and scores, occurrences in a document, and a word-overlap baseline."""
 
 import math
 import re
@@ -21,26 +20,25 @@ REMOVED = {ord(c): None for c in string.punctuation}
 
 
 def normalize(text: str, rules: Rules) -> str:
-    """An answer as the official evaluation of TriviaQA or of SQuAD v1.1 compares it.
+    """An answer normalised as in the official evaluation of TriviaQA or SQuAD v1.1.
 
-    Both lower the case, drop the words a, an and the, and set single spaces. TriviaQA makes ASCII
-    punctuation, curly single quotes (U+2018, U+2019) and the acute accent (U+00B4) a space: "well-known" is two words.
-    SQuAD removes ASCII punctuation, "well-known" is "wellknown", and keeps the rest. Punctuation goes before articles
-    in both, so that "A." is nothing."""
+    Both lower the case, replace or remove punctuation, then drop the words a, an and the, and set single spaces.
+    TriviaQA replaces ASCII punctuation, backquotes, curly single quotes (U+2018, U+2019) and the acute accent (U+00B4)
+    by spaces: "well-known" is two words. SQuAD removes ASCII punctuation alone: "well-known" is "wellknown"."""
     text = text.lower().translate(TO_SPACE if rules == "triviaqa" else REMOVED)
     return " ".join(ARTICLE.sub(" ", text).split())
 
 
 def exact_match(prediction: str, accepted: Iterable[str], rules: Rules) -> float:
-    """1 where the prediction is an accepted answer after normalisation, else 0."""
+    """1 if the prediction is an accepted answer after normalisation, else 0."""
     found = normalize(prediction, rules)
     return float(any(found == normalize(answer, rules) for answer in accepted))
 
 
 def f1(prediction: str, accepted: Iterable[str], rules: Rules) -> float:
-    """The harmonic mean of precision and recall of words, which count as often as they occur; the best over answers.
+    """The harmonic mean of the precision and recall of words, as multisets; the best over the accepted answers.
 
-    0 where no word is shared: two empty answers match exactly and have an F1 of 0, as in the official scripts."""
+    0 without a shared word, as in the official scripts, so two empty answers match exactly and have an F1 of 0."""
     return max((_f1(normalize(prediction, rules).split(), normalize(answer, rules).split()) for answer in accepted),
                default=0.0)
 
@@ -55,7 +53,7 @@ def _f1(prediction: list[str], answer: list[str]) -> float:
 
 @dataclass(frozen=True)
 class Scores:
-    """What predictions are worth, in percent of the questions that have an accepted answer."""
+    """Scores of predictions in percent, over the questions that have an accepted answer."""
 
     exact_match: float
     f1: float
@@ -65,9 +63,8 @@ class Scores:
 
 
 def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> Scores:
-    """EM and F1, every question by its own source's rules. Raises DataError where no question has an answer.
-
-    A prediction for no question here changes nothing."""
+    """EM and F1 of predictions by question id, each by the rules of its question's source. Raises DataError if no
+    question has an answer."""
     em = overlap = 0.0
     n_questions = n_missing = 0
     for question in questions:
@@ -85,8 +82,8 @@ def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> Scor
 
 
 def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> dict[str, Any]:
-    """How many "questions" there are, how many of them "questions_without_document"; and where any has an accepted
-    answer, the fields of `Scores` and under "word_overlap" those of `guess_by_overlap`."""
+    """The counts "questions" and "questions_without_document". If any question has an accepted answer, also the fields
+    of `Scores`, and under "word_overlap" those of `guess_by_overlap`."""
     counts = {"questions": len(questions), "questions_without_document": sum(not q.documents for q in questions)}
     if not any(question.accepted for question in questions):
         return counts
@@ -95,7 +92,7 @@ def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> 
 
 
 def check_predictions(content: object, where: str) -> dict[str, str]:
-    """A predictions file's content, `{"question id": "answer"}`. Raises DataError where it is not that."""
+    """The content of a predictions file. Raises DataError unless it is `{"question id": "answer", ...}`."""
     if not isinstance(content, dict):
         raise DataError("not a JSON object", where, 'predictions are {"question id": "answer", ...}')
     for id, answer in content.items():
@@ -106,7 +103,7 @@ def check_predictions(content: object, where: str) -> dict[str, str]:
 
 
 class Word(NamedTuple):
-    """A word of the normalised text and the characters [start, stop) of the text that it stands for."""
+    """A normalised word and its characters [start, stop) in the text."""
 
     text: str
     start: int
@@ -118,7 +115,7 @@ def words_of(text: str) -> list[Word]:
     lowered = text.lower()
     if len(lowered) == len(text):
         place = np.arange(len(text))
-    else:  # a few capital letters are two characters in lower case
+    else:  # some capital letters are two characters in lower case
         place = np.repeat(np.arange(len(text)), [len(c.lower()) for c in text])
     normal = ARTICLE.sub(lambda match: " " * len(match[0]), lowered.translate(TO_SPACE))
     return [Word(match[0], int(place[match.start()]), int(place[match.end() - 1]) + 1)
@@ -126,7 +123,7 @@ def words_of(text: str) -> list[Word]:
 
 
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:
-    """Where a document's words are an answer after TriviaQA's normalisation: characters [start, stop), in order."""
+    """The places of answers in a document after TriviaQA's normalisation: characters [start, stop), in order."""
     wanted = {tuple(normalize(answer, "triviaqa").split()) for answer in answers} - {()}
     by_first: dict[str, list[tuple[str, ...]]] = {}
     for answer in sorted(wanted):
@@ -148,16 +145,16 @@ ASKS_FOR_A_NUMBER = re.compile(
 
 
 def guess_by_overlap(question: Question) -> str:
-    """A guess without a model, for a model's scores to stand beside.
+    """A baseline without a model: the best candidate of the sentence that shares most with the question.
 
-    The sentence with the highest sum of idf over the words that it shares with the question (idf = ln(sentences /
-    sentences with the word), over all the question's documents; the earliest of equals), and in it the best candidate.
-    Candidates are the longest runs of words that are capitalised or hold a digit and are not in the question. A
-    question for a number ("when", "how many", "which year", ...) takes runs with a digit first, any other those
-    without; among those the rarest, by sum of idf, the earliest of equals. A sentence without a candidate offers its
-    single words that are not in the question; one without these leaves it to the next sentence. "" only where all of
-    them do."""
-    sentences = [sentence for document in question.documents for sentence in _sentences(document.text())]
+    Sentences rank by the sum of idf over the words shared with the question (idf = ln(sentences / sentences with the
+    word), over all the question's documents). Candidates are the longest runs of words that are capitalised or hold a
+    digit and are not in the question; if a sentence has none, its single words that are not in the question. If the
+    question asks for a number ("when", "how many", "which year", ...), candidates with a digit come first, otherwise
+    those without; then the highest sum of idf. The earliest wins among equals. A sentence without any candidate passes
+    to the next; "" if no sentence has one."""
+    sentences = [match[0] for document in question.documents for match in SENTENCE.finditer(document.text())
+                 if match[0].strip()]
     words = [set(normalize(sentence, "triviaqa").split()) for sentence in sentences]
     asked = set(normalize(question.text, "triviaqa").split())
     counts = Counter(word for each in words for word in each)
@@ -175,14 +172,8 @@ def guess_by_overlap(question: Question) -> str:
     return ""
 
 
-def _sentences(text: str) -> Iterator[str]:
-    for match in SENTENCE.finditer(text):
-        if match[0].strip():
-            yield match[0]
-
-
 def _candidates(sentence: str, asked: set[str]) -> Iterator[str]:
-    """Runs of telling words, or where there is none the single words that are not in the question."""
+    """The candidates of a sentence, see `guess_by_overlap`."""
     start = stop = None
     found = False
     for match in CANDIDATE.finditer(sentence):

@@ -1,7 +1,7 @@
-"""Questions and the documents that answer them: SQuAD v1.1, TriviaQA's JSON and its parquet form, in one shape.
+"""Questions with their documents and answers, read from SQuAD v1.1 JSON, TriviaQA JSON and TriviaQA parquet.
 
-A file is known by its content: JSON with "Data" is TriviaQA's, with "data" SQuAD's; `.parquet` has the columns of
-`mandarjoshi/trivia_qa`. `hub:rc.wikipedia/train` in place of a file is that split of that data set on the hub."""
+The field "Data" marks TriviaQA's JSON, "data" SQuAD's; a `.parquet` has the columns of `mandarjoshi/trivia_qa`. The
+name `hub:rc.wikipedia/train` in place of a file is a configuration and a split of that data set on the hub."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from lineartime.errors import DataError, UsageError
 Rules = Literal["triviaqa", "squad"]
 ON_HUB, HUB = "hub:", "mandarjoshi/trivia_qa"
 UNKNOWN = "<unk>"
-"""The answer's value in the parquet form of the test split, which has no answers."""
+"""The answer's value in the parquet of the test split, which has no answers."""
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,32 @@ class Document:
 
     def text(self) -> str:
         """The whole text. Raises DataError for a file that is missing or is not UTF-8."""
-        if isinstance(self.source, str):
-            return self.source
-        return read_utf8(self.source)
+        return self.source if isinstance(self.source, str) else read_utf8(self.source)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, what answers it, and where the answer is looked for."""
+    """A question, its answers, and the documents in which the answer is searched."""
 
     id: str
     text: str
     documents: tuple[Document, ...]
     answers: tuple[str, ...]
-    """What the answer is called, as it may stand in a document; empty where the question has no label."""
+    """Names of the answer that may occur in a document; empty for a question without a label."""
     accepted: tuple[str, ...]
-    """What exact match and F1 compare a prediction with."""
+    """The answers that exact match and F1 compare a prediction with."""
     rules: Rules = "triviaqa"
-    """Whose rules score it; see `answers.normalize`."""
+    """The rules of its scores, see `metrics.normalize`."""
     spans: tuple[tuple[int, int], ...] | None = None
-    """SQuAD's gold answers, characters [start, stop) of its one document. None: every place where an answer occurs."""
+    """SQuAD's gold answers, characters [start, stop) of the document. None: every occurrence of an answer."""
 
 
 def read_questions(paths: Iterable[Path], evidence: Path | None = None) -> Iterator[Question]:
-    """The questions of all files, in order, one at a time; TriviaQA's evidence is read by `Document.text` and not here.
+    """The questions of all files, in order. TriviaQA's evidence is read later, by `Document.text`.
 
     evidence: the folder with `wikipedia/` and `web/`, by default `../evidence` beside the folder of a TriviaQA file.
-    Of files for the verified evaluation ("VerifiedEval") the verified part is read. Raises DataError for anything that
-    is missing or of a wrong type, with its place, for a file of evidence that is not there, and for an id that comes
-    twice."""
+    From files for the verified evaluation ("VerifiedEval") only the verified part is read. Raises DataError, with its
+    place, for a field that is missing or of a wrong type, a missing file of evidence, and a repeated id."""
     seen: dict[str, Path] = {}
     for path in map(Path, paths):
         empty = True
@@ -72,7 +69,7 @@ def read_questions(paths: Iterable[Path], evidence: Path | None = None) -> Itera
 
 
 def read_utf8(path: Path) -> str:
-    """A file's text without its byte order mark. Raises DataError where it cannot be read or is not UTF-8."""
+    """A file's text without its byte order mark. Raises DataError for a file that cannot be read or is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except OSError as e:
@@ -82,7 +79,7 @@ def read_utf8(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file. Raises DataError where it cannot be read or is not JSON."""
+    """The content of a JSON file. Raises DataError for a file that cannot be read or is not JSON."""
     return parse_json(read_utf8(path), path)
 
 
@@ -100,7 +97,7 @@ def _read_file(path: Path, evidence: Path | None) -> Iterator[Question]:
 
 
 def get(record: Any, name: str, kind: type, where: str, default: Any = None) -> Any:
-    """A field of a JSON object. Raises DataError where it is missing (unless there is a default) or of another type."""
+    """A field of a JSON object. Raises DataError if it is of another type, or missing without a default."""
     if not isinstance(record, dict):
         raise DataError("not a JSON object", where)
     if name not in record:
@@ -120,7 +117,7 @@ NAMES: dict[type, str] = {str: "a string", int: "a whole number", list: "a list"
 
 
 def strings(record: Any, name: str, where: str, default: list[str] | None = None) -> list[str]:
-    """A field that is a list of strings, as `get`."""
+    """A field that is a list of strings, read by `get`."""
     values = get(record, name, list, where, default)
     for i, value in enumerate(values):
         if not isinstance(value, str):
@@ -130,7 +127,7 @@ def strings(record: Any, name: str, where: str, default: list[str] | None = None
 
 
 def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Question]:
-    """EntityPages lie in `evidence/wikipedia`, SearchResults in `evidence/web`."""
+    """The questions of a TriviaQA file. EntityPages are in `evidence/wikipedia`, SearchResults in `evidence/web`."""
     verified = get(content, "VerifiedEval", bool, str(path), False)
     for i, record in enumerate(get(content, "Data", list, str(path))):
         where = f"{path}, Data[{i}]"
@@ -163,7 +160,7 @@ def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Q
 
 
 def _squad(content: dict[str, Any], path: Path) -> Iterator[Question]:
-    """A gold span that does not hold its answer's text is left out; the question is then one without its answer."""
+    """The questions of SQuAD v1.1. Gold spans that do not match the text of their answer are left out."""
     for i, article in enumerate(get(content, "data", list, str(path))):
         title = get(article, "title", str, f"{path}, data[{i}]", "untitled")
         for j, paragraph in enumerate(get(article, "paragraphs", list, f"{path}, data[{i}]")):
@@ -189,7 +186,7 @@ PAGES = (("entity_pages", "wiki_context", "filename"), ("search_results", "searc
 
 
 def _parquet(path: Path) -> Iterator[Question]:
-    """`mandarjoshi/trivia_qa`; documents without text ("nocontext") are left out."""
+    """The questions of a parquet file of `mandarjoshi/trivia_qa`; documents without text ("nocontext") are left out."""
     pages: list[tuple[str, str, str]] = []
     needed = ["question", "question_id", "answer"]
 
@@ -208,7 +205,7 @@ def _parquet(path: Path) -> Iterator[Question]:
 
 
 def _hub(path: str) -> Iterator[Question]:
-    """One split of the data set on the hub, streamed; what it is called here is `hub:CONFIGURATION/SPLIT`."""
+    """The questions of `hub:CONFIGURATION/SPLIT`, streamed."""
     config, _, split = path.removeprefix(ON_HUB).partition("/")
     if not config or split not in ("train", "validation", "test"):
         raise UsageError("no such questions on the hub", path, "say hub:rc.wikipedia/train, or validation or test")

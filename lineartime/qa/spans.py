@@ -1,11 +1,10 @@
-"""Answers as spans of tokens: windows over documents, what training aims at, and the best span of all windows.
+"""Answers as spans of tokens: windows over documents, the training loss, and the best span of all windows.
 
 A window is `[CLS] question [SEP] part of a document [SEP]`. [CLS] is the end-of-document token, which begins every text
-in training, [SEP] the tokenizer's. Every token has two logits, for the first and for the last token of the answer; a
-window without an answer has both at [CLS]."""
+in training. Every token has two logits: one for the answer's first token, one for its last. In a window without an
+answer both targets are [CLS]."""
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from lineartime.settings import require, require_precision
 
 SMALLEST_CONTEXT = 16
 TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
-"""Roles of a place in a row: a token and no padding; [CLS] or a token of the document; the answer's first, its last."""
+"""Bits of a place in a row: no padding; [CLS] or a token of the document; the answer's first token; its last."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Windows:
     context: int
     """Most tokens in a window."""
     stride: int | None = None
-    """Tokens of the document from one window's first to the next one's; None: three quarters of the context.
+    """Distance in tokens between the starts of two windows; None: three quarters of the context.
 
-    It is less where windows would overlap by less than `max_answer_tokens` (or half their room, if that is less), so
-    that every answer of that length is whole in some window."""
+    It is shortened until windows overlap by `max_answer_tokens`, or by half of their room if that is less, so that
+    every answer of that length is whole in some window."""
     max_answer_tokens: int = 30
-    """Longest answer of a prediction."""
+    """Most tokens in a predicted answer."""
 
     def __post_init__(self) -> None:
         require(self.context >= SMALLEST_CONTEXT, "context is too short for a question and a document",
@@ -49,11 +48,11 @@ class Windows:
             require(value is None or value >= 1, f"{name} must be at least 1", f"{name} = {value}")
 
     def question(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """A question's ids; of one that is longer than a quarter of the context, its beginning."""
+        """A question's ids, cut to a quarter of the context."""
         return tokenizer.encode(text)[: self.context // 4]
 
     def cut(self, n_question: int, n_document: int) -> list[tuple[int, int]]:
-        """The parts [first, stop) of a document's tokens, in order: all tokens are in one; none for an empty one."""
+        """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty text has none."""
         room = self.context - n_question - 3
         overlap = min(self.max_answer_tokens, room // 2)
         stride = max(min(self.stride or 3 * self.context // 4, room - overlap), 1)
@@ -67,7 +66,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Passage:
-    """A document as tokens."""
+    """A tokenised document."""
 
     text: str
     ids: np.ndarray
@@ -76,7 +75,7 @@ class Passage:
     """Characters [start, stop) of each token, int64 [N, 2]."""
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
-        """The first and the last token of the characters [start, stop), which may reach beyond them."""
+        """The first and the last token that overlap the characters [start, stop)."""
         first = int(np.searchsorted(self.offsets[:, 1], start, side="right"))
         last = int(np.searchsorted(self.offsets[:, 0], stop, side="left")) - 1
         return first, last
@@ -88,12 +87,12 @@ class Passage:
         return start + len(text) - len(text.lstrip()), stop - len(text) + len(text.rstrip())
 
     def is_blank(self, first: int, stop: int) -> np.ndarray:
-        """Which of the tokens [first, stop) are white space, or nothing: no answer begins or ends there."""
+        """Which of the tokens [first, stop) are white space or empty; no answer begins or ends at these."""
         return np.array([not self.text[a:b].strip() for a, b in self.offsets[first:stop]], dtype=bool)
 
 
 class Window(NamedTuple):
-    """One row for the model, and where its tokens come from."""
+    """One row for the model, and the place of its tokens in the document."""
 
     ids: np.ndarray
     """int64 [T]"""
@@ -102,10 +101,10 @@ class Window(NamedTuple):
     document: int
     """Number of the document among the question's."""
     first: int
-    """The document's token that stands at `offset`, the first one in the window."""
+    """The document's token at place `offset` of the row."""
     offset: int
     stop: int
-    """Where the window's part of the document ends."""
+    """The window holds the document's tokens [first, stop)."""
     answered: bool
 
     @property
@@ -115,21 +114,16 @@ class Window(NamedTuple):
 
 
 def separator_of(tokenizer: Tokenizer) -> int:
-    """The id of [SEP]. Raises UsageError where the tokenizer has none."""
+    """The id of [SEP]. Raises UsageError for a tokenizer without it."""
     if tokenizer.separator is None:
         raise UsageError("the run's tokenizer has no [SEP]", "questions need one",
                          "pretrain on data from `lineartime prepare --mlm`")
     return tokenizer.separator
 
 
-def read_passage(tokenizer: Tokenizer, text: str) -> Passage:
-    """Tokenise a document."""
-    return Passage(text, *tokenizer.encode_with_offsets(text))
-
-
 def find_spans(question: Question, passage: Passage) -> list[tuple[int, int]]:
-    """The answer's first and last tokens, wherever it stands in a document: SQuAD's gold spans, else every occurrence
-    of one of its names as `answers.occurrences` finds them, widened to whole tokens."""
+    """The first and the last token of each answer in a document: SQuAD's gold spans, otherwise every place that
+    `metrics.occurrences` finds, widened to whole tokens."""
     spans = question.spans
     if spans is None:
         spans = tuple(occurrences(words_of(passage.text), question.answers)) if question.answers else ()
@@ -137,12 +131,13 @@ def find_spans(question: Question, passage: Passage) -> list[tuple[int, int]]:
 
 
 def windows_of(tokenizer: Tokenizer, question: Question, windows: Windows) -> Iterator[tuple[Window, Passage]]:
-    """All windows of a question, in the order of its documents. An answer counts where it is whole in the window."""
+    """All windows of a question, in the order of its documents. An answer counts only if the window holds all of it."""
     separator = separator_of(tokenizer)
     asked = windows.question(tokenizer, question.text)
     head = np.array([tokenizer.end_of_document, *asked, separator], np.int64)
     for number, document in enumerate(question.documents):
-        passage = read_passage(tokenizer, document.text())
+        text = document.text()
+        passage = Passage(text, *tokenizer.encode_with_offsets(text))
         spans = np.array(find_spans(question, passage), np.int64).reshape(-1, 2)
         for first, stop in windows.cut(len(asked), len(passage.ids)):
             ids = np.concatenate([head, passage.ids[first:stop], [separator]])
@@ -160,15 +155,15 @@ def windows_of(tokenizer: Tokenizer, question: Question, windows: Windows) -> It
 
 @dataclass
 class Counts:
-    """What a set of training questions came to."""
+    """Counts of a set of training questions and its windows."""
 
     questions: int = 0
     unlabelled: int = 0
-    """Left out: they have no answer."""
+    """Questions without an answer, which are left out."""
     without_document: int = 0
-    """Left out: they have no document, or only empty ones."""
+    """Questions without a document, or with empty ones only, which are left out."""
     answer_not_found: int = 0
-    """The answer stands in none of its documents, or only where no window holds it whole."""
+    """Questions whose answer no window holds whole."""
     windows: int = 0
     windows_with_answer: int = 0
     windows_left_out: int = 0
@@ -176,7 +171,7 @@ class Counts:
 
 @dataclass
 class Rows:
-    """The windows that training uses, in the order of the questions."""
+    """The training windows, in the order of the questions."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     roles: list[np.ndarray] = field(default_factory=list)
@@ -186,7 +181,7 @@ class Rows:
         return len(self.ids)
 
     def sha256(self) -> str:
-        """What identifies them."""
+        """The hash of all ids and roles."""
         digest = hashlib.sha256()
         for ids, roles in zip(self.ids, self.roles, strict=True):
             digest.update(len(ids).to_bytes(8, "little") + ids.astype("<u4").tobytes() + roles.tobytes())
@@ -195,10 +190,10 @@ class Rows:
 
 def training_rows(tokenizer: Tokenizer, questions: Iterable[Question], windows: Windows, *, negatives: float,
                   seed: int, progress: Callable[[int], None] | None = None) -> Rows:
-    """The windows to train on: all that hold an answer, and of those without one the share `negatives`.
+    """The windows to train on: every window with an answer, and the share `negatives` of the others.
 
-    Which ones is a function of (seed, question id, document, place) alone. progress is called with the number of
-    questions read."""
+    The choice is a function of (seed, question id, document, place). progress is called with the number of questions
+    read."""
     require(0 <= negatives <= 1, "negatives is a share", f"negatives = {negatives}", "it lies between 0 and 1")
     rows = Rows()
     counts, small = rows.counts, np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
@@ -228,7 +223,7 @@ def training_rows(tokenizer: Tokenizer, questions: Iterable[Question], windows: 
 
 
 def stack_rows(ids: Sequence[np.ndarray], roles: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of different lengths with padding behind them: ids_BT int64 and roles_BT uint8."""
+    """Rows padded at their ends to `length`: ids_BT int64 and roles_BT uint8."""
     ids_BT, roles_BT = np.zeros((len(ids), length), np.int64), np.zeros((len(ids), length), np.uint8)
     for row, (row_ids, row_roles) in enumerate(zip(ids, roles, strict=True)):
         ids_BT[row, : len(row_ids)], roles_BT[row, : len(row_roles)] = row_ids, row_roles
@@ -236,8 +231,7 @@ def stack_rows(ids: Sequence[np.ndarray], roles: Sequence[np.ndarray], length: i
 
 
 def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
-    """logits_BT2, -inf where no answer may begin or end, float32 at least; columns that are padding in every row are
-    cut off first."""
+    """logits_BT2, float32 at least, -inf where no answer may begin or end. Columns of padding are cut off first."""
     longest = int((roles_BT > 0).sum(1).max())
     ids_BT, roles_BT = ids_BT[:, :longest], roles_BT[:, :longest]
     logits_BT2 = model(ids_BT, padding_mask_BT=roles_BT > 0)
@@ -248,48 +242,37 @@ def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
 def span_losses(logits_BT2: Tensor, roles_BT: Tensor) -> Tensor:
     """-ln p of the answer's first token and of its last, in nats: `[B, 2]`.
 
-    p is a softmax over [CLS] and the document's tokens; where the answer stands in several places, the sum of theirs
-    (the marginal likelihood), of firsts and of lasts each by itself."""
+    p is a softmax over [CLS] and the document's tokens. If the answer occurs several times, p is summed over its first
+    tokens, and separately over its last (the marginal likelihood)."""
     roles_BT = roles_BT[:, : logits_BT2.shape[1]]
     targets_BT2 = torch.stack([roles_BT & START, roles_BT & END], dim=-1) > 0
     return -F.log_softmax(logits_BT2, dim=1).masked_fill(~targets_BT2, -torch.inf).logsumexp(1)
 
 
 class Span(NamedTuple):
-    """A stretch of a document, and how much likelier than no answer the model holds it."""
+    """The characters [start, stop) of a document as an answer, and its score."""
 
     score: float
-    """Logits of its first and its last token, less the window's own [CLS] logits."""
+    """The logits of its first and last token, less the window's [CLS] logits: the log odds against no answer."""
     document: int
     start: int
     stop: int
-    """Characters of the document."""
     text: str
 
 
 class Prediction(NamedTuple):
+    """The answer to a question."""
+
     question: Question
     span: Span | None
-    """None where no document holds anything but white space."""
+    """None if all documents are white space."""
     loss: float
-    """Sum over its windows of the mean of the two losses in nats; 0 without a label."""
+    """Nats, the mean of the two losses of a window summed over the windows; 0 without a label."""
     n_windows: int
 
     @property
     def answer(self) -> str:
         return "" if self.span is None else self.span.text
-
-
-@dataclass
-class _Open:
-    """A question whose windows have not all been scored."""
-
-    question: Question
-    best: Span | None = None
-    loss: float = 0.0
-    n_windows: int = 0
-    n_waiting: int = 0
-    all_cut: bool = False
 
 
 @torch.inference_mode()
@@ -298,63 +281,64 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
             progress: Callable[[int], None] | None = None) -> Iterator[Prediction]:
     """The best span of each question over all its windows, in the order of the questions.
 
-    Of equal scores the earliest document counts, then the earliest window, the earliest start, the shortest. Windows
-    are scored `batch_rows` at a time, which changes nothing but rounding, and are cut as they are needed. progress is
-    called with the number of windows scored. The model is in evaluation mode."""
+    Among equal scores the earliest document wins, then the earliest window, the earliest start, the shortest span.
+    Windows are cut as needed and scored `batch_rows` at a time, which changes only rounding. progress is called with
+    the number of windows scored. The model must be in evaluation mode."""
     device = next(model.parameters()).device
-    opened: deque[_Open] = deque()
-    waiting: list[tuple[_Open, Window, Passage]] = []
-    n_scored = 0
+    waiting: list[tuple[Question, tuple[Window, Passage] | None]] = []  # a question ends with None
+    best: Span | None = None
+    n_scored, loss, n_windows = 0, 0.0, 0
 
-    def score() -> None:
+    def entries() -> Iterator[tuple[Question, tuple[Window, Passage] | None]]:
+        for question in questions:
+            yield from ((question, row) for row in windows_of(tokenizer, question, windows))
+            yield question, None
+
+    def scored(rows: list[tuple[Window, Passage]]) -> Iterator[tuple[Span | None, float]]:
         nonlocal n_scored
-        arrays = stack_rows([window.ids for _, window, _ in waiting], [window.roles for _, window, _ in waiting],
-                            max(len(window.ids) for _, window, _ in waiting))
+        arrays = stack_rows([window.ids for window, _ in rows], [window.roles for window, _ in rows],
+                            max(len(window.ids) for window, _ in rows))
         ids_BT, roles_BT = (torch.from_numpy(array).to(device) for array in arrays)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             logits_BT2 = span_logits(model, ids_BT, roles_BT)
         losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()
-        for (entry, window, passage), logits_T2, loss in zip(waiting, logits_BT2.double().cpu().numpy(), losses_B,
-                                                             strict=True):
-            span = best_span(logits_T2, window, passage, windows.max_answer_tokens)
-            if span is not None and (entry.best is None or span.score > entry.best.score):
-                entry.best = span
-            entry.loss += loss if entry.question.answers else 0.0
-            entry.n_waiting -= 1
-        n_scored += len(waiting)
-        waiting.clear()
+        spans = [best_span(logits_T2, window, passage, windows.max_answer_tokens)
+                 for (window, passage), logits_T2 in zip(rows, logits_BT2.double().cpu().numpy(), strict=True)]
+        n_scored += len(rows)
         if progress is not None:
             progress(n_scored)
+        return zip(spans, losses_B, strict=True)
 
-    def finished() -> Iterator[Prediction]:
-        while opened and opened[0].all_cut and not opened[0].n_waiting:
-            entry = opened.popleft()
-            yield Prediction(entry.question, entry.best, entry.loss, entry.n_windows)
+    def finish() -> Iterator[Prediction]:
+        nonlocal best, loss, n_windows
+        rows = [row for _, row in waiting if row is not None]
+        results = scored(rows) if rows else iter(())
+        for question, row in waiting:
+            if row is None:
+                yield Prediction(question, best, loss, n_windows)
+                best, loss, n_windows = None, 0.0, 0
+                continue
+            span, nats = next(results)
+            if span is not None and (best is None or span.score > best.score):
+                best = span
+            loss, n_windows = loss + (nats if question.answers else 0.0), n_windows + 1
+        waiting.clear()
 
-    for question in questions:
-        entry = _Open(question)
-        opened.append(entry)
-        for window, passage in windows_of(tokenizer, question, windows):
-            entry.n_windows += 1
-            entry.n_waiting += 1
-            waiting.append((entry, window, passage))
-            if len(waiting) == batch_rows:
-                score()
-        entry.all_cut = True
-        yield from finished()
-    if waiting:
-        score()
-    yield from finished()
+    for question, row in entries():
+        waiting.append((question, row))
+        if sum(row is not None for _, row in waiting) in (0, batch_rows):
+            yield from finish()
+    yield from finish()
 
 
 def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: Windows, *,
                      batch_rows: int = 8, precision: str = "float32", max_tokens: int | None = None,
                      progress: Callable[[int], None] | None = None) -> tuple[dict[str, str], float, int]:
-    """What `predict` finds: the answers by question id ("" where there is none), nats per window of the questions that
-    have a label, and the number of windows.
+    """The answers by question id ("" without an answer), nats per window of the labelled questions, and the number of
+    windows.
 
-    max_tokens: stop after the question whose windows reach so many. progress is called with the number of questions
-    answered, each time that windows were read."""
+    max_tokens: stop after the question whose windows reach this many. progress is called after each batch of windows
+    with the number of questions answered."""
     was_training = model.training
     model.eval()
     answers: dict[str, str] = {}
@@ -379,8 +363,7 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
                        context: int | None = None, stride: int | None = None, max_answer_tokens: int = 30,
                        batch_rows: int = 8, precision: str = "float32",
                        progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a fine-tuned model answers, scored by the official rules and beside word overlap: the scores, and the
-    answers by question id.
+    """The scores of a fine-tuned model by the official rules, and its answers by question id.
 
     context: tokens in a window, by default as in training; stride and max_answer_tokens as in `Windows`. batch_rows:
     windows read at once. precision: "float32" or "bfloat16". progress is called with the number of questions answered.
@@ -395,9 +378,9 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
 
 
 def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_tokens: int) -> Span | None:
-    """The best span of at most `max_tokens` tokens in one window; None where the window is white space.
+    """The best span of at most `max_tokens` tokens in one window; None for a window of white space.
 
-    The earliest of equals, then the shortest."""
+    Among equal scores the earliest start wins, then the shortest span."""
     places = window.passage_slice
     logits_N2 = np.where(passage.is_blank(window.first, window.stop)[:, None], -np.inf, logits_T2[places])
     n = len(logits_N2)

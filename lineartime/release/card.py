@@ -1,4 +1,4 @@
-"""A model card: Markdown in which every number is from the run, from its data, or measured at the export."""
+"""A model card in Markdown. Its numbers come from the run, from its data, or from measurements at the export."""
 
 import shlex
 import statistics
@@ -15,7 +15,7 @@ from lineartime.info import describe, mib
 
 
 class Sample(NamedTuple):
-    """A prompt and how the model goes on, with seed 0."""
+    """A prompt and its continuation with seed 0."""
 
     prompt: str
     text: str
@@ -25,27 +25,27 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says, before it is said."""
+    """The content of a card."""
 
     description: dict[str, Any]
     """The run's `run.json`."""
     config: ModelConfig
     manifest: Manifest
-    """Of the run's data."""
+    """The manifest of the run's data."""
     metrics: list[dict[str, Any]]
-    """The run's, up to `step`."""
+    """The run's metrics up to `step`."""
     step: int
     n_bytes: int
-    """Size of the weights' file."""
+    """Size of the file of weights."""
     scores: dict[str, Evaluation]
     """By split."""
     sample: Sample | None
     provenance: dict[str, Any]
-    """Of the export."""
+    """Commit, hardware and versions of the export."""
 
 
 def model_card(card: Card, about: str) -> str:
-    """The card; `about` is its beginning in place of a heading."""
+    """The card's Markdown; `about` replaces its heading."""
     heading = f"# {card.description['preset']}, {describe(card.config).n_parameters:,} parameters"
     sections = [about.strip() or heading, "## Model", model_table(card), "## Training", training_table(card),
                 "```\n" + train_command(card) + "\n```", "## Held-out scores", scores_text(card)]
@@ -69,7 +69,7 @@ def model_table(card: Card) -> str:
 
 
 def training_table(card: Card) -> str:
-    """What the model has seen, and how long that took."""
+    """The training text, steps, data hashes and time."""
     train, split = card.description["train"], card.manifest.splits["train"]
     n_tokens = card.step * train["tokens_per_step"]
     lines = [
@@ -95,7 +95,7 @@ def minute(seconds: float) -> str:
 
 
 def train_command(card: Card) -> str:
-    """The command that trains such a model: every setting that is not the preset's or the default."""
+    """The command that trains such a model, with every setting that differs from the preset and the defaults."""
     preset, task = card.description["preset"], card.description["task"]
     plain = run_config({"model": preset, "task": task, "data": "DATA", "out": "RUN"})
     defaults = to_dict(plain.model) | to_dict(plain.train)
@@ -121,7 +121,7 @@ MASKED_SCORES: list[tuple[str, Callable[[Evaluation], str]]] = [
 
 
 def scores_text(card: Card) -> str:
-    """Both splits side by side, then by position in the row."""
+    """The scores of all splits side by side, then the losses by position in the row."""
     kinds = CAUSAL_SCORES if card.config.causal else MASKED_SCORES
     lines = [["documents", *(f"{card.manifest.splits[split].documents:,}" for split in card.scores)]]
     lines += [[name, *(text(score) for score in card.scores.values())] for name, text in kinds]
@@ -138,13 +138,13 @@ def scores_text(card: Card) -> str:
 
 
 def sample_text(sample: Sample) -> str:
-    """The prompt, how it was continued, and the text."""
+    """The sample, with its prompt and settings."""
     begun = f"after `{sample.prompt}`" if sample.prompt else "from the beginning of a document"
     return (f"The first {sample.n_tokens} tokens {begun} at temperature {sample.temperature} with seed 0, not "
             f"chosen:\n\n```text\n{sample.prompt}{sample.text}\n```")
 
 
 def made_by(made: dict[str, Any]) -> str:
-    """Where the export, and its scores, were made."""
+    """The provenance of the export and its scores."""
     return (f"<sub>Made by `lineartime export` on {made['time'][:10]}: {machine_text(made)}; "
             f"{'; '.join(provenance_words([made]))}; lineartime {made['lineartime']}.</sub>")

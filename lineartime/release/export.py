@@ -1,6 +1,6 @@
-"""A run made into a folder to give away: its weights in bfloat16, what opens them, and a model card.
+"""Export a run to a folder for sharing: bfloat16 weights, configuration, tokenizer and a model card.
 
-The card's scores are of the weights that are in the folder, not of those that training ended with."""
+The card's scores are of the exported bfloat16 weights, not of the float32 weights of training."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -28,14 +28,14 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
 
 
 class Exported(NamedTuple):
-    """What `export` returns."""
+    """The result of `export`."""
 
     scores: dict[str, Evaluation]
     """By split."""
     task: str | None
-    """What the data was prepared as."""
+    """The `--task` that the data was prepared with."""
     n_bytes: int
-    """Size of the weights' file."""
+    """Size of the file of weights."""
 
 
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
@@ -43,10 +43,10 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
     `tokenizer.json`, and the card. `lineartime.load_model` and `transformers` open it.
 
-    data: the prepared text, by default where the run found it; its held-out splits are scored. about: Markdown that
-    the card begins with. prompt: what the card's sample continues. progress: of the scoring, in tokens. Raises
-    UsageError for a folder that is there, for what is not a run, a model of questions and other data, CheckpointError
-    for damage, ResourceError for the disk."""
+    data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
+    Markdown. prompt: the prompt of the card's sample. progress counts scored tokens. Raises UsageError if `out` exists,
+    `run` is no run of a language model, or the data is not the run's; CheckpointError for damage, ResourceError for the
+    disk."""
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
     description = read_run(run)
     model, tokenizer, facts = load_model(run)
@@ -81,7 +81,7 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
 
 
 def write_sample(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> Sample:
-    """A prompt continued as `lineartime generate` does it with seed 0."""
+    """Continue a prompt as `lineartime generate` does with seed 0."""
     ids = generate(model, [[tokenizer.end_of_document, *tokenizer.encode(prompt)]], max_new_tokens=SAMPLE_TOKENS,
                    temperature=SAMPLE_TEMPERATURE)[0]
     return Sample(prompt, tokenizer.decode(ids), len(ids), SAMPLE_TEMPERATURE)

@@ -8,6 +8,6 @@ MODELS = Path(__file__).parents[1] / "models"
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model that ships with the package. Raises UsageError for a name that does not."""
+    """The folder of a model that ships with the package. Raises UsageError for an unknown name."""
     require_name("shipped model", name, sorted(path.parent.name for path in MODELS.glob("*/config.json")))
     return MODELS / name

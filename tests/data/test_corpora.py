@@ -412,7 +412,7 @@ HUB_FAULTS = {
     "no string": ({"train": [{"text": None}]}, "field 'text' is not a string: allenai/c4, train, document 0"),
     "no train": ({"validation": [{"text": "Page"}]}, "no train split: allenai/c4; it has validation"),
     "nothing": ({"train": []}, "no train split: allenai/c4; it has nothing"),
-    "no record": ({"train": ["Page"]}, "no field 'text': allenai/c4, train, document 0; the record has str"),
+    "no record": ({"train": ["Page"]}, "not a JSON object: allenai/c4, train, document 0"),
 }
 
 

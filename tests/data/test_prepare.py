@@ -63,7 +63,7 @@ def test_streams_and_counts_are_those_of_the_text(tmp_path):
     assert manifest.splits["test"] == Split(documents=1, tokens=7, words=1, bytes=6)
     assert manifest.notes == ["1 documents are white space only and were left out"]
     assert (manifest.vocab_size, manifest.end_of_document, manifest.dtype) == (257, 256, "<u2")
-    assert manifest.tokenizer_sha256 == load_tokenizer(tmp_path / "out" / "tokenizer.json").sha256
+    assert manifest.tokenizer["sha256"] == load_tokenizer(tmp_path / "out" / "tokenizer.json").sha256
     assert [(s["split"], s["name"], s["bytes"]) for s in manifest.sources][:2] == [
         ("train", "train/a.txt", len(a)), ("train", "train/b.txt", len(b))]
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
@@ -115,7 +115,7 @@ def test_a_long_document_is_counted_and_tokenised_as_a_whole(tmp_path, monkeypat
     text = SAMPLE.read_text(encoding="utf-8")[:60_000]
     make(tmp_path, {"a.txt": text, "b.txt": "x" * 9000})
     tokenizer = train_tokenizer([text[:20_000]], 500)
-    tokenizer.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
     inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
     whole = prepare(inputs, tmp_path / "whole", tokenizer=tmp_path / "tokenizer.json")
     monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (1000,))

@@ -20,6 +20,6 @@ def random_model(config):
 def write_checkpoint(folder, model, tokenizer):
     """What `transformers` sees of a checkpoint that training writes."""
     (folder / "config.json").write_text(model_config_json(model.config))
-    tokenizer.save(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
     save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
     return folder

@@ -341,6 +341,7 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys):
     refused(capsys, [*ask, "--document", tmp_path / "none.txt"], 3, "none.txt")
     refused(capsys, ["answer", folder / "causal", "--question", "?", "--document", doc], 2, "not fine-tuned")
     refused(capsys, [*ask, "--document", doc, "--context", 8], 2, "context")
+    refused(capsys, [*ask, "--document", doc, "--context", 0], 2, "context")
     refused(capsys, [*ask, "--document", doc, "--batch-rows", 0], 2, "batch_rows")
     refused(capsys, [*ask, "--document", "-", "--document", "-"], 2, "stdin")
     doc.write_text(" \n")

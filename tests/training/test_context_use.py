@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.config import ModelConfig, model_config
-from lineartime.context_use import TOKENS_AT_ONCE, ContextUse, batches, describe, measure_context_use, rows_of_document
+from lineartime.context_use import (
+    TOKENS_AT_ONCE,
+    ContextUse,
+    describe,
+    measure_context_use,
+    row_batches,
+    rows_of_document,
+)
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, open_split
 from lineartime.errors import DataError, NumericsError, UsageError
@@ -99,7 +106,7 @@ def test_rows_score_each_target_once_after_half_a_context(n_tokens: int, context
 @given(st.lists(st.integers(1, 3 * TOKENS_AT_ONCE // 2), max_size=12))
 def test_batches_are_rows_in_order_of_one_length(lengths: list[int]) -> None:
     rows = [(i, i, i + length // 10_000 * 10_000 + 1) for i, length in enumerate(lengths)]
-    found = list(batches(rows))
+    found = list(row_batches(rows))
     assert [row for batch in found for row in batch] == rows
     for batch in found:
         (length,) = {stop - start for start, _, stop in batch}
