@@ -108,7 +108,7 @@ def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tenso
                         segment_ids_BGC: Tensor | None = None) -> Tensor:
     """relu(q k^T / n + b)^2 v inside each chunk: FLASH's local attention, and with one chunk FLASH-Quad (Code 6).
 
-    q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating type. w `[2 C - 1]`: the position bias, see
+    q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating dtype. w `[2 C - 1]`: the position bias, see
     `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each token, -1 for padding; None: one document.
     Scores are in float32 at least. Returns `[B, G, C, E]` of v's dtype."""
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
@@ -210,7 +210,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
         return read_states(q_BGCS, kv_BGSE, weight_BGC)
 
-    # The states of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still rise.
+    # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still rise.
     turned_BGC = torch.where(segment_ids_BGC >= 0, segment_ids_BGC.amax() - segment_ids_BGC, -1).flip(1, 2)
     after = entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
     kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in after)
