@@ -1,8 +1,8 @@
-"""The paper's ablations and variants of a GAU: nothing here is needed to read FLASH or FLASH-Quad.
+"""The paper's ablations and variants of a GAU. FLASH and FLASH-Quad do not use this file.
 
-Several heads, softmax, another activation, no gate, one half of mixed chunk attention, overlapping chunks, learned
-chunk weights (Appendix A), first-to-all and softmax for [CLS] (Section 4.3), and the paper's document mask, which
-leaks.
+The ablations are several heads, softmax, another activation, no gate, one half of mixed chunk attention, overlapping
+chunks, learned chunk weights (Appendix A), first-to-all and softmax for [CLS] (Section 4.3), and the paper's document
+mask, which leaks.
 """
 
 import dataclasses
@@ -38,13 +38,14 @@ from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import chunk_ids, read_states, rope, to_chunks
 
 CHUNK_BIAS_LEN = 512
-"""The n of the position bias between chunks: the rotated form, which has no last chunk."""
+"""n of the position bias between chunks. It selects the rotated form, which has no limit on the distance."""
 
 
 class AblatedGatedAttentionUnit(GatedAttentionUnit):
-    """A `GatedAttentionUnit` with any of the ablations that `ModelConfig` has for it; it runs as the PyTorch reference.
+    """A `GatedAttentionUnit` with any of the ablations in `ModelConfig`; always runs the PyTorch reference.
 
-    With several heads each is a slice of z and of v. Without the gate W_o takes u and A v side by side."""
+    With several heads, each head is a slice of z and of v. Without the gate, W_o takes [u, A v]. Raises UsageError for
+    a wrong field."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: object):
         config = gau_config(config, fields)
@@ -73,8 +74,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return self.output(u_BTE, attend(heads_NBTS, v_BTE, z_BTS, segment_ids_BT))
 
     def project(self, normed_BTD: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """u, v, z and the heads made from z: q and k of the quadratic half, then with chunks those of the linear half,
-        then those of the first tokens. Heads of attention are entries of the batch, in v and in heads_NBTS."""
+        """u_BTE, v_BTE, z_BTS, and heads_NBTS made from z: q and k of the quadratic half, then with chunks those of the
+        linear half, then those of first-to-all. In v and heads_NBTS B counts rows times attention heads."""
         config = self.config
         assert info.rotary is not None
         activation, e, s = ACTIVATIONS[config.activation], config.d_inner, config.query_key_dim
@@ -91,7 +92,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return self.out_proj(u_BTE * out_BTE if self.config.gate else torch.cat([u_BTE, out_BTE], dim=-1))
 
     def attend_row(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
-        """A v over the whole row."""
+        """A v over the whole row: out_BTE."""
         config, (q_BTS, k_BTS) = self.config, heads_NBTS.unbind()
         return ablated_quadratic_attention(
             q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], self.rel_pos_bias(v_BTE.shape[1]),
@@ -101,7 +102,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor,
                       segment_ids_BT: Tensor | None) -> Tensor:
-        """A v in chunks."""
+        """A v of mixed chunk attention: out_BTE."""
         config, n_tokens, learned = self.config, v_BTE.shape[1], self.config.chunk_pooling == "attention"
         assert config.chunk_size is not None
         c = config.chunk_size
@@ -121,8 +122,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return out_BGCE.flatten(1, 2)[:, :n_tokens]
 
     def chunk_weights(self, z_BGCS: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-        """The learned weight of chunk h for chunk g, `[B, G, G]`. A chunk is summarised by the mean of its z. When
-        causal, chunk g asks by the summary of chunk g - 1: its own has tokens that some of its queries must not see."""
+        """The learned weight of chunk h for chunk g, `[B, G, G]`, from the mean z of each chunk. When causal, the query
+        of chunk g is the mean of chunk g - 1, since its own mean has tokens that some of its queries must not see."""
         valid_BGC = segment_ids_BGC >= 0
         z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
         chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)
@@ -132,7 +133,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return self.weigh_chunks(asking_BGS, z_BGS, distance_GG[None]).masked_fill(hidden_BGG, 0.0)
 
     def weigh_chunks(self, asking_BPS: Tensor, asked_BLS: Tensor, distance_BPL: Tensor) -> Tensor:
-        """Weights `[B, P, L]` between summaries of chunks so many chunks apart (Appendix A)."""
+        """Weights `[B, P, L]` of the chunk summaries asked_BLS for asking_BPS (Appendix A). distance_BPL: in chunks."""
         q_BPS, k_BLS = self.chunk_scale_offset(asking_BPS)[0], self.chunk_scale_offset(asked_BLS)[1]
         return learned_chunk_weights(q_BPS, k_BLS, self.chunk_bias.at(distance_BPL), scale_len=self.config.n_chunks)
 
@@ -164,8 +165,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
 @dataclasses.dataclass
 class LearnedChunkState(ChunkState):
-    """A `ChunkState` with learned chunk weights: it looks back at every closed chunk, and so it grows with T. `kv_BSE`
-    is the weighted sum of k v over closed chunks."""
+    """A `ChunkState` with learned chunk weights, which keeps k v of every closed chunk and so grows with T. `kv_BSE` is
+    the weighted sum of k v over closed chunks."""
 
     growing: ClassVar[tuple[str, ...]] = ("kv_BLSE", "summary_BLS")
     constant: ClassVar[tuple[str, ...]] = ("bias_M", "z_BNS")
@@ -176,12 +177,12 @@ class LearnedChunkState(ChunkState):
     """The sum of z over the open chunk's tokens."""
     kv_BLSE: Tensor = dataclasses.field(kw_only=True)
     summary_BLS: Tensor = dataclasses.field(kw_only=True)
-    """Of each closed chunk, by its number in the row, k v and the mean of z."""
+    """The mean of k v and the mean of z of each closed chunk; L counts the chunks of a row."""
     z_BNS: Tensor | None = None
-    """z of the tokens that are being appended."""
+    """z of the new tokens, between `take` and `advance`."""
 
     def take(self, z_BNS: Tensor, inputs: DecodeInputs) -> None:
-        """Note the base z of the next tokens, before `extend_chunks` appends them."""
+        """Store z of the new tokens; called before `extend_chunks`."""
         self.z_BNS = torch.where(inputs.valid_BN[..., None], z_BNS, 0.0)
         if inputs.single_token:
             self.z_sum_BS += z_BNS[:, 0]
@@ -216,7 +217,7 @@ class LearnedChunkState(ChunkState):
         return read_states(q_lin_BGCS, pooled_BPSE[:, :-1], segment_ids_BGC >= 0)
 
     def write(self, row_BP: Tensor, number_BP: Tensor, kv_BPSE: Tensor, summary_BPS: Tensor) -> None:
-        """Keep k v and the summary of closed chunks by their numbers; a number of -1 is left out."""
+        """Store k v and the summary of the closed chunks number_BP of rows row_BP; -1: no chunk."""
         length = int(number_BP.max()) + 1
         if length > self.kv_BLSE.shape[1]:
             self.kv_BLSE, self.summary_BLS = with_room(self.kv_BLSE, length), with_room(self.summary_BLS, length)
@@ -226,7 +227,7 @@ class LearnedChunkState(ChunkState):
         self.summary_BLS[row, number_BP[kept_BP]] = summary_BPS[kept_BP].to(self.summary_BLS.dtype)
 
     def pool(self, number_BP: Tensor) -> Tensor:
-        """What enters the chunks of these numbers: the weighted sum of k v over the closed chunks before each, BPSE."""
+        """The state that enters each chunk of number_BP: the weighted sum of k v over the chunks before it, BPSE."""
         rows = torch.arange(len(number_BP), device=number_BP.device)
         chunk_L = torch.arange(self.kv_BLSE.shape[1], device=number_BP.device)
         last_BPS = self.summary_BLS[rows[:, None], (number_BP - 1).clamp(min=0, max=len(chunk_L) - 1)]

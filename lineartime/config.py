@@ -1,8 +1,8 @@
 """The paper's specification tables as two dataclasses and a dictionary of presets.
 
-A field of `ModelConfig` is a row of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19), a preset is a
-column, and each preset is a `replace` of its ancestor. A field of `TrainConfig` is a row of Tables 6-7
-(hyperparameters). Nothing here imports torch, so that a wrong configuration is refused at once.
+A field of `ModelConfig` is a row of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19). A preset is a
+column. A field of `TrainConfig` is a row of Tables 6-7 (hyperparameters). This module does not import torch, so that
+the command line refuses a wrong configuration at once.
 """
 
 import dataclasses
@@ -17,17 +17,19 @@ from lineartime.settings import check_fields, parse_field, replace_fields, requi
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model: the rows of the specification tables, then what the tables leave out."""
+    """A model's specification: first the rows of Tables 8-10, then options that the tables leave out.
+
+    Raises UsageError for a wrong value, and for fields that do not go together."""
 
     n_heads: int = 12
-    """# of attention heads."""
+    """Number of attention heads."""
     attn_kernel: Literal["softmax", "relu2", "relu"] = "softmax"
     """Attention kernel: softmax(q k / sqrt(head width)), relu(q k / n + b)^2, or the features relu(q) and relu(k)."""
     attn_type: Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"] = "quadratic"
-    """Attention type: over the whole row; quadratic in a chunk and linear across chunks; Combiner's, a chunk and
-    summaries of chunks; or Performer's."""
+    """Attention type: over the whole row; quadratic in a chunk and linear across chunks; Combiner's, over a chunk and
+    summaries of the other chunks; or Performer's."""
     ffn: Literal["mlp", "glu", "gau"] = "mlp"
-    """FFN type; "gau" is one layer that is attention and FFN at once."""
+    """FFN type. "gau": one GAU replaces attention and FFN."""
     activation: Literal["gelu", "silu"] = "gelu"
     norm: Literal["layer_norm", "scale_norm"] = "layer_norm"
     abs_pos: Literal["learned", "scaled_sin"] = "learned"
@@ -41,37 +43,38 @@ class ModelConfig:
     expansion_factor: float = 4
     """Expansion rate; a GLU takes two thirds of it (see `d_inner`)."""
     chunk_size: int | None = None
-    """Tokens in a chunk of mixed chunk or rowmajor-axial attention; None where there are no chunks."""
+    """Tokens per chunk of mixed chunk or rowmajor-axial attention; None for the other attention types."""
 
     query_key_dim: int = 128
     """Width of a GAU's queries and keys, the paper's s."""
     vocab_size: int = 32_000
     context: int = 512
-    """Tokens in a training row: the size of a learned position table, and n of relu(q k / n + b)^2 without chunks."""
+    """Tokens per training row: the size of a learned position table, and n of relu(q k / n + b)^2 without chunks."""
     attn_scale_len: int | None = None
-    """n of relu(q k / n + b)^2 without chunks, where it is not `context`. Never the length at hand."""
+    """n of relu(q k / n + b)^2 without chunks; None: `context`. n does not depend on the length of the input."""
     causal: bool = True
     end_of_document: int | None = None
-    """Token that starts the next document in a packed row; None when every row is one document."""
+    """Token that starts a new document in a packed row; None: every row is one document."""
     document_mask: Literal["exact", "paper"] = "exact"
     """"exact": no token sees another document. "paper": the chunk-range mask of the paper's listing, which leaks."""
     chunk_pooling: Literal["mean", "sum", "attention"] = "mean"
-    """How the linear part adds up chunks: the listing's mean, the main text's sum, or Appendix A's learned weights."""
+    """How the linear half combines chunks: the listing's mean, the main text's sum, or Appendix A's learned weights."""
     chunk_parts: Literal["both", "local", "global"] = "both"
-    """Mixed chunk attention whole, or one half of it (the paper's LocalOnly and GlobalOnly)."""
+    """Both halves of mixed chunk attention, or one alone (the paper's LocalOnly and GlobalOnly)."""
     overlap: bool = False
-    """Local attention reaches into the chunk before, and the one after where the model is not causal (Section 3.2)."""
+    """Local attention also sees the previous chunk, and in a bidirectional model the next one (Section 3.2)."""
     gate: bool = False
-    """Attention's output is gated (Eq. 3). A GAU without its gate is given u beside it instead (Table 1)."""
+    """The output of attention is gated (Eq. 3). A GAU without the gate projects [u, A v] instead (Table 1)."""
     prefix_sum: Literal["scan", "matmul", "blocks"] | None = None
-    """How causal linear attention sums k v over earlier tokens: Performer, Performer-Matmul, or the fast way."""
+    """How causal linear attention sums k v over earlier tokens: as Performer, as Performer-Matmul, or block by block,
+    which is the fastest."""
     first_to_all: bool = False
-    """The first token of each chunk attends to the whole document by softmax too (Table 4)."""
+    """The first token of each chunk also attends to the whole document by softmax (Table 4)."""
     cls_softmax: bool = False
-    """The first token of a row, [CLS], has softmax for its attention kernel (Section 4.3)."""
+    """The attention kernel of the first token of a row, [CLS], is softmax (Section 4.3)."""
     init_std: float = 0.02
-    """Standard deviation of the initial weight matrices and embeddings. The paper's is for widths of 512 to 1,024;
-    a narrow model starts alike with 0.02 (768 / d_model)^1/2."""
+    """Standard deviation of the initial weight matrices and embeddings. The paper's 0.02 is for widths of 512 to 1,024;
+    0.02 (768 / d_model)^1/2 suits a narrow model."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -95,7 +98,7 @@ class ModelConfig:
                     f"{self.end_of_document} of {self.vocab_size}")
 
     def _check_chunks(self) -> None:
-        """Raise UsageError where fields about chunks do not go together."""
+        """Raise UsageError if fields about chunks contradict each other."""
         if self.attn_type in ("mixed_chunk", "rowmajor_axial"):
             require(self.chunk_size is not None and self.chunk_size >= 1, "this attention needs a chunk size",
                     f"attn_type = {self.attn_type}, chunk_size = {self.chunk_size}", "try chunk_size = 256")
@@ -121,7 +124,7 @@ class ModelConfig:
                     f"end_of_document = {self.end_of_document}", "set end_of_document = none: a row is one document")
 
     def _check_kernel(self) -> None:
-        """Raise UsageError where attention, its kernel and its heads do not go together."""
+        """Raise UsageError if attention type, kernel and heads contradict each other."""
         kernels = {"rowmajor_axial": ("softmax",), "linear": ("relu",)}.get(self.attn_type, ("softmax", "relu2"))
         require(self.attn_kernel in kernels, f"{self.attn_type} attention has another kernel",
                 f"attn_kernel = {self.attn_kernel}", f"set attn_kernel = {' or '.join(kernels)}")
@@ -143,8 +146,8 @@ class ModelConfig:
 
     @property
     def d_inner(self) -> int:
-        """The paper's e: the FFN's or GAU's inner width. A GLU has three matrices where an MLP has two, so it takes
-        two thirds of the width, to the nearest multiple of 8: what the paper's 110 M and 486 M mean."""
+        """The paper's e: the inner width of the FFN or GAU. A GLU has three matrices where an MLP has two, so its width
+        is two thirds, rounded to a multiple of 8. The paper's 110 M and 486 M parameters follow from this."""
         if self.ffn == "glu":
             return round(self.d_model * self.expansion_factor * 2 / 3 / 8) * 8 or 8
         return round(self.d_model * self.expansion_factor)
@@ -161,41 +164,42 @@ class ModelConfig:
 
     @property
     def has_bias(self) -> bool:
-        """Whether attention has a relative position bias: a GAU's always, and relu^2."""
+        """Whether attention has a relative position bias: every GAU, and every relu^2 kernel."""
         return self.ffn == "gau" or self.attn_kernel == "relu2"
 
     @property
     def scale_len(self) -> int:
-        """n of relu(q k / n + b)^2, fixed by the configuration; it also decides the form of the position bias."""
+        """n of relu(q k / n + b)^2: the chunk size, or without chunks `attn_scale_len` or `context`. It also decides
+        the form of the position bias."""
         if self.chunk_size is not None:
             return self.chunk_size
         return self.attn_scale_len or self.context
 
     @property
     def bias_len(self) -> int:
-        """The n of the position bias: farther than any key that local attention sees."""
+        """n of the position bias: more than the largest distance between a query and a key of local attention."""
         return 2 * self.scale_len if self.overlap else self.scale_len
 
     @property
     def is_ablated_gau(self) -> bool:
-        """Whether a GAU departs from those of FLASH-Quad and FLASH: see `ablations.py`."""
+        """Whether a GAU differs from those of FLASH-Quad and FLASH; such a GAU is in `ablations.py`."""
         return (self.n_heads > 1 or self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
                 or self.document_mask != "exact" or self.chunk_pooling == "attention" or self.chunk_parts != "both"
                 or self.overlap or self.first_to_all or self.cls_softmax)
 
     @property
     def by_document(self) -> bool:
-        """Whether attention takes a packed row's documents one by one, not the row with a mask."""
+        """Whether attention runs once per document of a packed row, instead of once per row with a mask."""
         return self.ffn != "gau" and self.attn_type != "mixed_chunk" and self.attn_kernel != "relu2"
 
     @property
     def n_chunks(self) -> int:
-        """Chunks in a training row."""
+        """Chunks per training row."""
         return -(-self.context // self.chunk_size) if self.chunk_size else 1
 
     @property
     def max_len(self) -> int | None:
-        """Longest row the position tables allow; None when there is no limit.
+        """Longest row that the position tables allow, in tokens; None: no limit.
 
         A learned position table ends at `context`; a Toeplitz bias (n < 512) without chunks ends at n."""
         if self.abs_pos == "learned":
@@ -206,7 +210,7 @@ class ModelConfig:
 
 
 TOEPLITZ_BELOW = 512
-"""The relative position bias is a Toeplitz table for n below this, two rotated vectors from here on (Code 4)."""
+"""The relative position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
 
 TRANSFORMER = ModelConfig()
 TRANSFORMER_PLUS = replace(TRANSFORMER, abs_pos="scaled_sin", rel_pos="rope")
@@ -228,7 +232,10 @@ PRESETS: dict[str, ModelConfig] = {
     "flash-quad": FLASH_QUAD,
     "flash": FLASH,
 }
+"""The paper's models by name, as in Table 9 (Wiki-40B)."""
+
 TASKS = ("c4", "wiki40b", "pg19")
+"""Data sets of the paper. Each has a specification table of its own, see `model_config`."""
 
 
 def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfig:
@@ -248,9 +255,9 @@ def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfi
 
 
 def layer_config(config: ModelConfig | None, preset: str, fields: dict[str, Any]) -> ModelConfig:
-    """The configuration of one layer: `config`, or by default a preset, with any field replaced.
+    """The configuration of one layer: `config`, or by default the preset `preset`, with any field replaced.
 
-    Raises UsageError for what is no configuration, for an unknown field or a value that makes no sense."""
+    Raises UsageError if config is not a ModelConfig, for an unknown field, or a wrong value."""
     require(config is None or isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name",
             repr(config), "such as d_model=512")
     alone = replace(PRESETS[preset], abs_pos="learned")  # a layer has no absolute positions: any width will do
@@ -259,7 +266,9 @@ def layer_config(config: ModelConfig | None, preset: str, fields: dict[str, Any]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run: the rows of the hyperparameter tables, then what a run needs besides."""
+    """Hyperparameters of a training run: first the rows of Tables 6-7, then options that the tables leave out.
+
+    Raises UsageError for a wrong value, and for fields that do not go together."""
 
     tokens_per_step: int = 2**18
     """Tokens per batch."""
@@ -267,34 +276,34 @@ class TrainConfig:
     """Number of steps."""
     warmup_steps: int = 10_000
     learning_rate: float = 7e-4
-    """Peak learning rate; the decay is linear, to zero at `steps`."""
+    """Peak learning rate; after the warm-up it decays linearly to zero at `steps`."""
     adam_epsilon: float = 1e-6
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float | None = 0.1
-    """Largest norm of a gradient; None switches clipping off, as the table does for the vanilla Transformer."""
+    """Largest norm of a gradient; None: no clipping, as in the table for the vanilla Transformer."""
     clip_scope: Literal["local", "global"] = "local"
-    """"local": each micro-batch's gradient is clipped before they are averaged, as in the paper.
-    "global": their mean."""
+    """"local": the gradient of each micro-batch is clipped before averaging, as in the paper.
+    "global": the averaged gradient is clipped."""
 
     micro_batch_tokens: int = 4096
-    """Tokens whose gradient is computed at once, and the unit of local clipping (in the paper 2^18 / 64 cores)."""
+    """Tokens per forward and backward pass, and the unit of local clipping (in the paper 2^18 / 64 cores)."""
     seed: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
-    """"bfloat16" is autocast: parameters and optimizer stay in float32."""
+    """"bfloat16": autocast; parameters and optimizer state stay in float32."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     compile: bool = False
-    """torch.compile the model."""
+    """Compile the model with `torch.compile`."""
     eval_every: int = 500
     """Steps between held-out evaluations."""
     eval_tokens: int = 100_000
-    """Held-out tokens scored in training; the evaluation at the end scores all."""
+    """Held-out tokens per evaluation during training; the final evaluation takes all."""
     save_every: int = 500
     """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints kept."""
+    """Number of newest checkpoints kept."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -318,7 +327,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A model and how it is trained: what `lineartime train` resolves its arguments to and stores with the run."""
+    """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to this and stores it.
+
+    Raises UsageError if a micro-batch would not hold whole rows."""
 
     model: ModelConfig
     train: TrainConfig
@@ -338,7 +349,7 @@ class RunConfig:
 
     @property
     def micro_batch_rows(self) -> int:
-        """At least 1: a micro-batch holds whole rows."""
+        """Rows per forward and backward pass, at least 1."""
         return self.train.micro_batch_tokens // self.model.context
 
 
@@ -348,10 +359,10 @@ RUN_FIELDS = ("model", "task", "data", "out")
 
 
 def run_config(settings: dict[str, Any]) -> RunConfig:
-    """The run that a flat table of settings means:
-    `model`, `task`, `data`, `out` and any field of the two configurations.
+    """The run described by a flat table of settings:
+    `model`, `task`, `data`, `out` and any field of `ModelConfig` and `TrainConfig`.
 
-    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a value that makes no sense."""
+    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a wrong value."""
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings, "no model is named", "model", f"one of {', '.join(PRESETS)}")
@@ -370,7 +381,9 @@ def run_config(settings: dict[str, Any]) -> RunConfig:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`name=value` from the command line; the value is read as its field's type, "none" switches a field off."""
+    """Name and value of a setting `name=value` from the command line, the value in its field's type; "none" is None.
+
+    Raises UsageError for a missing "=", an unknown name or a wrong type."""
     name, equals, value = text.partition("=")
     require(bool(equals), "a setting is NAME=VALUE", repr(text))
     name = name.strip()
@@ -389,9 +402,9 @@ QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
 
 
 def model_config_json(config: ModelConfig, kind: str | None = None) -> str:
-    """A model's `config.json`: its fields, and the few that `transformers` wants beside them.
+    """A model's `config.json`: its fields, and the fields that `transformers` requires.
 
-    kind: the class that opens it there, by default the one of its language model."""
+    kind: the class that `transformers` loads, by default that of the language model."""
     special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document}
     kind = kind or ("LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM")
     return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
@@ -399,7 +412,8 @@ def model_config_json(config: ModelConfig, kind: str | None = None) -> str:
 
 
 def model_config_from_json(text: str) -> ModelConfig:
-    """The model that a `config.json` describes. Raises UsageError where it is not one of ours."""
+    """The model that a `config.json` describes. Raises UsageError for invalid JSON, another library's model, or wrong
+    fields."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as e:

@@ -1,6 +1,6 @@
 """The Gated Attention Unit (Section 2, Code 6) and the same unit with mixed chunk attention (Section 3.2, Code 8).
 
-FLASH-Quad is a stack of the first, FLASH of the second. The one is the other with a single chunk, when causal.
+FLASH-Quad is a stack of the first, FLASH of the second. A causal FLASH layer with a single chunk computes the first.
 """
 
 from torch import Tensor, nn
@@ -15,20 +15,22 @@ from lineartime.settings import require
 
 
 def gau_config(config: ModelConfig | None, fields: dict[str, object]) -> ModelConfig:
-    """The configuration of a GAU layer: FLASH-Quad's by default, FLASH's with a chunk size. Raises UsageError."""
+    """The configuration of a GAU layer: by default FLASH-Quad's, or with a chunk size FLASH's, with `fields` replaced.
+
+    Raises UsageError for a wrong field, or a model without GAUs."""
     config = layer_config(config, "flash-quad" if fields.get("chunk_size") is None else "flash", fields)
     require(config.ffn == "gau", "a GatedAttentionUnit is a layer of a model with ffn = gau", f"ffn = {config.ffn}")
     return config
 
 
 class GatedAttentionUnit(ResidualLayer):
-    """x + W_o (u * A v) with u, v, z = silu(W norm(x)) and A made from z by one cheap head (Eqs. 3-5).
+    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are scales and offsets of z (Eqs. 3-5).
 
-    Without a chunk size A = relu(q k^T / n + b)^2 over the row, and n is `scale_len`. With it, A is that inside a chunk
-    (n = chunk_size) plus linear attention across chunks. The layer takes a `ModelConfig`, or fields of one by name;
-    weights start as `model.init_weights` says.
+    Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk size, A is the same
+    inside a chunk (n = chunk_size) plus linear attention across chunks. The arguments are a `ModelConfig`, or fields
+    of one by name. `model.init_weights` lists the initial values.
 
-    Raises UsageError for a wrong field, and for the paper's ablations, which are
+    Raises UsageError for a wrong field, and for the paper's ablations, which are in
     `ablations.AblatedGatedAttentionUnit`."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: object):
@@ -40,7 +42,8 @@ class GatedAttentionUnit(ResidualLayer):
         self.init_weights(config.init_std)
 
     def make_parameters(self, n_made: int, out_width: int) -> None:
-        """Norm, projections, scales and position bias. n_made: heads made from z."""
+        """Make norm, projections, scales and position bias. n_made: number of heads made from z. out_width: inputs of
+        W_o."""
         config = self.config
         self.norm = make_norm(config)
         self.in_proj = nn.Linear(config.d_model, 2 * config.d_inner + config.query_key_dim)
@@ -49,8 +52,8 @@ class GatedAttentionUnit(ResidualLayer):
         self.out_proj = nn.Linear(out_width, config.d_model)
 
     def init_weights(self, std: float) -> None:
-        """Code 6's and Code 8's initial values: normal(0, std) for matrices, normal(0, 0.02) for scales and the
-        position bias, 0 for offsets, 1 for norm scales."""
+        """Set the initial values of Codes 6 and 8: normal(0, std) for matrices, normal(0, 0.02) for scales of heads and
+        the position bias, 0 for offsets, 1 for norm scales."""
         for matrix in (self.in_proj.weight, self.out_proj.weight):
             nn.init.normal_(matrix, std=std)
         for scale in (self.scale_offset.gamma, *self.rel_pos_bias.parameters()):
@@ -77,7 +80,7 @@ class GatedAttentionUnit(ResidualLayer):
         return self.out_proj(out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """What decoding remembers of rows that have had no token yet."""
+        """The cache of `n_rows` rows that have no token yet: `KeyValueCache`, or with chunks `ChunkState`."""
         config, weight = self.config, self.like
         n, s, e = n_rows * config.n_heads, config.qk_width, config.v_width
         if config.chunk_size is None:
@@ -86,12 +89,13 @@ class GatedAttentionUnit(ResidualLayer):
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:
-        """`add` for the next tokens of rows whose past is in `cache`; causal only. Equal to the parallel form."""
+        """`add` for the next N tokens of rows whose past is in `cache`, which is updated: both `[B, N, D]`. Equal to
+        `add` of the whole rows. For causal models."""
         x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
         return x_BND, self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """u * A v of the next tokens: out_BNE."""
+        """u * A v of the next tokens: out_BNE. The cache is updated."""
         assert info.rotary is not None
         config, (gamma, beta), (sin, cos) = self.config, (self.scale_offset.gamma, self.scale_offset.beta), info.rotary
         if (isinstance(cache, ChunkState) and inputs.single_token
@@ -106,7 +110,7 @@ class GatedAttentionUnit(ResidualLayer):
         return u_BNE * extend_chunks(heads_HBNS, v_BNE, inputs, cache, config, self.rel_pos_bias)
 
     def step_in_kernel(self, uvz_BF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
-        """u * A v of one token per row by one kernel, which writes the token into the cache: out_BE."""
+        """u * A v of one token per row by one kernel, which writes the token's k and v into the cache: out_BE."""
         assert info.rotary is not None
         at = inputs.token_position(self.config, cache.kv_BSE.dtype)
         sin_BR, cos_BR = (angle.expand(len(uvz_BF), -1, -1)[:, 0] for angle in info.rotary)

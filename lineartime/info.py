@@ -1,4 +1,4 @@
-"""What a configuration means before anything is trained: specification, parameters by part, FLOPs, decoding state."""
+"""`lineartime info`: a model's specification, parameters by part, FLOPs and decoding state, from its configuration."""
 
 import dataclasses
 import math
@@ -18,16 +18,16 @@ NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chun
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
          "rope": "RoPE", "mlp": "MLP", "glu": "GLU", "gau": "GAU", "rowmajor_axial": "Rowmajor-Axial",
          "linear": "Linear"}
-"""What the paper's tables call a field's value, where they do not call it the same."""
+"""Values of fields by their names in the paper's tables, where the two differ."""
 
 OPTIONS = ("gate", "prefix_sum", "document_mask", "chunk_pooling", "chunk_parts", "overlap", "first_to_all",
            "cls_softmax")
-"""Fields that the paper's tables do not have, printed where they are set."""
+"""Fields that the paper's tables do not have; `print_description` shows those that are not the default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Parameters of one kind: how many in one place, and in how many places."""
+    """A part of a model: its parameters, `each`, and how many times the model has it, `count`."""
 
     name: str
     each: int
@@ -42,18 +42,18 @@ class Part:
 class Flops:
     """FLOPs of a forward pass, per token of a full row that is one document.
 
-    A multiply-add is 2, and only matrix products count. A causal square is counted whole, as masked products
-    compute it; `masked` says how much of `attention` a kernel that skips the masked half saves."""
+    A multiply-add is 2, and only matmuls count. Causal scores are counted in full, masked half included; a kernel
+    that skips the masked half saves `masked` of `attention`."""
 
     projections: float
     attention: float
-    """q k^T and A v within a row or a chunk, and what else looks at many tokens: Combiner's summaries, first-to-all."""
+    """q k^T and A v within a row or a chunk, Combiner's summaries, and first-to-all."""
     linear: float
     """k^T v and q (k^T v) of mixed chunk attention and of Performer, and learned chunk weights."""
     head: float
     masked: float
     constant: float = 0.0
-    """Of `linear`, products with a matrix of ones, which have one gradient and not two."""
+    """The part of `linear` that multiplies by a constant matrix of ones, which has one gradient instead of two."""
 
     @property
     def forward(self) -> float:
@@ -61,17 +61,17 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Forward and backward: a matrix product has two gradients, each a product of the same size."""
+        """FLOPs of forward and backward: a matmul has two gradients, each a matmul of the same size."""
         return 3 * self.forward - self.constant
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodingBytes:
-    """What one row's decoding state takes."""
+    """Bytes of one row's decoding state."""
 
     constant: int
     per_token: int
-    """What grows with the row; a whole chunk at a time where the model keeps something of every chunk."""
+    """Growth per token, on average over a chunk if the model keeps a summary of every chunk."""
 
     def at(self, n_tokens: int) -> int:
         return self.constant + self.per_token * n_tokens
@@ -91,7 +91,8 @@ class Description:
 
 
 def describe(config: ModelConfig) -> Description:
-    """Count a model without making it. FLOPs are at `config.context`; only a causal model has a decoding state."""
+    """Describe a model without allocating it. FLOPs are at `config.context`; a model that is not causal has no decoding
+    state."""
     with torch.device("meta"):
         model = LanguageModel(config)
     decoding = decoding_bytes(config) if config.causal else DecodingBytes(0, 0)
@@ -101,7 +102,7 @@ def describe(config: ModelConfig) -> Description:
 
 
 def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> DecodingBytes:
-    """The decoding state of one row of a causal model with weights of this type; sums stay in float32 at least."""
+    """The decoding state of one row of a causal model with weights of `dtype`; sums are in float32 at least."""
     with torch.device("meta"):
         caches = LanguageModel(config).to(dtype).decoding_state(1).caches
     constant = per_token = 0
@@ -116,7 +117,7 @@ def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> D
 
 
 def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str]]:
-    """The configuration as a column of Tables 8-10."""
+    """The configuration as a column of Tables 8-10: names and values of the rows."""
     def named(value: str | None) -> str:
         return "--" if value is None else NAMES.get(value, value)
 
@@ -139,7 +140,7 @@ def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str
 
 
 def count_parameters(model: LanguageModel) -> list[Part]:
-    """Every parameter of the module under exactly one name; the head's matrix is the embedding."""
+    """All parameters by part, each counted once; the head's matrix is the embedding."""
     per_layer: dict[str, int] = {}
     for layer in list(model.layers)[: len(model.layers) // model.config.n_layers]:
         attention, feed_forward = isinstance(layer, MultiHeadAttention), isinstance(layer, FeedForward)
@@ -171,7 +172,7 @@ def count_flops(model: LanguageModel) -> Flops:
     chunk = config.chunk_size or config.context
     n_full, rest = divmod(config.context, chunk)
     square = (n_full * chunk**2 + rest**2) / config.context
-    """Keys that a query meets in its row or chunk on average, those behind it included."""
+    """Keys per query in its row or chunk on average, masked ones included."""
     neighbours = (2 if config.causal else 3) if config.overlap else 1
     attention = masked = linear = constant = 0.0
     if config.attn_type == "rowmajor_axial":
@@ -202,8 +203,8 @@ def count_flops(model: LanguageModel) -> Flops:
 
 
 def count_performer(config: ModelConfig) -> tuple[float, float]:
-    """One layer's k^T v and q (k^T v) per token, the denominator's beside the numerator's; and how much of it is by a
-    matrix of ones. The scan's states are made without matrix products, and so are those that "matmul" adds up."""
+    """FLOPs per token of one layer's k^T v and q (k^T v), numerator and denominator, and the part that multiplies by a
+    matrix of ones. "scan" and "matmul" form k^T v of each token as an outer product, which is not a matmul."""
     pair = 2 * config.d_model * (config.qk_width + 1)
     if not config.causal:
         return 2 * pair, 0.0
@@ -225,7 +226,7 @@ def mib(n_bytes: float) -> str:
 
 
 def table(heading: str, *columns: str, width: int = 34) -> Table:
-    """A table without lines: the first column to the left and at least `width` wide, numbers to the right."""
+    """A table without lines: the first column left-aligned and at least `width` wide, the others right-aligned."""
     made = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     made.add_column(heading, min_width=width)
     for column in columns:
@@ -234,7 +235,7 @@ def table(heading: str, *columns: str, width: int = 34) -> Table:
 
 
 def print_description(config: ModelConfig, title: str) -> None:
-    """Print `describe(config)` for a person."""
+    """Print `describe(config)` as tables."""
     console, described = Console(highlight=False), describe(config)
     console.print(title, style="bold", markup=False)
     console.print()

@@ -1,9 +1,9 @@
-"""The small layers of Codes 2-5: ScaledSin, the relative position bias, the norms; scale-and-offset (Eq. 5); and what
-every layer of the residual stream shares.
+"""The small layers of Codes 2-5: ScaledSin, the relative position bias and the norms; scale-and-offset (Eq. 5); and
+`ResidualLayer`, the base class of all layers of a model.
 
 Shape letters, here and everywhere in the package: B batch, T time, G chunks, P = G + 1 places before, between and after
-them, C chunk length (M where it counts keys), D `d_model`, E `d_inner`, S `query_key_dim`, N heads made from one base,
-H heads, K head width, V vocabulary. In decoding N counts new tokens and L keys so far.
+chunks, C chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S, N heads made from one
+base, H heads, K head width, V vocabulary. In decoding N counts new tokens, and L cached keys.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import rope, rotary
 
 BIAS_WIDTH = 128
-"""Width of the two vectors of the rotated position bias (Code 4);
-not `query_key_dim`, though the paper has 128 for both."""
+"""Width of the two vectors of the rotated position bias (Code 4); independent of `query_key_dim`, which is 128 too."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
@@ -43,8 +42,8 @@ class ScaledSin(nn.Module):
 class RelPosBias(nn.Module):
     """Relative position bias b[i, j] = w[j - i + n - 1] (Code 4): a table for n < 512, else two rotated vectors.
 
-    n is the configuration's `scale_len`, so the form never depends on the row at hand. The rotated form is a function
-    of i - j as well:
+    n is `ModelConfig.bias_len`, so the form does not depend on the length of the input. The rotated form also depends
+    on i - j alone:
     rope(a, i) . rope(b, j) = sum_k (a1 b1 + a2 b2) cos((i - j) f_k) + (a1 b2 - a2 b1) sin((i - j) f_k)."""
 
     def __init__(self, n: int):
@@ -57,7 +56,7 @@ class RelPosBias(nn.Module):
             self.b = nn.Parameter(torch.empty(BIAS_WIDTH))
 
     def at(self, offset: Tensor) -> Tensor:
-        """The bias at key position minus query position; any shape, integers. The table holds |offset| < n."""
+        """The bias at the offsets key position minus query position: integers of any shape, |offset| < n in a table."""
         if self.n < TOEPLITZ_BELOW:
             return self.weight[offset + self.n - 1]
         a1, a2 = self.a.chunk(2)
@@ -67,7 +66,7 @@ class RelPosBias(nn.Module):
         return (cos * (a1 * b1 + a2 * b2) + sin * (a1 * b2 - a2 * b1)).sum(-1)
 
     def forward(self, length: int) -> Tensor:
-        """w of a square of `length` queries and keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]."""
+        """w for `length` queries and as many keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]."""
         if self.n < TOEPLITZ_BELOW:
             return self.weight[self.n - length : self.n + length - 1]
         return self.at(torch.arange(1 - length, length, device=self.a.device))
@@ -92,7 +91,7 @@ def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
 
 
 class ScaleOffset(nn.Module):
-    """The cheap transforms Q and K of Eq. 5: several heads from one base, each a scale and an offset per dimension."""
+    """The cheap transforms Q and K of Eq. 5: several heads from one base, by a scale and an offset per dimension."""
 
     def __init__(self, n_heads: int, width: int):
         super().__init__()
@@ -106,20 +105,19 @@ class ScaleOffset(nn.Module):
 
 @dataclasses.dataclass
 class SequenceInfo:
-    """The positions and documents of a batch of rows: made once for a forward pass, read by every attention layer."""
+    """Positions and documents of a batch of rows: computed once per forward pass, read by every attention layer."""
 
     rotary: tuple[Tensor, Tensor] | None
     """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
     segment_ids_BT: Tensor | None = None
-    """The document of each token: integers that never fall along a row, -1 for padding at its end.
-    None: one document."""
+    """The document of each token: integers that do not decrease along a row, -1 for padding at its end.
+    None: every row is one document."""
     cu_seqlens: list[int] | None = None
-    """Where documents start and end in the flattened rows, `[0, ..., B T]`; for attention that takes documents one by
-    one."""
+    """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
 
 
 def one_document_info(x_BTD: Tensor, config: ModelConfig) -> SequenceInfo:
-    """Rows that are one document each and start at position 0."""
+    """`SequenceInfo` of rows that are one document each and start at position 0."""
     if config.rel_pos is None:
         return SequenceInfo(None)
     position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
@@ -127,15 +125,15 @@ def one_document_info(x_BTD: Tensor, config: ModelConfig) -> SequenceInfo:
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
-    """Starts of the documents in the rows laid end to end, then the end: `[0, ..., B T]`. Padding is a document too."""
+    """Document boundaries in the flattened rows: `[0, ..., B T]`. A run of padding counts as a document."""
     starts_BT = torch.ones_like(segment_ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     return [*starts_BT.flatten().nonzero().flatten().tolist(), segment_ids_BT.numel()]
 
 
 def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tensor]]:
-    """The documents of rows `[B, T, ...]`, each as a batch of one; without `cu_seqlens` the batch as it is. In their
-    order the documents make up the rows laid end to end."""
+    """Tensors `[B, T, ...]` split by document, each document a batch of one; without `cu_seqlens` one entry, the batch.
+    Concatenated in order along T, the documents are the flattened rows."""
     if info.cu_seqlens is None:
         return [list(parts)]
     flat = [part.flatten(0, 1)[None] for part in parts]
@@ -143,7 +141,7 @@ def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tens
 
 
 def rotate_heads(x_BTHK: Tensor, info: SequenceInfo) -> Tensor:
-    """RoPE of every head by the positions of the rows, where the model has it."""
+    """RoPE of every head at the positions of the rows; x itself in a model without RoPE."""
     if info.rotary is None:
         return x_BTHK
     sin, cos = (angle[..., None, :] for angle in info.rotary)
@@ -151,10 +149,10 @@ def rotate_heads(x_BTHK: Tensor, info: SequenceInfo) -> Tensor:
 
 
 class ResidualLayer(nn.Module):
-    """x + f(norm(x)), where a layer of the model defines f as `branch`.
+    """x + f(norm(x)); a subclass defines f as `branch`.
 
-    A model threads the residual stream through its layers as a pair: x, and delta, the newest branch, which is not yet
-    added. The next layer adds the two and takes the norm of the sum by one op (`ops.add_norm`)."""
+    A model passes the residual stream from layer to layer as a pair: x, and delta, the output of the last branch, not
+    yet added to x. The next layer adds delta and normalises the sum by one op (`ops.add_norm`)."""
 
     norm: nn.LayerNorm | ScaleNorm
 
@@ -170,8 +168,8 @@ class ResidualLayer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for other scales,
-        0 for offsets and biases, 1 for norm scales."""
+        """Set initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for the scales
+        of heads and the position bias, 0 for offsets and other biases, 1 for norm scales."""
         for child, module in self.named_children():
             for name, parameter in module.named_parameters():
                 if child.endswith("norm"):
@@ -182,29 +180,29 @@ class ResidualLayer(nn.Module):
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
     def forward(self, x_BTD: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """x + f(norm(x)): `[B, T, D]` of any length T, floating, to the same. info: positions and documents; by
-        default each row is one document that starts at position 0."""
+        """x + f(norm(x)): `[B, T, D]`, floating, T of any length. info: positions and documents; by default each row
+        is one document that starts at position 0."""
         x_BTD, delta_BTD = self.add(x_BTD, None, info or one_document_info(x_BTD, self.config))
         return x_BTD + delta_BTD
 
     def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """The stream with delta added to it, and this layer's branch, which is the next delta: both `[B, T, D]`."""
+        """x + delta, and the output of this layer's branch, which is the next delta: both `[B, T, D]`."""
         x_BTD, normed_BTD = self.add_norm(x_BTD, delta_BTD)
         return x_BTD, self.branch(normed_BTD, info)
 
     def add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + delta, and the norm of the sum."""
+        """x + delta, and the norm of the sum: `[..., D]`."""
         weight, bias = ((self.norm.scalar, None) if isinstance(self.norm, ScaleNorm)
                         else (self.norm.weight, self.norm.bias))
         return ops.add_norm(x, delta, weight, bias, impl=self.impl)
 
     @property
     def like(self) -> Tensor:
-        """A parameter whose dtype and device the layer's caches have: not a matrix, which may be quantised."""
+        """A parameter that gives caches their dtype and device: of the norm, since matrices may be quantised."""
         return next(self.norm.parameters())
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """f: `[B, T, D]` to the same."""
+        """f of the normed stream: `[B, T, D]`."""
         raise NotImplementedError
 
 

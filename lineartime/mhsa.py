@@ -17,8 +17,8 @@ from lineartime.settings import require
 
 
 class Core(Protocol):
-    """Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE; x_BTD: what they were
-    projected from; results `[B, T, D]`."""
+    """Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the normed input of
+    the projection. Results: `[B, T, D]`, the heads concatenated."""
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor: ...
 
@@ -29,18 +29,18 @@ class Core(Protocol):
 
 
 class MultiHeadAttention(ResidualLayer):
-    """x + W_o concat_h(attention of head h), by one of five cores (`attention/`).
+    """x + W_o concat_h(attention of head h of norm(x)), by one of five cores (`attention/`).
 
     | attn_type, attn_kernel | model | core |
     |---|---|---|
     | quadratic, softmax | Transformers | softmax(q k^T / sqrt(K)) v, by PyTorch's fused attention |
     | quadratic, relu2 | ablation | relu(q k^T / n + b)^2 v, as in a GAU |
-    | mixed_chunk | MC-TFM++ | the same in a chunk, and linear attention across chunks |
+    | mixed_chunk, either | MC-TFM++ | one of these two in a chunk, and linear attention across chunks |
     | linear, relu | Performer | phi(q) sum phi(k) v / phi(q) sum phi(k), phi(x) = relu(x) + 1e-3 |
-    | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and a summary of every other |
+    | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and a summary of every other chunk |
 
-    With `gate`, W_o takes act(W_u x) * attention instead (Eq. 3). The layer takes a `ModelConfig`, or fields of one by
-    name, beside those of the preset that has this attn_type. Raises UsageError for a wrong field."""
+    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The arguments are a `ModelConfig`, or fields of one by
+    name; other fields are those of the preset with this attn_type. Raises UsageError for a wrong field."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: object):
         presets = {"linear": "performer", "rowmajor_axial": "combiner", "mixed_chunk": "mc-tfm++"}
@@ -58,12 +58,12 @@ class MultiHeadAttention(ResidualLayer):
             self.summary_proj, self.summary_key = nn.Linear(d, d), nn.Linear(d, d)
             self.summary_norm = make_norm(config)
         self.rel_pos_bias = RelPosBias(config.bias_len) if config.attn_kernel == "relu2" else None
-        with torch.random.fork_rng(devices=[]):  # what a model draws does not depend on what its layers drew
+        with torch.random.fork_rng(devices=[]):  # the model's own draws do not depend on those of its layers
             self.init_weights(config.init_std)
 
     @property
     def core(self) -> Core:
-        """The attention between the projections."""
+        """The attention between the projections, by attn_type and attn_kernel."""
         config = self.config
         if config.attn_type == "mixed_chunk":
             return MixedChunk(config, self.scale_offset, self.rel_pos_bias)
@@ -74,38 +74,39 @@ class MultiHeadAttention(ResidualLayer):
         return Softmax(config) if self.rel_pos_bias is None else ReluSquared(config, self.rel_pos_bias)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """W_o of the heads: `[B, T, D]`."""
+        """W_o of the concatenated heads: `[B, T, D]`."""
         q_BTHK, k_BTHK, v_BTHK, *gate = self.project(normed_BTD)
         return self.output(self.core.attend(q_BTHK, k_BTHK, v_BTHK, normed_BTD, info), gate)
 
     def project(self, normed_BTD: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v, and the gate where there is one: `[B, T, H, K]` each."""
+        """q, k and v, and with `gate` the gate before its activation: `[B, T, H, K]` each."""
         n_parts, h = 4 if self.config.gate else 3, self.config.n_heads
         return self.in_proj(normed_BTD).unflatten(-1, (n_parts, h, -1)).unbind(2)
 
     def output(self, out_BTD: Tensor, gate: list[Tensor]) -> Tensor:
-        """W_o, behind the gate where there is one."""
+        """W_o of the heads, multiplied by the gate if there is one: `[B, T, D]`."""
         if gate:
             out_BTD = ACTIVATIONS[self.config.activation](gate[0].flatten(2)) * out_BTD
         return self.out_proj(out_BTD)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """What decoding remembers of rows that have had no token yet."""
+        """The core's cache of `n_rows` rows that have no token yet."""
         return self.core.empty_cache(n_rows, self.like)
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:
-        """`add` for the next tokens of rows whose past is in `cache`; causal only. Equal to the parallel form."""
+        """`add` for the next N tokens of rows whose past is in `cache`, which is updated: both `[B, N, D]`. Equal to
+        `add` of the whole rows. For causal models."""
         x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
         q_BNHK, k_BNHK, v_BNHK, *gate = self.project(normed_BND)
         return x_BND, self.output(self.core.extend(q_BNHK, k_BNHK, v_BNHK, normed_BND, info, inputs, cache), gate)
 
 
 class FeedForward(ResidualLayer):
-    """x + W_o act(W_u x), or with ffn "glu" x + W_o (act(W_u x) * W_v x) (Eqs. 1-2).
+    """x + W_o act(W_u y) with y = norm(x), or with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs. 1-2).
 
-    The layer takes a `ModelConfig`, or fields of one by name, beside those of Transformer++. Raises UsageError for a
-    wrong field."""
+    The arguments are a `ModelConfig`, or fields of one by name; other fields are those of Transformer++. Raises
+    UsageError for a wrong field."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: object):
         config = layer_config(config, "transformer++", fields)
@@ -119,7 +120,7 @@ class FeedForward(ResidualLayer):
             self.init_weights(config.init_std)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """W_o of the inner activations: `[B, T, D]`. info is not read."""
+        """W_o of the inner activations: `[B, T, D]`. info is unused."""
         u_BTE, *v = self.in_proj(normed_BTD).split(self.config.d_inner, dim=-1)
         inner_BTE = ACTIVATIONS[self.config.activation](u_BTE)
         return self.out_proj(inner_BTE * v[0] if v else inner_BTE)

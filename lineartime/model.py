@@ -1,4 +1,4 @@
-"""One language model for every column of the specification tables: embedding, layers, norm, tied head."""
+"""One language model for all models of the paper: embedding, layers, norm, and a head tied to the embedding."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -21,9 +21,9 @@ from lineartime.settings import require
 
 
 class LanguageModel(nn.Module):
-    """Tokens to logits. The configuration says which of the paper's models it is; see `config.PRESETS`.
+    """Tokens to logits, for every preset of `config.PRESETS`.
 
-    `ids == config.end_of_document` starts a new document in a row, and no document sees another."""
+    The token `config.end_of_document` starts a new document in a row; attention does not cross documents."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -40,20 +40,21 @@ class LanguageModel(nn.Module):
     def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                 padding_mask_BT: Tensor | None = None, at_K: Tensor | None = None,
                 targets: Tensor | None = None) -> Tensor:
-        """logits_BTV of the next token (causal) or of the token itself (not causal), or their losses.
+        """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
-        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that never fall along
-        a row; by default they are counted from `config.end_of_document`. padding_mask_BT: True where there is a token;
-        padding may stand anywhere and changes nothing. at_K: indices of the tokens, rows end to end, whose logits_KV
-        alone are wanted. targets: tokens `[B, T]`, or `[K]` with at_K; with them -ln p of each is returned, see
-        `losses`, and no logits are made. Raises UsageError for a row longer than the position tables allow."""
+        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that do not decrease
+        along a row; by default a new document starts at each `config.end_of_document`. padding_mask_BT: True for
+        tokens, False for padding, which may be anywhere in a row. at_K: indices into the flattened rows; only the
+        logits_KV of these tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of
+        each is returned instead, see `losses`. Raises UsageError for a row longer than the position tables allow."""
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
 
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                padding_mask_BT: Tensor | None = None) -> Tensor:
-        """`forward` without the head: x_BTD after the last norm."""
+        """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does, and for rows of
+        several documents in a model with learned chunk weights."""
         self.check_length(ids_BT.shape[1])
         if segment_ids_BT is None and self.config.end_of_document is not None:
             starts_BT = ids_BT == self.config.end_of_document
@@ -62,7 +63,7 @@ class LanguageModel(nn.Module):
             segment_ids_BT = starts_BT.cumsum(1)
         order_BT = None
         if padding_mask_BT is not None:
-            # Tokens move to the front of their row, so that padding shifts neither positions nor the grid of chunks.
+            # Tokens move to the front of their row, so that padding shifts neither positions nor chunk boundaries.
             order_BT = padding_mask_BT.int().argsort(dim=1, descending=True, stable=True)
             ids_BT, valid_BT = ids_BT.gather(1, order_BT), padding_mask_BT.bool().gather(1, order_BT)
             segment_ids_BT = torch.zeros_like(ids_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
@@ -88,23 +89,24 @@ class LanguageModel(nn.Module):
         return self.norm(x_BTD)
 
     def compile_layers(self) -> None:
-        """`torch.compile` each layer in place. Layers of one kind share what is compiled, so it takes as long for
-        twenty-four of them as for one; parameters and their names stay as they are."""
+        """Apply `torch.compile` to each layer in place. Layers of the same kind share compiled code, so compile time
+        does not grow with depth. Parameters keep their names."""
         for layer in self.residual_layers():
             layer.add = torch.compile(layer.add)  # type: ignore[method-assign]
 
     def set_impl(self, impl: str | None) -> None:
-        """How layers run: "reference" (PyTorch), "triton" (kernels), or None, kernels on CUDA for supported inputs."""
+        """Set `impl` of all layers: "reference" (PyTorch), "triton" (kernels), or None: kernels on CUDA for supported
+        inputs."""
         for layer in self.residual_layers():
             layer.impl = impl
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """The head: the embedding's transpose and a bias."""
+        """The head: x times the transposed embedding, plus a bias: `[..., V]` for x `[..., D]`."""
         return F.linear(x_BTD, self.embed.weight, self.head_bias)
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """-ln p that the head gives each target, in nats and float32 at least: `[...]` for x `[..., D]`, without the
-        logits in memory."""
+        """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`. Logits are computed in chunks,
+        see `linear_cross_entropy`."""
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
 
@@ -121,8 +123,8 @@ class LanguageModel(nn.Module):
                              "train with a larger context, or use a model without a table (flash)")
 
     def decoding_state(self, batch_size: int) -> DecodingState:
-        """The memory of `batch_size` rows that have had no token yet. Raises UsageError for a model that is not causal,
-        or whose documents see each other."""
+        """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that is not
+        causal, or whose document mask leaks."""
         config, weight = self.config, self.embed.weight
         if not config.causal:
             raise UsageError("only a causal model decodes", "causal = false")
@@ -141,10 +143,10 @@ class LanguageModel(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState) -> Tensor:
-        """`hidden` for the next tokens of each row, `[B, N, D]`; the state moves on.
-        Equal to the parallel form at any split.
+        """`hidden` for the next tokens of each row, `[B, N, D]`, whatever the number of calls; the state is updated.
 
-        ids_BN: row b's next `n_new_B[b]` tokens, then anything. Raises UsageError past the end of a position table."""
+        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids. Raises UsageError past the end of a position
+        table."""
         inputs = DecodeInputs(state.seq_lens_B, state.start_B, n_new_B, self.begins(ids_BN))
         self.check_length(inputs.longest)
         x_BND = self.extend_layers(ids_BN, inputs, state.caches)
@@ -153,13 +155,13 @@ class LanguageModel(nn.Module):
         return x_BND
 
     def begins(self, ids_BN: Tensor) -> Tensor:
-        """True where a token starts a document."""
+        """True for tokens that start a document: `[B, N]`."""
         if self.config.end_of_document is None:
             return torch.zeros_like(ids_BN, dtype=torch.bool)
         return ids_BN == self.config.end_of_document
 
     def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache]) -> Tensor:
-        """`extend` of tokens whose positions are known."""
+        """`extend` without the update of `DecodingState`; only the caches are updated."""
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
         info = SequenceInfo(self.rotary(position_BN))
@@ -174,7 +176,7 @@ class LanguageModel(nn.Module):
 
 
 def make_layers(config: ModelConfig) -> list[ResidualLayer]:
-    """One GAU, or one attention layer and one feed-forward layer."""
+    """The layers of one block: a GAU, or an attention layer and a feed-forward layer."""
     if config.ffn == "gau":
         return [AblatedGatedAttentionUnit(config) if config.is_ablated_gau else GatedAttentionUnit(config)]
     return [MultiHeadAttention(config), FeedForward(config)]
@@ -182,7 +184,7 @@ def make_layers(config: ModelConfig) -> list[ResidualLayer]:
 
 @torch.no_grad()
 def init_weights(model: LanguageModel) -> None:
-    """Initial values, from torch's global generator.
+    """Set the initial values, from torch's global generator.
 
     | parameter | value |
     |---|---|
@@ -206,22 +208,21 @@ def init_weights(model: LanguageModel) -> None:
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor) -> Tensor:
-    """-ln p of each token given those before it in its row, in nats and float32 at least:
-    `[B, T - 1]` for rows of T."""
+    """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]`."""
     return model(rows_BT[:, :-1], targets=rows_BT[:, 1:])
 
 
 def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """-ln p of the tokens that `targets_BT` asks for, where it is not -1, row by row in nats and float32 at least:
-    `[K]`. The head is computed there alone."""
+    """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32 at least: `[K]`. The
+    head is computed for these tokens only."""
     at_K = (targets_BT.flatten() >= 0).nonzero().flatten()
     return model(ids_BT, at_K=at_K, targets=targets_BT.flatten()[at_K])
 
 
 class SpanModel(LanguageModel):
-    """A `LanguageModel` that is not causal, with two logits per token for the first and the last token of an answer.
+    """A `LanguageModel` that is not causal, with two logits per token: for the first and the last token of an answer.
 
-    The language model's own head is unused; it stays among the weights, whose names are those of `LanguageModel`."""
+    The language model's head is unused but stays in the state dict. Raises UsageError for a causal config."""
 
     def __init__(self, config: ModelConfig):
         require(not config.causal, "questions need a model that sees both ways", "causal = true",
@@ -231,11 +232,11 @@ class SpanModel(LanguageModel):
         init_span_head(self.span_head)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """logits_BT2, of the answer's first token and of its last."""
+        """logits_BT2 of the answer's first token and of its last token."""
         return self.span_head(x_BTD)
 
 
 def init_span_head(head: nn.Linear) -> None:
-    """Initial values of a span head, from torch's global generator: normal(0, 0.02), the bias 0."""
+    """Set the initial values of a span head, from torch's global generator: weights normal(0, 0.02), bias 0."""
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)

@@ -1,1 +1,1 @@
-"""The attention between the two projections of a Transformer's layer: five cores, a file each."""
+"""Multi-head attention between the two projections of a layer: five cores, one file each."""

@@ -1,6 +1,6 @@
-"""Combiner's core: rowmajor-axial attention (Ren et al. 2021), as a reference op, its memory, and a core.
+"""Combiner's core: rowmajor-axial attention (Ren et al. 2021), as a reference op, its cache, and a core.
 
-The op takes one document, `[B, T, H, K]` with its first token at place 0; the core cuts rows into documents.
+The op takes one document, `[B, T, H, K]`. The core splits rows into documents.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from lineartime.ops.reference import rope, rotary, to_chunks
 def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
                              summarise: Callable[[Tensor], Tensor], *, chunk_size: int, causal: bool,
                              earlier: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Combiner's rowmajor-axial attention (Ren et al. 2021): the document in rows of C tokens; a query sees the tokens
-    of its row, and of every other row one summary, made for its own place in the row. Returns `[B, T, H, K]` and the
-    summaries' keys and values, `[B, G, C, H, K]` each.
+    """Combiner's rowmajor-axial attention (Ren et al. 2021). The document is cut into rows of C tokens. A query at
+    place i of a row sees the tokens of its row, and the summary for place i of every other row. Returns `[B, T, H, K]`
+    and keys and values of the summaries, `[B, G, C, H, K]` each.
 
-    q and k are rotated already. summarise: summary values `[B, G, C, H, K]` to summary keys. A causal query sees the
-    summaries of earlier rows only; a summary is made from its whole row, later tokens too. When not causal the own row
-    counts twice, as tokens and as a summary. earlier: summaries of rows before these.
+    q and k are after RoPE. summarise: maps summary values `[B, G, C, H, K]` to summary keys. A causal query sees the
+    summaries of earlier rows only; a summary covers its whole row. A query that is not causal sees its own row twice,
+    as tokens and as a summary. earlier: keys and values of the summaries of rows before these.
 
     | step | formula |
     |---|---|
     | tokens | a_ij = q_i k_j / sqrt(K) in a row |
     | summary | vs_i = sum_j softmax_j(a_ij) v_j, never masked; ks = summarise(vs) |
-    | summaries | s_if = q_i ks_fi / sqrt(K), row f, the query's place i |
-    | result | softmax over both, [a, s], times [v, vs] |
+    | summaries | s_if = q_i ks_fi / sqrt(K), row f, place i |
+    | result | softmax([a, s]) [v, vs] |
 
-    In the last row only places that have a token have a summary."""
+    A last row of fewer than C tokens has summaries only for the places of its tokens."""
     n_tokens, width, missing = q_BTHK.shape[1], q_BTHK.shape[-1], -q_BTHK.shape[1] % chunk_size
     q, k, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, chunk_size)) for x in (q_BTHK, k_BTHK, v_BTHK))
     q = q / width**0.5
@@ -67,8 +67,8 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
 
 @dataclasses.dataclass
 class RowCache(Cache):
-    """The memory of one layer: the document's open row, and a summary for every place of its full rows, which are as
-    large as keys and values: it grows with T."""
+    """The cache of one layer: the open row of the current document, and the summaries of its full rows. The summaries
+    are as large as keys and values, so the cache grows with T."""
 
     growing: ClassVar[tuple[str, ...]] = ("ks_BLCHK", "vs_BLCHK")
     n_open_B: Tensor
@@ -83,7 +83,7 @@ class RowCache(Cache):
     vs_BLCHK: Tensor
 
     def keep(self, row: int, n_full: int, ks_LCHK: Tensor, vs_LCHK: Tensor) -> None:
-        """Write a row's new summaries behind its first `n_full`."""
+        """Append new summaries to the first `n_full` summaries of a row of the batch."""
         length = n_full + len(ks_LCHK)
         if length > self.ks_BLCHK.shape[1]:
             self.ks_BLCHK, self.vs_BLCHK = with_room(self.ks_BLCHK, length), with_room(self.vs_BLCHK, length)
@@ -92,8 +92,8 @@ class RowCache(Cache):
 
 @dataclasses.dataclass
 class Combiner:
-    """`rowmajor_axial_attention`, a document at a time: its rows of C tokens begin where the document does. A summary's
-    key is RoPE(W_b norm(x + W_a vs)) at each token's own place."""
+    """`rowmajor_axial_attention` of each document; the first row of C tokens starts with the document. A summary's key
+    is RoPE(W_b norm(x + W_a vs)), with x and the position of the token at its place."""
 
     config: ModelConfig
     summary_proj: nn.Module
@@ -101,7 +101,7 @@ class Combiner:
     summary_norm: nn.Module
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads' results side by side: `[B, T, D]`. x_BTD: the normed inputs that q, k and v were made from."""
+        """The heads concatenated: `[B, T, D]`. x_BTD: the normed input, from which q, k and v were projected."""
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
         angles = () if info.rotary is None else tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary)
         parts = [self.attend_document(x, q, k, v, sin_cos)[0]
@@ -111,7 +111,7 @@ class Combiner:
     def attend_document(self, x_BTD: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
                         angles: Sequence[Tensor], earlier: tuple[Tensor, Tensor] | None = None,
                         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """`rowmajor_axial_attention` of one document. angles: sin and cos of its positions, or none."""
+        """`rowmajor_axial_attention` of one document. angles: sin and cos of its positions; empty without RoPE."""
         config = self.config
         assert config.chunk_size is not None
         c = config.chunk_size
@@ -128,7 +128,7 @@ class Combiner:
                                         earlier=earlier)
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The memory of rows that have had no token, of `weight`'s dtype and device."""
+        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         h, k, c = self.config.n_heads, self.config.qk_width, self.config.chunk_size
         assert c is not None
 
@@ -141,8 +141,8 @@ class Combiner:
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`; causal only. The open row and the new tokens
-        together come behind the summaries of the document's full rows."""
+        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models. The open
+        row and the new tokens are attended to together; the full rows before them are `earlier`."""
         assert isinstance(cache, RowCache)
         out, c = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1]
         new = (x_BND, rotate_heads(q_BNHK, info), rotate_heads(k_BNHK, info), v_BNHK)
@@ -165,7 +165,7 @@ class Combiner:
         return out.flatten(2)
 
     def angles(self, first: int, n_tokens: int, info: SequenceInfo) -> Sequence[Tensor]:
-        """sin and cos of `n_tokens` positions from `first` on, or none without RoPE."""
+        """sin and cos of `n_tokens` positions from `first` on; empty without RoPE."""
         if info.rotary is None:
             return ()
         sin, _ = info.rotary

@@ -1,4 +1,4 @@
-"""MC-TFM++'s core: mixed chunk attention with every softmax head of a Transformer in place of a GAU's one head."""
+"""MC-TFM++'s core: mixed chunk attention with the softmax heads of a Transformer."""
 
 import dataclasses
 
@@ -15,15 +15,15 @@ from lineartime.ops.reference import chunk_ids, to_chunks
 
 @dataclasses.dataclass
 class MixedChunk:
-    """Attention inside a chunk, and linear attention across chunks, whose queries and keys are those of the first,
-    scaled and offset per dimension. Heads are entries of the batch."""
+    """Attention inside a chunk plus linear attention across chunks. q and k of the linear half are q and k of the
+    quadratic half with a scale and an offset per dimension. Heads are folded into the batch."""
 
     config: ModelConfig
     scale_offset: ScaleOffset
     rel_pos_bias: RelPosBias | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads' results side by side: `[B, T, D]`."""
+        """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         config, n_tokens, h = self.config, v_BTHK.shape[1], self.config.n_heads
         assert config.chunk_size is not None
         c = config.chunk_size
@@ -35,20 +35,20 @@ class MixedChunk:
         return unfold_heads(out_BGCK.flatten(1, 2)[:, :n_tokens], h)
 
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> Tensor:
-        """q and k of the quadratic half, then of the linear half, rotated: `[4, B H, T, K]`."""
+        """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`."""
         gamma, beta = self.scale_offset.gamma, self.scale_offset.beta
         q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], k_BTHK.flatten(2) * gamma[1] + beta[1]
         heads = (q_BTHK, k_BTHK, q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK))
         return torch.stack([fold_heads(rotate_heads(x, info).flatten(2), self.config.n_heads) for x in heads])
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The memory of rows that have had no token, of `weight`'s dtype and device."""
+        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         config = self.config
         return empty_chunk_state(n_rows * config.n_heads, config.qk_width, config.v_width, config, weight)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`; causal only."""
+        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
         assert isinstance(cache, ChunkState)
         h = self.config.n_heads
         out = extend_chunks(self.make_heads(q_BNHK, k_BNHK, info), fold_heads(v_BNHK.flatten(2), h),
@@ -59,7 +59,7 @@ class MixedChunk:
 def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor,
                      k_lin_BGCS: Tensor, v_BGCE: Tensor, rel_pos_bias: RelPosBias | None,
                      segment_ids_BGC: Tensor | None, a_BGG: Tensor | None = None) -> Tensor:
-    """`ablated_mixed_chunk_attention` as a layer's configuration says: `[B, G, C, E]`."""
+    """`ablated_mixed_chunk_attention` with the options of a layer's configuration: `[B, G, C, E]`."""
     return ablated_mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, v_BGCE,
         None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n), scale_len=config.scale_len,

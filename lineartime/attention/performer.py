@@ -1,4 +1,4 @@
-"""Performer's core: linear attention with a ReLU kernel, as a reference op, a memory of constant size, and a core."""
+"""Performer's core: linear attention with a ReLU kernel, as a reference op, a cache of constant size, and a core."""
 
 import dataclasses
 
@@ -12,18 +12,18 @@ from lineartime.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
 
 KERNEL_EPSILON = 1e-3
-"""Added to every feature, of queries and keys alike: it keeps the sum that is divided by above zero."""
+"""Added to every feature of queries and keys; it keeps the denominator above zero."""
 BLOCK = 128
-"""Tokens whose prefix sums are taken at once by "matmul" and "blocks"."""
+"""Tokens per block of the prefix sums "matmul" and "blocks"."""
 
 
 def relu_features(x: Tensor) -> Tensor:
-    """phi(x) = relu(x) + 1e-3, float32 at least: Performer's generalised attention without a random projection."""
+    """phi(x) = relu(x) + 1e-3, float32 at least: Performer's generalised attention, without random projections."""
     return torch.relu(at_least_float32(x)) + KERNEL_EPSILON
 
 
 def with_ones(v_BTHK: Tensor) -> Tensor:
-    """v with a column of ones behind it, float32 at least: one state then holds numerator and denominator."""
+    """v with a column of ones appended, float32 at least, so that one state holds numerator and denominator."""
     v_BTHK = at_least_float32(v_BTHK)
     return torch.cat([v_BTHK, torch.ones_like(v_BTHK[..., :1])], dim=-1)
 
@@ -32,8 +32,8 @@ def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causa
                         prefix_sum: str = "blocks") -> Tensor:
     """phi(q_t) sum_s phi(k_s) v_s / phi(q_t) sum_s phi(k_s), over s <= t when causal: `[B, T, H, K]`.
 
-    One document; q and k are rotated already. prefix_sum: how the causal sums are taken, see `prefix_read`; the results
-    are equal up to rounding."""
+    The rows are one document each; q and k are after RoPE. prefix_sum: the algorithm of the causal sums, see
+    `prefix_read`; the results are equal up to rounding."""
     fq, fk, v1 = relu_features(q_BTHK), relu_features(k_BTHK), with_ones(v_BTHK)
     if causal:
         y = prefix_read(fq, fk, v1, prefix_sum)[0]
@@ -44,11 +44,11 @@ def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causa
 
 def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: str,
                 initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK.
+    """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK. M: number of features.
 
-    prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by products with triangles of
-    ones, in blocks (the paper's Performer-Matmul). "blocks": no state per token, but one per block, and masked products
-    inside a block. An exclusive sum is a shifted inclusive one: subtracting would let later tokens in by rounding."""
+    prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by matmuls with triangles of
+    ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block, and masked scores inside a block. An
+    exclusive sum is a shifted inclusive sum: a subtraction would leak later tokens by rounding."""
     n_rows, n_tokens, n_heads, width = fq_BTHM.shape
     if initial is None:
         initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])
@@ -72,33 +72,33 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
 
 @dataclasses.dataclass
 class PrefixState(Cache):
-    """The memory of one layer: the sum of phi(k) [v, 1] over the current document; it does not grow."""
+    """The cache of one layer: the sum of phi(k) [v, 1] over the current document, of constant size."""
 
     kv_BHMK: Tensor
 
 
 @dataclasses.dataclass
 class Performer:
-    """`performer_attention`, a document at a time."""
+    """`performer_attention` of each document."""
 
     config: ModelConfig
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads' results side by side: `[B, T, D]`."""
+        """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
         parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks")
                  for qkv in by_document(heads, info)]
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The memory of rows that have had no token, of `weight`'s dtype and device."""
+        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         k = self.config.qk_width
         return PrefixState(at_least_float32(weight.new_zeros(n_rows, self.config.n_heads, k, k + 1)))
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`; causal only. A state begins again with each
-        document."""
+        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models. A new
+        document resets the state."""
         assert isinstance(cache, PrefixState)
         fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))
         v1 = with_ones(v_BNHK)

@@ -1,4 +1,4 @@
-"""The core of a Transformer with a GAU's attention kernel: relu^2 in place of softmax (an ablation of the paper)."""
+"""The relu^2 core: a GAU's attention kernel in a Transformer, in place of softmax (an ablation of the paper)."""
 
 import dataclasses
 
@@ -14,13 +14,13 @@ from lineartime.ops.reference import quadratic_attention
 
 @dataclasses.dataclass
 class ReluSquared:
-    """relu(q k^T / n + b)^2 v, one position bias for all heads. Heads are entries of the batch."""
+    """relu(q k^T / n + b)^2 v, with one position bias for all heads. Heads are folded into the batch."""
 
     config: ModelConfig
     rel_pos_bias: RelPosBias
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads' results side by side: `[B, T, D]`."""
+        """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         config, h, ids_BT = self.config, self.config.n_heads, info.segment_ids_BT
         q, k, v = (x_BTK[:, None] for x_BTK in self.fold(q_BTHK, k_BTHK, v_BTHK, info))
         ids_BGC = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)[:, None]
@@ -29,17 +29,17 @@ class ReluSquared:
         return unfold_heads(out[:, 0], h)
 
     def fold(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, ...]:
-        """q and k, rotated, and v: `[B H, T, K]` each."""
+        """q and k after RoPE, and v: `[B H, T, K]` each."""
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
         return tuple(fold_heads(x.flatten(2), self.config.n_heads) for x in heads)
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The memory of rows that have had no token, of `weight`'s dtype and device."""
+        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         return empty_key_value_cache(n_rows, self.config, weight)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`; causal only."""
+        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
         assert isinstance(cache, KeyValueCache)
         q, k, v = self.fold(q_BNHK, k_BNHK, v_BNHK, info)
         h = self.config.n_heads

@@ -14,13 +14,13 @@ from lineartime.layers import SequenceInfo, by_document, fold_heads, rotate_head
 
 @dataclasses.dataclass
 class Softmax:
-    """softmax(q k^T / sqrt(K)) v, a document at a time: no mask of T x T anywhere."""
+    """softmax(q k^T / sqrt(K)) v of each document, so that no T x T mask is needed."""
 
     config: ModelConfig
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads' results side by side: `[B, T, D]`. On CUDA in a half type the documents are one call of
-        variable-length attention."""
+        """The heads concatenated: `[B, T, D]`. x_BTD is unused. On CUDA in bfloat16 and float16, all documents run in
+        one call of variable-length attention."""
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
         if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
             return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
@@ -32,12 +32,12 @@ class Softmax:
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The memory of rows that have had no token, of `weight`'s dtype and device."""
+        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         return empty_key_value_cache(n_rows, self.config, weight)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`; causal only."""
+        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
         assert isinstance(cache, KeyValueCache)
         h = self.config.n_heads
         q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h)
@@ -49,13 +49,14 @@ class Softmax:
 
 
 def empty_key_value_cache(n_rows: int, config: ModelConfig, weight: Tensor) -> KeyValueCache:
-    """Keys and values of rows that have had no token; heads are entries of the batch."""
+    """The cache of `n_rows` rows that have no token yet; heads are folded into the batch."""
     empty_BL = weight.new_zeros(n_rows * config.n_heads, 0, config.qk_width)
     return KeyValueCache(empty_BL, empty_BL.clone(), config.n_heads)
 
 
 def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: list[int], causal: bool) -> Tensor:
-    """Attention of each document to itself, all rows laid end to end, by one call of CUDA's variable-length kernel."""
+    """Softmax attention within each document of the flattened rows, by one call of PyTorch's variable-length kernel:
+    `[B, T, H, K]`. cu_seqlens: document boundaries, `[0, ..., B T]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     cumulative = torch.tensor(cu_seqlens, dtype=torch.int32, device=q_BTHK.device)

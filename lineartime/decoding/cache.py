@@ -1,6 +1,6 @@
-"""What decoding remembers of a row: a state of constant size for FLASH, keys and values for quadratic attention.
+"""Decoding caches: a state of constant size for FLASH, keys and values for quadratic attention.
 
-Rows of a batch may differ in length, and a row's documents are kept apart as in training.
+Rows of a batch may differ in length. As in training, attention does not cross documents.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from lineartime.ops.reference import carried_states, read_states
 
 @dataclasses.dataclass
 class DecodeInputs:
-    """The next N tokens of each row and where they stand; made once per call, read by every layer."""
+    """Positions and documents of the next N tokens of each row: computed once per call, read by every layer."""
 
     seq_lens_B: Tensor
-    """Tokens each row has had before."""
+    """Tokens of each row so far, without the new ones."""
     start_B: Tensor
-    """Position at which the document that a row is in began."""
+    """Start position of each row's current document."""
     n_new_B: Tensor
-    """How many of the N tokens are the row's; the rest is padding at the end."""
+    """New tokens of each row; the rest of N is padding."""
     begins_BN: Tensor
-    """True where a token starts a document."""
+    """True for tokens that start a document."""
     window: int | None = None
-    """Set where one token per row is taken by a CUDA graph: nothing is asked of the device, every tensor has the same
-    shape each time, and so many keys of a `KeyValueCache` are read, which has room for them."""
+    """Set for a CUDA graph, with one token per row: the number of cached keys that are read. There is no host
+    synchronisation, and no shape depends on the position."""
 
     def __post_init__(self) -> None:
         index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)
@@ -41,17 +41,17 @@ class DecodeInputs:
         begins_BN = self.begins_BN & self.valid_BN
         starts_BN = torch.where(begins_BN, self.position_BN, -1)
         self.start_BN = torch.maximum(starts_BN.cummax(1).values, self.start_B[:, None])
-        """Position at which each token's document began."""
+        """Start position of each token's document."""
         self.segment_ids_BN = torch.where(self.valid_BN, begins_BN.cumsum(1), -1)
-        """0 for the document a row was in, then 1, 2, ...; -1 for padding."""
+        """0 for the row's current document, then 1, 2, ...; -1 for padding."""
         self.longest = self.window or 0
-        """Tokens that the longest row has with the new ones."""
+        """Tokens of the longest row, with the new ones; with a window the window."""
         self.any_begins, self.one_document = True, False
-        """Whether a new token starts a document; whether no row has had a second one."""
+        """Whether a new token may start a document; whether all tokens of each row are known to be one document."""
         self.single_token = True
-        """Whether every row gets exactly one token, the common case of decoding."""
+        """Whether every row has exactly one new token, the common case of decoding."""
         self.common_position: int | None = None
-        """Where the new tokens begin, if that is one place for all rows and none has padding."""
+        """Position of the first new token, if it is the same in all rows and no row has padding."""
         if self.window is None:
             lengths, n_new = self.seq_lens_B.tolist(), self.n_new_B.tolist()
             self.longest = max(map(sum, zip(lengths, n_new, strict=True)))
@@ -63,7 +63,7 @@ class DecodeInputs:
         self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
     def for_heads(self, n_heads: int) -> "DecodeInputs":
-        """The same for every head, where a row and a head are one entry of the batch; made once for all layers."""
+        """The same inputs with every row repeated `n_heads` times; computed once for all layers."""
         if n_heads == 1:
             return self
         if self.folded is None:
@@ -73,7 +73,7 @@ class DecodeInputs:
         return self.folded
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
-        """The row's new tokens cut at the documents: start, stop, and whether a document begins at the start."""
+        """The row's new tokens split by document: start, stop, and whether a document begins at the start."""
         n_new = int(self.n_new_B[row])
         starts = [n for n in self.begins_BN[row, :n_new].nonzero().flatten().tolist() if n]
         bounds = [0, *starts, n_new]
@@ -81,8 +81,8 @@ class DecodeInputs:
 
     @cached_property
     def visible(self) -> Tensor | None:
-        """True where a query may see key position l: not after it, and of its document. `[B or 1, N, L]` with the
-        longest row's L; None where every key is seen."""
+        """True where a query may see the key at position l: of its document, and not later. `[B or 1, N, L]`, L =
+        `longest`; None where every key is visible."""
         if self.one_document and self.common_position is not None and self.single_token:
             return None
         if self.one_document and self.common_position is not None:
@@ -92,35 +92,35 @@ class DecodeInputs:
 
     @cached_property
     def offset_BNL(self) -> Tensor:
-        """Key position minus query position, `[B, N, L]`, or 1 for all rows where they stand at one place."""
+        """Key position minus query position: `[B, N, L]`, or `[1, N, L]` with a common position."""
         position_BN = self.position_BN if self.common_position is None else self.position_BN[:1]
         return torch.arange(self.longest, device=position_BN.device) - position_BN[..., None]
 
     @cached_property
     def bias_index(self) -> Tensor | None:
-        """Where these offsets stand in `KeyValueCache.bias`; None where it is that of the only query."""
+        """Indices of `offset_BNL` into `KeyValueCache.bias`; None if all of it is the bias of one common query."""
         if self.common_position is not None and self.single_token:
             return None
         return self.offset_BNL.clamp(1 - self.longest, 0) + self.longest - 1
 
     def n_carried_B(self, chunk_size: int) -> Tensor:
-        """Tokens in closed chunks of the document that each row was in."""
+        """Tokens of each row's current document in closed chunks."""
         return (self.seq_lens_B - self.seq_lens_B % chunk_size - self.start_B).clamp(min=0)
 
     def n_closed_B(self, chunk_size: int) -> Tensor:
-        """Chunks of each row that its new tokens fill."""
+        """Chunks of each row that the new tokens fill."""
         return (self.seq_lens_B % chunk_size + self.n_new_B) // chunk_size
 
     def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
-        """Where each row's only new token stands; made once for all layers of the model. dtype: that of the sums."""
+        """`TokenPosition` of each row's only new token; computed once for all layers. dtype: that of `kv_BSE`."""
         if dtype not in self.token_positions:
             self.token_positions[dtype] = TokenPosition(self, config, dtype)
         return self.token_positions[dtype]
 
 
 class TokenPosition:
-    """One new token per row, and its place in the open chunk. If all rows are at the same offset in their chunks, only
-    the filled part of the open chunk is read; otherwise the whole chunk is, with a mask."""
+    """The position of one new token per row in its chunk. If all rows are at the same position, only the filled part of
+    the open chunk is read; otherwise the whole chunk is read, with a mask."""
 
     def __init__(self, inputs: DecodeInputs, config: ModelConfig, dtype: torch.dtype):
         assert config.chunk_size is not None
@@ -129,15 +129,15 @@ class TokenPosition:
         offset_B, self.number_B = position_B % c, position_B // c
         """Number of the open chunk in its row."""
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
-        """The token's slot in the open chunk, and that of its document's first token: below 0 in an earlier chunk."""
+        """Slot of the token in the open chunk, and of its document's first token: below 0 in an earlier chunk."""
         n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
         each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
         self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
-        """What the linear part is multiplied by: 0 where the document has no closed chunk, whatever the sum holds."""
+        """Factor of the linear half: 0 if the document has no closed chunk, whatever the value of `kv_BSE`."""
         distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
         of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
         self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
-        """Which slots of a full chunk hold the current document; None for all."""
+        """True for the slots of a full chunk that hold the current document; None: all."""
         self.place: tuple[Tensor | slice, Tensor | int]
         self.bias_index: Tensor | slice
         self.visible_B1M: Tensor | None
@@ -157,27 +157,27 @@ class TokenPosition:
 
 
 class Cache:
-    """What decoding remembers of a batch of rows in one attention layer."""
+    """The decoding cache of one attention layer for a batch of rows."""
 
     growing: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors whose second axis grows with T."""
     constant: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors that belong to the layer and not to a row."""
+    """Names of the tensors that hold no state of the rows between calls."""
     replayable: ClassVar[bool] = False
     """Whether replaying a step of one token is idempotent: it overwrites slots and accumulates nothing."""
     n_heads: int = 1
-    """Entries of the batch that make up a row, side by side."""
+    """Adjacent entries of the batch that make up a row."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that hold something of the rows, by name; rows are their first axis."""
+        """The tensors with state of the rows, by name; the first axis counts rows times heads."""
         return {name: value for name, value in vars(self).items()
                 if isinstance(value, Tensor) and name not in self.constant}
 
 
 @dataclasses.dataclass
 class ChunkState(Cache):
-    """The memory of one layer of mixed chunk attention: the open chunk, and the sum over closed chunks. Nothing in it
-    grows with T."""
+    """The cache of one layer of mixed chunk attention: the open chunk, and a sum over closed chunks. Its size does not
+    depend on T."""
 
     constant: ClassVar[tuple[str, ...]] = ("bias_M",)
     replayable: ClassVar[bool] = True
@@ -185,14 +185,13 @@ class ChunkState(Cache):
     k_lin_BCS: Tensor
     v_BCE: Tensor
     kv_BSE: Tensor
-    """Sum of k v over the current document's tokens in closed chunks; float32 at least. Without meaning where there
-    are none."""
+    """Sum of k v over the current document's tokens in closed chunks; float32 at least. Undefined if there are none."""
     n_heads: int = 1
     k_before_BCS: Tensor | None = None
     v_before_BCE: Tensor | None = None
-    """The closed chunk before the open one, where local attention overlaps."""
+    """Keys and values of the chunk before the open one, if local attention overlaps."""
     bias_M: Tensor | None = None
-    """The position bias at key position minus query position: M - 1 before, ..., the same. Of a layer, not of a row."""
+    """The layer's position bias at key position minus query position: 1 - M, ..., 0."""
 
     def bias(self, rel_pos_bias: RelPosBias) -> Tensor:
         if self.bias_M is None:
@@ -200,7 +199,7 @@ class ChunkState(Cache):
         return self.bias_M
 
     def close(self, at: TokenPosition) -> None:
-        """Add the current document's tokens of the open chunk to the sum, in rows whose chunk is full."""
+        """Add the open chunk to `kv_BSE`, its tokens of the current document only, in the rows `at.full`."""
         k_BCS, v_BCE, kv_BSE = self.k_lin_BCS[at.full], self.v_BCE[at.full], self.kv_BSE[at.full]
         if at.document_BC is not None:
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
@@ -209,9 +208,9 @@ class ChunkState(Cache):
 
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                 inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor]) -> Tensor:
-        """The linear half for chunks that begin with the open one, `[B, G, C, E]`; closes those that are full.
+        """The linear half for the chunks from the open one on: `[B, G, C, E]`. Full chunks are added to `kv_BSE`.
 
-        to_slots: new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`."""
+        to_slots: maps new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`."""
         c = self.v_BCE.shape[1]
         n_carried_B = inputs.n_carried_B(c).to(self.kv_BSE.dtype)
         entering_BSE = torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0)
@@ -223,14 +222,14 @@ class ChunkState(Cache):
         return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
     def step_back(self, rows: Tensor | slice) -> None:
-        """Where local attention overlaps, the open chunk of these rows is now the one before the open one."""
+        """With overlap, copy the open chunk of these rows to `k_before_BCS` and `v_before_BCE`."""
         if self.k_before_BCS is not None and self.v_before_BCE is not None:
             self.k_before_BCS[rows], self.v_before_BCE[rows] = self.k_quad_BCS[rows], self.v_BCE[rows]
 
 
 @dataclasses.dataclass
 class KeyValueCache(Cache):
-    """The memory of one layer of quadratic attention: every key and value so far, `[B, L, ...]`; it grows with T."""
+    """The cache of one layer of quadratic attention: all keys and values so far, `[B, L, ...]`; it grows with T."""
 
     growing: ClassVar[tuple[str, ...]] = ("k_BL", "v_BL")
     constant: ClassVar[tuple[str, ...]] = ("bias_L",)
@@ -242,7 +241,7 @@ class KeyValueCache(Cache):
     """As `ChunkState.bias_M`."""
 
     def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        """Write each row's new keys and values behind its old ones; returns all, as long as the longest row."""
+        """Append each row's new keys and values; returns all keys and values, `[B, inputs.longest, ...]`."""
         if inputs.longest > self.k_BL.shape[1]:
             self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
         if inputs.common_position is not None:
@@ -258,25 +257,26 @@ class KeyValueCache(Cache):
         return self.k_BL[:, : inputs.longest], self.v_BL[:, : inputs.longest]
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of so many tokens, so that nothing is moved until they are longer."""
+        """Allocate room for rows of `length` tokens."""
         self.k_BL, self.v_BL = larger(self.k_BL, length), larger(self.v_BL, length)
 
     def bias(self, rel_pos_bias: RelPosBias, length: int) -> Tensor:
-        """At key position minus query position: length - 1 before, ..., the same."""
+        """The position bias at key position minus query position: 1 - length, ..., 0."""
         if self.bias_L is None or len(self.bias_L) < length:
             self.bias_L = bias_table(rel_pos_bias, self.k_BL.shape[1])
         return self.bias_L[len(self.bias_L) - length :]
 
 
 def bias_table(rel_pos_bias: RelPosBias, length: int) -> Tensor:
-    """The position bias at `length - 1` before, ..., the same, as far as it reaches; float32 at least."""
+    """The position bias at key position minus query position: 1 - length, ..., 0, or as far as a table reaches; float32
+    at least."""
     if rel_pos_bias.n < TOEPLITZ_BELOW:
         length = min(length, rel_pos_bias.n)
     return at_least_float32(rel_pos_bias.at(torch.arange(1 - length, 1, device=next(rel_pos_bias.parameters()).device)))
 
 
 def larger(x_BL: Tensor, length: int) -> Tensor:
-    """`x_BL` with zeros behind it, at least `length` long."""
+    """`x_BL` padded with zeros to at least `length`."""
     if length <= x_BL.shape[1]:
         return x_BL
     made = x_BL.new_zeros(len(x_BL), length, *x_BL.shape[2:])
@@ -285,13 +285,14 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
 
 
 def with_room(x_BL: Tensor, length: int) -> Tensor:
-    """At least twice the room, so that appending one by one costs constant time on average."""
+    """`larger` to at least twice the length, so that an append takes constant time on average."""
     return larger(x_BL, max(length, 2 * x_BL.shape[1]))
 
 
 @dataclasses.dataclass
 class DecodingState:
-    """What a model remembers of a batch of rows: each attention layer's memory, and where the rows stand."""
+    """The decoding state of a model for a batch of rows: a cache per attention layer, and as in `DecodeInputs` the
+    tokens so far and the start of the current document of each row."""
 
     caches: list[Cache]
     seq_lens_B: Tensor
@@ -299,18 +300,18 @@ class DecodingState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes in all caches: constant in T for FLASH."""
+        """Bytes of all caches; constant in T for FLASH."""
         tensors = [tensor for cache in self.caches for tensor in cache.tensors().values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def reserve(self, n_tokens: int) -> None:
-        """Make room for rows of so many tokens at once, where keys and values are kept: none are moved on the way."""
+        """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending does not move them."""
         for cache in self.caches:
             if isinstance(cache, KeyValueCache):
                 cache.reserve(n_tokens)
 
     def select(self, rows_B: Tensor) -> None:
-        """Keep these rows, in this order; a row may come more than once."""
+        """Keep the rows rows_B, in this order; a row may occur more than once."""
         rows_B = rows_B.to(self.seq_lens_B.device)
         for cache in self.caches:
             entries_B = rows_B

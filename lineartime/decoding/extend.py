@@ -1,6 +1,5 @@
-"""Attention of the next tokens of rows whose past is in a cache. Equal to the parallel form at any split of the rows.
-
-A row's heads are entries of the batch side by side: B counts them.
+"""Attention of the next tokens of rows whose past is in a cache. The result does not depend on how rows are split into
+calls. B counts rows times heads: the heads of a row are adjacent entries of the batch.
 """
 
 import torch
@@ -17,7 +16,7 @@ from lineartime.ops.reference import attention_weights, to_chunks
 
 def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: KeyValueCache,
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
-    """`quadratic_attention` over the whole row, for the next tokens of rows whose keys are in `cache`: out_BNE."""
+    """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v to the cache."""
     k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs)
     bias = cache.bias(rel_pos_bias, inputs.longest)
     if inputs.bias_index is not None:
@@ -27,14 +26,15 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs
 
 
 def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
-    """q k^T, scaled as the kernel asks, and the bias: score_BNL, float32 at least."""
+    """q k^T times the scale of the attention kernel, plus the bias: score_BNL, float32 at least."""
     scale = 1 / score_scale(config.attn_kernel, q_BNS.shape[-1], config.scale_len)
     score_BNL = torch.bmm(q_BNS, k_BLS.mT)
     return at_least_float32(score_BNL) * scale if bias is None else torch.add(bias, score_BNL, alpha=scale)
 
 
 def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tensor) -> ChunkState:
-    """The memory of `n` entries (rows times heads) that have had no token, of `weight`'s dtype and device."""
+    """The cache of `n` entries (rows times heads) that have no token yet, of `weight`'s dtype and device. s: width of
+    keys. e: width of values."""
     assert config.chunk_size is not None
     k_BCS, v_BCE = weight.new_zeros(n, config.chunk_size, s), weight.new_zeros(n, config.chunk_size, e)
     kv_BSE = at_least_float32(weight.new_zeros(n, s, e))
@@ -46,7 +46,7 @@ def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tenso
 
 def extend_chunks(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                   rel_pos_bias: RelPosBias | None) -> Tensor:
-    """Mixed chunk attention of the next tokens of rows whose past is in `cache`: out_BNE. Causal only.
+    """Causal mixed chunk attention of the next tokens of rows whose past is in `cache`, which is updated: out_BNE.
 
     heads_HBNS: q and k of the quadratic half, then of the linear half."""
     extend = extend_by_one if inputs.single_token else extend_by_many
@@ -55,7 +55,7 @@ def extend_chunks(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache
 
 def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                   rel_pos_bias: RelPosBias | None) -> Tensor:
-    """One token per row: it attends to the open chunk, reads the state, and closes the chunk if it fills it."""
+    """`extend_chunks` by one token per row, which closes the open chunk if it fills it."""
     at = inputs.token_position(config, cache.kv_BSE.dtype)
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads_HBNS
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
@@ -82,15 +82,16 @@ def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache
 
 def extend_by_many(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                    rel_pos_bias: RelPosBias | None) -> Tensor:
-    """Many tokens per row: the open chunk and the new tokens together are whole chunks, the first of which is the open
-    one."""
+    """`extend_chunks` by any number of tokens per row: the open chunk and the new tokens are laid out in whole chunks,
+    from the start of the open chunk on."""
     c = cache.v_BCE.shape[1]
     offset_B = inputs.seq_lens_B % c
     slot_BN = torch.where(inputs.valid_BN, offset_B[:, None] + torch.arange(v_BNE.shape[1], device=v_BNE.device), -1)
     n_slots = max(-(-(int(slot_BN.max()) + 1) // c), 1) * c
 
     def to_slots(new_BN: Tensor, open_BC: Tensor | None = None, fill: int = 0) -> Tensor:
-        """New tokens behind those of the open chunk, as chunks. Slot -1, the last, takes what is not valid."""
+        """The tokens of the open chunk, then the new ones, as chunks. Padding goes to an extra last slot, which is cut
+        off."""
         all_BT = new_BN.new_full((len(new_BN), n_slots + 1, *new_BN.shape[2:]), fill)
         if open_BC is not None:
             all_BT[:, :c] = open_BC
@@ -110,7 +111,7 @@ def extend_by_many(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cach
     if config.chunk_parts != "global":
         q_quad, k_quad, v, ids = to_slots(q_quad_BNS), k_quad_BGCS, v_BGCE, segment_ids_BGC
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
-            # The chunk before the open one stands in front; nobody asks for its own output.
+            # Prepend the chunk before the open one, for its keys and values; its own output is dropped.
             behind_BC = (slot_C - c >= first_B[:, None]) & (open_start_B[:, None] >= c)
             q_quad = F.pad(q_quad, [0, 0, 0, 0, 1, 0])
             k_quad = torch.cat([cache.k_before_BCS[:, None], k_quad], dim=1)

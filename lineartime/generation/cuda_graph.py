@@ -1,4 +1,4 @@
-"""A decode step that a CUDA graph replays: one launch for a token where every layer has dozens."""
+"""A decode step as a CUDA graph: one launch per token, instead of dozens per layer."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ WINDOW = 1024
 
 
 class CapturedStep:
-    """`generate.decode_step` for one state, which nothing else may move on or select from meanwhile. Raises UsageError
-    for a model with sums that a step adds to.
+    """`generate.decode_step` for one state, which no other code may update meanwhile. Raises UsageError for a model
+    whose step is not idempotent, see `Cache.replayable`.
 
-    On CUDA the step is captured once and replayed; elsewhere it is run as it would be captured. Whole chunks and whole
-    windows of keys are read, with masks, so that no shape depends on the position. A full chunk is closed outside of
-    the graph."""
+    On CUDA the step is captured and replayed; on other devices the same code runs without a graph. Whole chunks and
+    whole windows of keys are read, with masks, so that no shape depends on the position. A full chunk is closed outside
+    of the graph."""
 
     def __init__(self, model: LanguageModel, state: DecodingState):
         require(all(cache.replayable for cache in state.caches), "a step of this model cannot be captured",
@@ -30,7 +30,8 @@ class CapturedStep:
 
     @torch.inference_mode()
     def __call__(self, ids_B: Tensor) -> Tensor:
-        """Append one token to every row: the logits of the next, `[B, V]`."""
+        """Append one token to every row; returns the logits of the next, `[B, V]`. Raises UsageError past the end of a
+        position table."""
         longest = max(self.lengths) + 1
         self.model.check_length(longest)
         self.ids_B.copy_(ids_B)
@@ -50,7 +51,7 @@ class CapturedStep:
         return self.logits_BV.clone()
 
     def step(self) -> Tensor:
-        """One token, written where the state says; asks nothing of the device."""
+        """Append `ids_B` to the state without host synchronisation: logits_BV."""
         state, ids_B1 = self.state, self.ids_B[:, None]
         inputs = DecodeInputs(state.seq_lens_B, state.start_B, torch.ones_like(self.ids_B), self.model.begins(ids_B1),
                               self.window)
@@ -60,7 +61,7 @@ class CapturedStep:
         return logits_BV
 
     def capture(self) -> None:
-        """Run the step aside, as a graph's memory must be warm, take back that it moved the state on, and record it."""
+        """Record the step as a graph, after a warm-up run on a side stream, whose update of the positions is undone."""
         seq_lens_B, start_B = self.state.seq_lens_B.clone(), self.state.start_B.clone()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -74,7 +75,7 @@ class CapturedStep:
             self.logits_BV = self.step()
 
     def close(self, chunk_size: int) -> None:
-        """Close the chunks that the newest token filled."""
+        """Close the chunks that the last token filled."""
         newest_B = self.state.seq_lens_B - 1
         inputs = DecodeInputs(newest_B, self.state.start_B, torch.ones_like(newest_B),
                               torch.zeros_like(newest_B[:, None]).bool())

@@ -1,4 +1,4 @@
-"""Text from a model: read the prompts, then one token at a time, in memory that does not depend on the length."""
+"""Generation: read the prompts piece by piece, then append one token at a time. FLASH needs constant memory."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from lineartime.generation.onednn import packed_weights
 from lineartime.model import LanguageModel
 
 PIECE_TOKENS = 2048
-"""Prompt tokens of a row read at once (whole chunks where there are chunks); bounds the memory of a long prompt."""
+"""Prompt tokens of a row read at once, in whole chunks; bounds the memory of a long prompt."""
 
 
 @torch.inference_mode()
@@ -51,14 +51,17 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
 
 @torch.inference_mode()
 def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Tensor:
-    """Append one token to every row: the logits of the next, `[B, V]`. Constant time and memory for FLASH."""
+    """Append one token to every row; returns the logits of the next, `[B, V]`. Constant time and memory for FLASH.
+
+    Raises UsageError past the end of a position table."""
     return model.logits(model.extend(ids_B[:, None], torch.ones_like(ids_B), state)[:, 0])
 
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
            generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row. temperature 0 takes the likeliest; top_k and top_p keep the likeliest k, or those that
-    together reach probability p. Each row draws from its own generator, so a row's text depends on no other row."""
+    """One token per row: `[B]`. temperature 0 takes the most likely token. top_k keeps the k most likely tokens, top_p
+    the most likely ones that together reach probability p. Each row draws from its own generator, so a row's text does
+    not depend on the others."""
     if temperature == 0:
         return logits_BV.argmax(-1)
     logits_BV = logits_BV.float() / temperature
@@ -76,7 +79,7 @@ def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: f
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise UsageError for a sampling setting that means nothing."""
+    """Raise UsageError for a sampling setting outside its range."""
     if max_new_tokens < 0:
         raise UsageError("max_new_tokens must not be negative", f"{max_new_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -93,11 +96,11 @@ def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_
              on_prompt: Callable[[int], None] | None = None, capture: bool = False) -> list[list[int]]:
     """Continue each prompt by at most `max_new_tokens` tokens; returns the new tokens of each row.
 
-    A row ends at the end-of-document token (which is not returned) or when `stop(row, new_tokens)` is true. on_token is
-    called with row and token as they come, on_prompt as `prefill`'s progress. Row r draws from a generator seeded with
-    (seed, r). Of the types bfloat16 is the fastest, see `packed_weights`. capture: the step is a CUDA graph, see
-    `CapturedStep`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and for
-    a model whose step cannot be captured."""
+    A row ends at the end-of-document token (which is not returned) or when `stop(row, new_tokens)` is true. on_token:
+    called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a generator seeded
+    with (seed, r). capture: run the step as a CUDA graph, see `CapturedStep`. On a CPU bfloat16 is the fastest dtype,
+    see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and
+    for a model whose step cannot be captured."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]

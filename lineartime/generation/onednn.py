@@ -1,4 +1,4 @@
-"""Weights of a bfloat16 model laid out once for products with few rows, as in decoding on a CPU."""
+"""Weights of a bfloat16 model packed once into oneDNN's layout, for fast decoding on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from lineartime.model import LanguageModel
 
 @contextmanager
 def packed_weights(model: LanguageModel) -> Iterator[bool]:
-    """Inside, each product of a bfloat16 model on a CPU reads weights in oneDNN's own layout; else every call lays them
-    out anew, which takes longer than the product of one token. The numbers are the same.
+    """Context manager: linear layers of a bfloat16 model on a CPU read weights packed in oneDNN's layout. Otherwise
+    every call packs them again, which takes longer than the matmul of one token. The results are the same.
 
-    For inference: no gradients, and weights must not change inside, as a copy of them is read, which takes as much
-    memory again. Gives whether weights are packed: not in another type, on another device or without oneDNN."""
+    For inference: no gradients. The packed weights are a copy, which doubles the memory and does not follow changes of
+    the weights. Yields whether weights are packed: False for another dtype or device, or without oneDNN."""
     packed = [(module, module.weight, module.bias) for module in model.modules()
               if isinstance(module, nn.Linear) and type(module.weight.data) is Tensor]  # not quantised
     if not can_pack(model.embed.weight):
@@ -36,7 +36,7 @@ def packed_weights(model: LanguageModel) -> Iterator[bool]:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether a product with this weight is oneDNN's, in a layout of its own."""
+    """Whether oneDNN can pack this weight: bfloat16 on a CPU that oneDNN supports."""
     return (weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -47,7 +47,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply_packed(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    """`F.linear`."""
+    """`F.linear` with a packed weight."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 

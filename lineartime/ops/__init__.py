@@ -1,7 +1,7 @@
-"""The attention ops, the norm and the loss, one function each.
+"""The attention ops, the residual addition with its norm, and the loss.
 
-`reference` has the PyTorch reference of every op. Four ops have Triton kernels too, under the same signatures; `impl`
-decides which of the two runs:
+`reference` has the PyTorch reference of every op but the loss. Four ops also have Triton kernels with the same
+signatures; `impl` selects one of the two:
 
 | impl | what runs |
 |---|---|
@@ -29,18 +29,18 @@ __all__ = ["add_norm", "chunk_decode_step", "gated_chunk_attention", "gated_quad
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
                           impl: str | None = None) -> Tensor:
-    """A FLASH layer between its two projections (Code 8): u * (mixed chunk attention of v), out_BTE.
+    """A FLASH layer between its two projections: u * (mixed chunk attention of v) (Code 8).
 
     | argument | shape, dtype | meaning |
     |---|---|---|
-    | uvz_BTF | `[B, T, 2 E + S]`, floating | u, v and z side by side, before their silu |
-    | gamma_4S, beta_4S | `[4, S]`, floating | scale and offset of q and k of the quadratic half, then of the linear |
+    | uvz_BTF | `[B, T, 2 E + S]`, floating | u, v and z concatenated, before silu |
+    | gamma_4S, beta_4S | `[4, S]`, floating | scale and offset of q and k: quadratic half, then linear half |
     | sin, cos | `[1 or B, T, S / 2]`, floating | the angles of the positions, see `reference.rotary` |
     | w | `[2 C - 1]`, floating | position bias, b[i, j] = w[j - i + C - 1] |
-    | chunk_size | integer | C, also the n of relu(q k^T / n + b)^2 |
-    | causal | | whether a token sees later ones |
-    | segment_ids_BT | `[B, T]`, integer, or None | the document of each token, never falling along a row; -1: padding |
-    | pooling | "mean" or "sum" | whether the linear half divides by the number of tokens it sums over |
+    | chunk_size | integer | C, and n of relu(q k^T / n + b)^2 |
+    | causal | bool | True: no token sees a later one |
+    | segment_ids_BT | `[B, T]`, integer, or None | document of each token, not decreasing along a row; -1: padding |
+    | pooling | "mean" or "sum" | "mean": the linear half is divided by the number of tokens in its sum |
     | impl | | see the table of this module |
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
@@ -54,10 +54,10 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
                               *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None,
                               impl: str | None = None) -> Tensor:
-    """A FLASH-Quad layer between its two projections (Code 6): u * (relu(q k^T / n + b)^2 v), out_BTE.
+    """A FLASH-Quad layer between its two projections: u * (relu(q k^T / n + b)^2 v) (Code 6).
 
-    gamma_2S, beta_2S `[2, S]`: scale and offset of q and of k. w `[2 T - 1]`: position bias, b[i, j] =
-    w[j - i + T - 1]. scale_len: n.
+    gamma_2S, beta_2S: `[2, S]`, floating, scale and offset of q and of k. w: `[2 T - 1]`, floating, position bias,
+    b[i, j] = w[j - i + T - 1]. scale_len: integer, n.
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_2S, None)
@@ -69,22 +69,23 @@ def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor
 def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
                       bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
                       offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *, impl: str | None = None) -> Tensor:
-    """`gated_chunk_attention`, causal, of one new token per row whose past is in buffers: out_BE.
+    """Causal `gated_chunk_attention` of one new token per row: `[B, E]` of uvz's dtype. Buffers hold the past.
 
     | argument | shape, dtype | meaning |
     |---|---|---|
-    | uvz_BF | `[B, 2 E + S]`, floating | u, v and z of the token, before their silu |
+    | uvz_BF | `[B, 2 E + S]`, floating | u, v and z of the token, before silu |
     | gamma_4S, beta_4S | `[4, S]`, floating | as in `gated_chunk_attention` |
     | sin_BR, cos_BR | `[B, S / 2]`, floating | the angles of the tokens' positions |
     | bias_C | `[C]`, float32 at least | position bias at key minus query position: 1 - C, ..., 0 |
-    | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk; the token is written into it, at `offset_B` |
-    | kv_BSE | float32 at least | the sum of k v over closed chunks |
-    | offset_B | `[B]`, integer | the token's slot in the open chunk |
-    | first_B | `[B]`, integer | the slot where its document begins, below 0 in an earlier chunk |
-    | weight_B | `[B]`, floating | what the linear half is multiplied by |
+    | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk; the token is written at slot `offset_B` |
+    | kv_BSE | `[B, S, E]`, float32 at least | sum of k v over closed chunks |
+    | offset_B | `[B]`, integer | slot of the token in the open chunk |
+    | first_B | `[B]`, integer | first slot of the token's document; below 0 if in an earlier chunk |
+    | weight_B | `[B]`, floating | factor of the linear half |
     | impl | | see the table of this module |
 
-    A chunk that the token fills is not closed. No gradient. Raises as `gated_chunk_attention` does."""
+    A chunk that the token fills is not added to kv_BSE. Kernels have no gradient and raise RuntimeError if one is
+    required. Otherwise raises as `gated_chunk_attention` does."""
     in_kernels = use_kernels(impl, uvz_BF.device, unsupported_attention, uvz_BF, gamma_4S, k_quad_BCS.shape[1])
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE,
@@ -92,7 +93,9 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 
 
 def steps_in_kernel(uvz: Tensor, gamma_4S: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
-    """Whether `chunk_decode_step` runs as a kernel: for inference, in the dtype of the open chunk `v_BCE`."""
+    """Whether to call `chunk_decode_step`: if a kernel runs it, uvz requires no gradient, and v_BCE has uvz's dtype.
+
+    Raises as `gated_chunk_attention` does."""
     in_kernels = use_kernels(impl, uvz.device, unsupported_attention, uvz, gamma_4S, v_BCE.shape[1])
     wants_gradient = torch.is_grad_enabled() and uvz.requires_grad
     return in_kernels and not wants_gradient and v_BCE.dtype == uvz.dtype
@@ -100,11 +103,11 @@ def steps_in_kernel(uvz: Tensor, gamma_4S: Tensor, v_BCE: Tensor, impl: str | No
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float = 1e-5,
              impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """x + delta, or x itself without delta, and the norm of the sum over its last axis (Code 5).
+    """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
 
-    x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm; weight `[1]` without bias: ScaleNorm.
-    Returns the sum, in the dtype in which torch adds the two, and its norm, in the dtype of matmuls: the sum's, or that
-    of autocast. The norm is taken in float32 at least. Raises as `gated_chunk_attention` does."""
+    x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm.
+    Returns the sum in the promoted dtype of x and delta, and its norm in the dtype of matmuls: autocast's, or without
+    autocast the sum's. The norm is computed in float32 at least. Raises as `gated_chunk_attention` does."""
     in_kernels = use_kernels(impl, x.device, unsupported_norm, x.device, x.dtype, x.shape[-1])
     module = norm if in_kernels else reference
     return module.add_norm(x, delta, weight, bias, eps=eps)

@@ -1,7 +1,7 @@
-"""The attention of the paper's ablations and variants: none of it is needed for FLASH and FLASH-Quad.
+"""Reference ops of the paper's ablations and variants. FLASH and FLASH-Quad do not use this file.
 
-Softmax in place of relu^2, overlapping chunks, [CLS] (Section 4.3), first-to-all (Table 4), one half of mixed chunk
-attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).
+The ablations are softmax in place of relu^2, overlapping chunks, [CLS] (Section 4.3), first-to-all (Table 4), one half
+of mixed chunk attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).
 """
 
 import torch
@@ -21,12 +21,14 @@ from lineartime.ops.reference import (
 
 
 def score_scale(kernel: str, width: int, scale_len: int) -> float:
-    """What q k^T is divided by: n for relu^2, the square root of the head width for softmax."""
+    """The divisor of q k^T: n for relu^2, the square root of the head width for softmax."""
     return float(scale_len) if kernel == "relu2" else width**0.5
 
 
 def with_neighbours(x_BGC: Tensor, causal: bool, fill: int = 0) -> Tensor:
-    """Each chunk behind the one before it, and when not causal before the one after it: `[B, G, 2 C or 3 C, ...]`."""
+    """Each chunk with the previous one before it, and when not causal the next one after it: `[B, G, 2 C or 3 C, ...]`.
+
+    fill: value of the missing neighbours of the first and the last chunk."""
     empty = torch.full_like(x_BGC[:, :1], fill)
     parts = [torch.cat([empty, x_BGC[:, :-1]], dim=1), x_BGC]
     if not causal:
@@ -39,9 +41,9 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
                                 overlap: bool = False, cls_softmax: bool = False) -> Tensor:
     """`reference.quadratic_attention` with the ablations of its scores: `[B, G, C, E]`.
 
-    kernel "softmax": softmax(q k^T / sqrt(S) + b) v. overlap: a chunk's keys are those of the chunk before it too, and
-    when not causal of the chunk after; w is then made for 2 C. cls_softmax: the first query of a row has softmax for
-    its kernel. w: the position bias, or none."""
+    kernel "softmax": softmax(q k^T / sqrt(S) + b) v. overlap: queries also see the keys of the previous chunk, and when
+    not causal of the next; w is then `[4 C - 1]`. cls_softmax: the kernel of a row's first query is softmax. w: the
+    position bias, or None."""
     n_queries, width, key_segment_ids_BGM, n_before = *q_BGCS.shape[-2:], None, 0
     if overlap:
         segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
@@ -66,11 +68,11 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
                                   pooling: str = "mean", parts: str = "both", kernel: str = "relu2",
                                   overlap: bool = False, cls_softmax: bool = False,
                                   a_BGG: Tensor | None = None) -> Tensor:
-    """`reference.mixed_chunk_attention` with the ablations of either half: `[B, G, C, E]`.
+    """`reference.mixed_chunk_attention` with the ablations of both halves: `[B, G, C, E]`.
 
-    w, kernel, overlap, cls_softmax: see `ablated_quadratic_attention`. document_mask: "exact" keeps documents apart in
-    both halves, "paper" is the listing. parts: "local" or "global" keeps one half alone (the paper's LocalOnly and
-    GlobalOnly). a_BGG: the weights of chunks, for pooling "attention"."""
+    w, kernel, overlap, cls_softmax: see `ablated_quadratic_attention`. document_mask: "exact" separates documents in
+    both halves; "paper" is the mask of the listing. parts: "local" or "global" selects one half (the paper's LocalOnly
+    and GlobalOnly). a_BGG: the learned chunk weights, or None."""
     if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
         segment_ids_BGC = one_document(v_BGCE)
     out_BGCE = None
@@ -98,7 +100,7 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
 
 
 def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-    """The first token of each chunk attends to its whole document by softmax (Section 4.3): `[B, G, E]`."""
+    """Softmax attention of each chunk's first token to its whole document (Section 4.3): `[B, G, E]`."""
     k_BTS, v_BTE = k_BGCS.flatten(1, 2), v_BGCE.flatten(1, 2)
     visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
     score_BGT = at_least_float32(torch.einsum("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
@@ -108,13 +110,13 @@ def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segmen
 def learned_chunk_weights(summary_q_BPS: Tensor, summary_k_BLS: Tensor, bias_BPL: Tensor, *, scale_len: int) -> Tensor:
     """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, P, L]`, float32 at least.
 
-    scale_len: n, the number of chunks in a training row. What is visible is the caller's."""
+    scale_len: n, the number of chunks in a training row. The caller masks chunks that are not visible."""
     score_BPL = at_least_float32(torch.einsum("bps,bls->bpl", summary_q_BPS / scale_len, summary_k_BLS))
     return attention_weights(score_BPL + bias_BPL, None)
 
 
 def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-    """k^T v of each chunk divided by its number of tokens: kv_BGSE, float32 at least."""
+    """The mean of k^T v over each chunk's tokens: kv_BGSE, float32 at least."""
     valid_BGC = segment_ids_BGC >= 0
     kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
     return kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
@@ -122,17 +124,17 @@ def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tens
 
 def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,
                               segment_ids_BGC: Tensor) -> Tensor:
-    """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the chunk's tokens as in Code 8:
-    `[B, G, C, E]`. For rows that are one document."""
+    """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the number of the chunk's tokens as in Code 8:
+    `[B, G, C, E]`. For rows of one document."""
     kv_BGSE = chunk_means(k_BGCS, v_BGCE, segment_ids_BGC)
     pooled_BGSE = torch.einsum("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
     return read_states(q_BGCS, pooled_BGSE, segment_ids_BGC >= 0)
 
 
 def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
-    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / their number over the chunks whose range of
-    documents overlaps, earlier ones only when causal.
-    It leaks: two documents that share a chunk with a third see each other."""
+    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / n for each of the n chunks whose range of documents
+    overlaps that of chunk g; when causal, of the earlier ones.
+    The mask leaks: two documents that share a chunk with a third see each other."""
     low_BG, high_BG = segment_ids_BGC.amin(-1), segment_ids_BGC.amax(-1)
     overlap_BGG = (low_BG[:, :, None] <= high_BG[:, None, :]) & (high_BG[:, :, None] >= low_BG[:, None, :])
     if causal:
@@ -142,9 +144,9 @@ def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
 
 def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
                            segment_ids_BGC: Tensor) -> Tensor:
-    """The linear half of Code 8 as printed, chunk-range mask and all. Returns `[B, G, C, E]`.
+    """The linear half of Code 8 as printed, with its chunk-range mask: `[B, G, C, E]`.
 
-    The listing knows no padding: here padded tokens count for their chunk's length and contribute nothing."""
+    The listing has no padding. Here padding counts in the length of a chunk and contributes nothing to sums."""
     valid_BGC = segment_ids_BGC >= 0
     in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
     kv_BGSE = (at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))

@@ -1,4 +1,4 @@
-"""Linear cross-entropy: the head and the loss in one, without the logits of all tokens in memory."""
+"""Linear cross-entropy: the head and the loss in one op, with logits in memory for one chunk of tokens at a time."""
 
 from typing import Any
 
@@ -12,21 +12,20 @@ from lineartime.ops.dtypes import at_least_float32, matmul_dtype
 @torch.compiler.disable
 def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, *,
                          chunk_tokens: int | None = None) -> Tensor:
-    """-ln p of each target where p = softmax(x W^T + b): losses_N in nats, in float32 at least.
+    """-ln p of each target, with p = softmax(x W^T + b): losses_N in nats, in float32 at least.
 
     Equal to `F.cross_entropy(F.linear(x, W, b), targets, reduction="none")` in value and gradients, with logits in
-    memory for a few tokens at a time. Products are taken in the type of autocast where it is on, else in that of x;
-    logarithms, sums and the gradients of W and b in float32 at least.
+    memory for `chunk_tokens` tokens at a time. The dtype of matmuls is autocast's if it is on, else that of x;
+    logarithms, sums and the gradients of W and b are in float32 at least.
 
-    targets_N: integers below V. chunk_tokens: how many tokens are a few; see `default_chunk_tokens`.
+    targets_N: integers below V. chunk_tokens: by default `default_chunk_tokens`.
 
-    Losses are nearly always added up or averaged, so the forward pass, which has the probabilities at hand, also makes
-    the gradients of the plain sum, and a backward pass in which all losses count alike only scales them. A backward
-    pass with weights of its own, or a second one, computes the logits again. There is no second derivative; in code
-    that is compiled it stays as it is.
+    Losses are nearly always summed or averaged. So the forward pass also computes the gradients of the plain sum, and a
+    backward pass with equal weights of all losses only scales them. A backward pass with other weights, or a second
+    backward pass, recomputes the logits. There is no second derivative. `torch.compile` does not trace into this op.
 
-    PyTorch from 2.13 has `F.linear_cross_entropy`, which could not take this place: losses by token cost it a matmul
-    more, autocast does not reach it, and it returns losses of bfloat16 in bfloat16."""
+    PyTorch from 2.13 has `F.linear_cross_entropy`, which cannot replace this op: losses per token cost another matmul,
+    autocast does not affect it, and it returns losses of bfloat16 in bfloat16."""
     dtype = matmul_dtype(x_ND)
     chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight_VD), x_ND.device)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_ND, weight_VD, bias_V)):
@@ -35,13 +34,13 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
 
 
 def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
-    """How many tokens have logits at a time: 1024 on a CPU, for small vocabularies too, since fewer fill the products
-    less and more leave the cache; elsewhere 2^27 logits, that launches and sums of weight gradients be few."""
+    """Tokens per chunk. CPU: 1024, whatever the vocabulary; fewer under-use the matmul, more overflow the cache. GPU:
+    2^27 logits, to limit kernel launches and gradient accumulations."""
     return 1024 if device.type == "cpu" else max(2**27 // vocab_size, 1024)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`linear_cross_entropy` where a gradient is wanted."""
+    """`linear_cross_entropy` with gradients of x, W and b."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype,
@@ -56,7 +55,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
         (dtype, chunk, wanted), gradients = ctx.how, ctx.gradients_of_sum
-        ctx.gradients_of_sum = None  # they are scaled in place, so they serve once
+        ctx.gradients_of_sum = None  # scaled in place below, so they cannot be used twice
         scale = gradient_N[:1].sum()
         if gradients is None or not all_equal(gradient_N):
             gradients = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, dtype, chunk, wanted, gradient_N)[1:]
@@ -66,7 +65,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def all_equal(x_N: Tensor) -> bool:
-    """Whether all entries are the same; for an expanded scalar, which is what `sum` hands back, without a look."""
+    """Whether all entries are the same. An expanded scalar, as the gradient of `sum` is, is not read."""
     return x_N.stride() == (0,) or bool((x_N == x_N[:1]).all())
 
 
@@ -74,10 +73,10 @@ def all_equal(x_N: Tensor) -> bool:
 def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype,
                    chunk_tokens: int, wanted: tuple[bool, ...] = (False, False, False),
                    gradient_N: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """losses_N, and the gradients of x, W and b that are `wanted`: of the losses' sum, weighted by `gradient_N`."""
+    """losses_N, and the `wanted` gradients of x, W and b: of the sum of losses, weighted by `gradient_N` if given."""
     n_tokens, vocab_size = len(x_ND), len(weight_VD)
     weight_VD, bias_V = weight_VD.to(dtype), bias_V.to(dtype)
-    # Buffers of a chunk: logits as the matmul leaves them, and in the type in which they are summed.
+    # Buffers of a chunk: logits in the dtype of the matmul, and in the dtype of sums.
     narrow_CV = weight_VD.new_empty(min(chunk_tokens, n_tokens), vocab_size)
     wide_CV = at_least_float32(narrow_CV)
     same = wide_CV is narrow_CV

@@ -1,8 +1,8 @@
-"""FLASH's attention for one new token per row in one kernel. The definition is `reference.chunk_decode_step`.
+"""FLASH's attention for one new token per row in one kernel. The reference is `reference.chunk_decode_step`.
 
-A program makes some columns of a row's output. All of a row's programs make its heads and its scores, which is little
-beside what each reads: its columns of the open chunk's values and of the sum over closed chunks. Where the token
-stands is read from the device, so that a CUDA graph can replay the launch.
+A program computes some columns of a row's output. Every program of a row computes its heads and scores, which costs
+little compared with reading its columns of the open chunk's values and of the sum over closed chunks. The token's
+position is read on the device, so that a CUDA graph can replay the launch.
 """
 
 import torch
@@ -17,10 +17,10 @@ SLOTS = 32
 """Slots of the open chunk read at a time."""
 
 STAGES = 3
-"""How many such reads are under way."""
+"""Stages of the pipeline of these reads."""
 
 MANY_PROGRAMS = 256
-"""Enough programs to fill a GPU; below it they have fewer columns each."""
+"""Number of programs that fill a GPU; with fewer, each program has fewer columns."""
 
 
 @triton.jit
@@ -32,8 +32,8 @@ def relu2(x):
 @triton.jit
 def decode_columns(uvz, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offset, first, weight, out, E, F,
                    C: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, N_STAGES: tl.constexpr):
-    """A program makes BE columns of the output of a row, and writes as many of v; the first of a row writes k too."""
-    kind = v.dtype.element_ty
+    """BE columns of a row's output. The program also writes these columns of v; a row's first program writes k too."""
+    dtype = v.dtype.element_ty
     b = tl.program_id(1).to(tl.int64)
     column, half, only = tl.program_id(0) * BE + tl.arange(0, BE), tl.arange(0, HALF), tl.arange(0, 1)
     offset, first, weight = tl.load(offset + b).to(tl.int32), tl.load(first + b).to(tl.int32), tl.load(weight + b)
@@ -41,20 +41,20 @@ def decode_columns(uvz, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offse
 
     z1, z2 = load_base(uvz_row + 2 * E, only, 1, F)
     sin, cos = load_angles(sin + b * HALF, cos + b * HALF, only, 1)
-    q1, q2 = make_head(z1, z2, gamma, beta, 0, sin, cos, kind)
-    k1, k2 = make_head(z1, z2, gamma, beta, 1, sin, cos, kind)
-    there = column < E
-    new_v = silu(tl.load(uvz_row + E + column, mask=there, other=0.0).to(tl.float32)).to(kind)
-    tl.store(v_row + offset * E + column, new_v, mask=there)
+    q1, q2 = make_head(z1, z2, gamma, beta, 0, sin, cos, dtype)
+    k1, k2 = make_head(z1, z2, gamma, beta, 1, sin, cos, dtype)
+    mask = column < E
+    new_v = silu(tl.load(uvz_row + E + column, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(v_row + offset * E + column, new_v, mask=mask)
     if tl.program_id(0) == 0:
         own = (offset * 2 * HALF + half)[None, :]
         tl.store(k_row + own, k1)
         tl.store(k_row + own + HALF, k2)
-        l1, l2 = make_head(z1, z2, gamma, beta, 3, sin, cos, kind)
+        l1, l2 = make_head(z1, z2, gamma, beta, 3, sin, cos, dtype)
         tl.store(k_lin + b * C * 2 * HALF + own, l1)
         tl.store(k_lin + b * C * 2 * HALF + own + HALF, l2)
 
-    # The token itself from registers: another program may be writing its key just now.
+    # The token's own key is taken from registers: another program may not have written it yet.
     q1, q2 = q1.to(tl.float32), q2.to(tl.float32)
     own_score = tl.sum(tl.sum(q1 * k1.to(tl.float32) + q2 * k2.to(tl.float32), 1), 0) / C + tl.load(bias + C - 1)
     added = tl.zeros([BC, BE], tl.float32)
@@ -65,20 +65,20 @@ def decode_columns(uvz, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offse
         product = q1 * tl.load(at, mask=seen[:, None], other=0.0)
         product += q2 * tl.load(at + HALF, mask=seen[:, None], other=0.0)
         score = tl.sum(product, 1) / C + tl.load(bias + C - 1 - offset + slot, mask=seen, other=0.0)
-        value = tl.load(v_row + slot[:, None] * E + column[None, :], mask=seen[:, None] & there[None, :], other=0.0)
+        value = tl.load(v_row + slot[:, None] * E + column[None, :], mask=seen[:, None] & mask[None, :], other=0.0)
         added += tl.where(seen, relu2(score), 0.0)[:, None] * value
     made = relu2(own_score) * new_v + tl.sum(added, 0)
-    if weight > 0:  # the sum means nothing where the document has no closed chunk
-        l1, l2 = make_head(z1, z2, gamma, beta, 2, sin, cos, kind)
+    if weight > 0:  # kv is undefined if the document has no closed chunk
+        l1, l2 = make_head(z1, z2, gamma, beta, 2, sin, cos, dtype)
         kv_row = kv + b * 2 * HALF * E
         made += weight * tl.sum(tl.trans(l1).to(tl.float32) * load_rows(kv_row, half, column, HALF, E, E), 0)
         made += weight * tl.sum(tl.trans(l2).to(tl.float32) * load_rows(kv_row + HALF * E, half, column, HALF, E, E), 0)
-    u = silu(tl.load(uvz_row + column, mask=there, other=0.0).to(tl.float32))
-    tl.store(out + b * E + column, (u * made).to(kind), mask=there)
+    u = silu(tl.load(uvz_row + column, mask=mask, other=0.0).to(tl.float32))
+    tl.store(out + b * E + column, (u * made).to(dtype), mask=mask)
 
 
 def columns_for(n_rows: int, width: int) -> int:
-    """Columns of a program's output: fewer where rows are few."""
+    """Columns of the output per program: fewer if there are few rows."""
     for columns in (128, 64):
         if n_rows * triton.cdiv(width, columns) >= MANY_PROGRAMS:
             return columns
@@ -88,7 +88,7 @@ def columns_for(n_rows: int, width: int) -> int:
 def launch(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor, bias_C: Tensor,
            k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor,
            weight_B: Tensor) -> Tensor:
-    """One launch; arguments as in `reference.chunk_decode_step`, contiguous."""
+    """Launch the kernel; arguments as in `ops.chunk_decode_step`, contiguous."""
     n_rows, c, e = v_BCE.shape
     out_BE, columns = uvz_BF.new_empty(n_rows, e), columns_for(n_rows, e)
     decode_columns[(triton.cdiv(e, columns), n_rows)](
@@ -111,11 +111,11 @@ def empty_output(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tens
 def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
                       bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
                       offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`reference.chunk_decode_step` in one kernel, for S = 128: fills a slot of three buffers and returns out_BE.
+    """`reference.chunk_decode_step` in one kernel, for S = 128: writes a slot of three buffers and returns out_BE.
 
-    uvz_BF and the buffers k_quad_BCS, k_lin_BCS and v_BCE, which are contiguous, have one type of float32, bfloat16 and
-    float16; kv_BSE is float32. For inference alone: raises RuntimeError where a gradient is wanted. How many columns a
-    program has, and with it how a sum is rounded, depends on the number of rows."""
+    uvz_BF and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or float16.
+    kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a gradient,
+    and ValueError for another S, or buffers of another dtype or layout."""
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
     inputs = uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, kv_BSE, weight_B
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):

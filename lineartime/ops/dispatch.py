@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the PyTorch reference, or Triton kernels and for which inputs."""
+"""Dispatch of an op: whether the PyTorch reference or Triton kernels run, and which inputs the kernels support."""
 
 import functools
 import importlib.util
@@ -18,13 +18,13 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHUNK_SIZES = (128, 256, 512)
 QUERY_KEY_DIM = 128
 COLUMNS = 64
-"""What `d_inner` is a multiple of in the attention kernels."""
+"""The attention kernels need `d_inner` to be a multiple of this."""
 MAX_WIDTH = 8192
-"""The widest row of the norm's kernels."""
+"""The largest `d_model` of the norm's kernels."""
 
 
 def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no kernel runs on a device and a dtype; None where they do."""
+    """The reason why no kernel supports a device and a dtype; None if kernels do."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
@@ -37,13 +37,13 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def unsupported_norm(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why the norm's kernels do not take rows of this width; None where they do."""
+    """The reason why the norm's kernels do not support rows of `width` entries; None if they do."""
     too_wide = None if width <= MAX_WIDTH else f"rows of {width} numbers, the norm's kernels have {MAX_WIDTH}"
     return unsupported_device(device, dtype) or too_wide
 
 
 def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None) -> str | None:
-    """Why the attention kernels do not take a projection uvz `[..., 2 E + S]`; None where they do.
+    """The reason why the attention kernels do not support a projection uvz `[..., 2 E + S]`; None if they do.
 
     gamma_NS: the scales, whose last axis is S. chunk_size: None for attention over the whole row."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
@@ -60,17 +60,17 @@ def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None)
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on the processor, as the tests have it."""
+    """Whether Triton's interpreter runs kernels on the CPU, as in the tests."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..., str | None], *inputs: Any) -> bool:
-    """Whether kernels run: with impl "triton", or with None on CUDA, where `unsupported(*inputs)` gives no reason.
+    """Whether kernels run: with impl "triton", or with None on CUDA if `unsupported(*inputs)` is None.
 
-    Raises UsageError for an unknown impl, and with the reason where "triton" is asked for. Where kernels are the
-    default, the reason is logged once."""
+    Raises UsageError for an unknown impl, and for "triton" if the inputs are not supported. With None on CUDA the
+    reason is logged once."""
     if impl not in (None, "reference", "triton"):
         raise UsageError("unknown implementation", str(impl), "it is reference or triton")
     if impl == "reference" or (impl is None and device.type != "cuda"):
@@ -89,8 +89,8 @@ def log_once(line: str) -> None:
 
 
 def refuse_forward_mode(*inputs: Tensor | None) -> None:
-    """Raise RuntimeError where a derivative is carried forward (`torch.func.jvp`, `jacfwd`): a custom op would drop it
-    without a word, and give zero. What `torch.func.grad` asks of a custom op torch itself refuses."""
+    """Raise RuntimeError in forward-mode differentiation (`torch.func.jvp`, `jacfwd`): a custom op would silently drop
+    the tangent, and the derivative would be zero. For `torch.func.grad` torch itself raises."""
     if torch.compiler.is_compiling():
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
@@ -98,5 +98,5 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a GPU has matrix units that take their operands from shared memory (compute capability 9.0)."""
+    """Whether a GPU has tensor cores that read operands from shared memory (compute capability 9.0). True for a CPU."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,7 +1,7 @@
-"""Gradients that both gated attentions have in common: of the scores' two heads, of the position bias, of the base z.
+"""Gradients that both gated attentions share: of q and k of the scores, of the position bias, and of z.
 
-relu^2 divides by no sum over keys, so the gradient of a score is that of its weight times 2 relu(score), and every tile
-of scores adds its own share to the rest.
+relu^2 has no sum over keys in a denominator, so the gradient of a score is that of its weight times 2 relu(score).
+Tiles of scores are therefore independent of one another.
 """
 
 import torch
@@ -24,26 +24,26 @@ from lineartime.ops.tiles import (
 )
 
 BASE_TILE = 32
-"""Tokens of a program that makes heads, or z's gradient."""
+"""Tokens per program that makes heads, or the gradient of z."""
 
 SCORES_AT_ONCE = 2**28
-"""How many gradients of scores are in memory at a time: those of 2^18 tokens in chunks of 1024."""
+"""Number of scores' gradients in memory at a time: those of 2^18 tokens in chunks of 1024."""
 
 
-def score_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Queries, keys and columns of v of a tile of the scores' gradients, its warps, and stages of its loop."""
-    return (64, 64, 32, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 3)
+def score_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """For a tile of the scores' gradients: queries, keys, columns of v at a time, warps, and stages of the loop."""
+    return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 128, 64, 8, 3)
 
 
-def head_tile(kind: torch.dtype) -> tuple[int, int, int, int]:
-    """Tokens of a tile of a head's gradient, those that it adds up at a time, its warps, and stages of its loop. Both
-    numbers of tokens divide those of a `score_tile`."""
-    return (64, 32, 8, 3) if kind == torch.float32 else (128, 64, 8, 3)
+def head_tile(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """For a tile of a head's gradient: its tokens, tokens of the other side at a time, warps, and stages of the loop.
+    Both numbers of tokens divide those of a `score_tile`."""
+    return (64, 32, 8, 3) if dtype == torch.float32 else (128, 64, 8, 3)
 
 
 @triton.jit
 def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride, N: tl.constexpr, BT: tl.constexpr):
-    """All heads of BT tokens, rotated."""
+    """All heads of BT tokens, after RoPE."""
     start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
     angles = batch * angles_stride + start * HALF
@@ -60,9 +60,9 @@ def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride,
 def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums, T, E, row_len, first_row, first_tile,
                          n_query_tiles, scale, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, LINEAR: tl.constexpr,
                          BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr):
-    """The gradients of the scores of BM queries and BN keys, 0 where one does not see the other, and their sums along
-    diagonals. A tile that causality hides altogether is not written."""
-    kind = q.dtype.element_ty
+    """The gradients of the scores of BM queries and BN keys, 0 where masked, and their sums along diagonals. A tile
+    that the causal mask hides entirely is not written."""
+    dtype = q.dtype.element_ty
     n_key_tiles = tl.cdiv(row_len, BN)
     n_tile, m_tile = tl.program_id(0) % n_key_tiles, tl.program_id(0) // n_key_tiles
     row = first_row + m_tile // n_query_tiles
@@ -97,19 +97,19 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
     into = m_tile.to(tl.int64) * BM * n_key_tiles * BN + n
     at = i[:, None] * (n_key_tiles * BN) + j[None, :]
     dscore = slope * dweight
-    tl.store(dscores + into + at, dscore.to(kind))
+    tl.store(dscores + into + at, dscore.to(dtype))
     if LINEAR:
         share = tl.load(each + first + query, mask=query < n_tokens, other=0.0)
-        tl.store(dlinear + into + at, tl.where(visible, dweight * share, 0.0).to(kind))
+        tl.store(dlinear + into + at, tl.where(visible, dweight * share, 0.0).to(dtype))
     store_diagonal_sums(sums, m_tile.to(tl.int64) * n_key_tiles + n_tile, dscore, BM, BN)
 
 
 @triton.jit
 def store_diagonal_sums(sums, line, tile, BM: tl.constexpr, BN: tl.constexpr):
-    """Sums along the diagonals of a tile: of n BN entries of a line d is that of column - row = d - (n - 1) BN.
+    """Sums along the diagonals of a tile: a line has n BN entries; entry d sums column - row = d - (n - 1) BN.
 
-    Each row is turned round by its number, which makes columns of the diagonals; those that wrapped round a column n
-    times are BN n diagonals further down."""
+    Row i is rotated left by i, which turns diagonals into columns. An entry that wraps around p times belongs to the
+    diagonal p BN further down."""
     n: tl.constexpr = (BM + 2 * BN - 2) // BN
     i, d = tl.arange(0, BM)[:, None], tl.arange(0, BN)
     turned = tl.gather(tile, (i + d[None, :]) % BN, 1)
@@ -122,7 +122,7 @@ def store_diagonal_sums(sums, line, tile, BM: tl.constexpr, BN: tl.constexpr):
 def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first_query, n_queries, stride, scale,
                        OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr,
                        BK: tl.constexpr):
-    """The gradient of BM queries, dscores times the keys, or with the sides changed that of BM keys."""
+    """OF_QUERIES: the gradient of BM queries, dscores times the keys. Otherwise that of BM keys, from the queries."""
     n_rows, n_tiles = tl.cdiv(T, row_len), tl.cdiv(n_queries if OF_QUERIES else row_len, BM)
     row = tl.program_id(0) // n_tiles
     own = tl.program_id(0) % n_tiles * BM
@@ -160,7 +160,7 @@ def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first
 
 
 def make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """`reference.make_heads` from z before its silu: heads_NBTS."""
+    """`reference.make_heads` of z before silu: heads_NBTS."""
     n_batch, n_tokens, f = uvz_BTF.shape
     n_heads, s = gamma_NS.shape
     heads_NBTS = torch.empty(n_heads, n_batch, n_tokens, s, dtype=uvz_BTF.dtype, device=uvz_BTF.device)
@@ -174,14 +174,14 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
                     each_BT: Tensor | None, dheads_NBTS: Tensor, *, row_len: int, scale_len: int,
                     causal: bool) -> Tensor:
     """The gradients of relu(q k^T / n + b)^2 v, within rows of `row_len` tokens: returns dw, float32 `[2 row_len - 1]`,
-    and writes those of the rotated q and k to dheads_NBTS[0] and [1].
+    and writes those of q and k after RoPE to dheads_NBTS[0] and [1].
 
-    v_BTE: activated. do_BTE: the gradient of the product, before the gate. row_len: a chunk, or T; the last may be
-    short. each_BT: where the weights also hold each[i] q_lin[i] k_lin[j] for all that i sees (float32); this part's
-    gradient is added to dheads_NBTS[2] and [3].
+    v_BTE: after silu. do_BTE: the gradient of the attention output before the gate. row_len: C, or T; the last row may
+    be shorter. each_BT, float32: if given, the weights also have the term each[i] q_lin[i] k_lin[j] for all j that i
+    sees; the gradients of this term are added to dheads_NBTS[2] and [3].
 
-    A score's gradient takes a product over all of E and is wanted on both sides. So the scores' gradients go to memory,
-    SCORES_AT_ONCE of them at a time: whole rows, or some queries of one."""
+    The gradient of a score is a sum over E and is read twice, for q and for k. So the scores' gradients are written to
+    memory, SCORES_AT_ONCE at a time: whole rows, or some queries of one row."""
     n_batch, n_tokens, e = v_BTE.shape
     bm, bn, be, warps, stages = score_tile(v_BTE.dtype)
     own, others, head_warps, head_stages = head_tile(v_BTE.dtype)
@@ -191,7 +191,7 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
     n_tiles, rows_at_once = min(tiles_at_once, n_query_tiles), max(tiles_at_once // n_query_tiles, 1)
     dq_BTS, dk_BTS = dheads_NBTS[:2]
     in_parts = n_tiles < n_query_tiles
-    if in_parts:  # in float32 until the last part is added
+    if in_parts:  # float32 until the last part is added
         dk_BTS = torch.zeros_like(dk_BTS, dtype=torch.float32)
     w_padded = F.pad(w.float() * scale_len, [bm, bn])[bm + row_len - 1:]
     dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
@@ -227,16 +227,16 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
 
 
 def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> Tensor:
-    """The sum of the scores' gradients along each diagonal of a row, from those of its tiles: dw."""
+    """dw, `[2 row_len - 1]`: sums of the scores' gradients along the diagonals of a row, from those of its tiles."""
     n_query_tiles, _, n, bn = sums_QKND.shape
     of_queries = add_shifted(sums_QKND.permute(2, 0, 1, 3).flatten(2), bn)
     total = add_shifted(of_queries.flip(0), bm)
-    before = (n - 1) * bn + (first_tile + n_query_tiles - 1) * bm + 1 - row_len  # entries below those of dw
+    before = (n - 1) * bn + (first_tile + n_query_tiles - 1) * bm + 1 - row_len  # entries before those of dw
     return F.pad(total, [-before, before + 2 * row_len - 1 - len(total)])
 
 
 def add_shifted(lines: Tensor, step: int) -> Tensor:
-    """The sum over the first axis of lines along the last, of which each begins `step` later than the one before."""
+    """The sum over the first axis of lines along the last axis, where line i is shifted by i `step`."""
     n_lines, length = lines.shape[0], lines.shape[-1]
     blocks = F.pad(lines, [0, -length % step]).unflatten(-1, (-1, step)).movedim(-2, 1)
     n_blocks = blocks.shape[1]
@@ -248,7 +248,7 @@ def add_shifted(lines: Tensor, step: int) -> Tensor:
 @triton.jit
 def base_gradient_kernel(uvz, dheads, gamma, beta, sin, cos, duvz, sums, T, E, F, angles_stride, N: tl.constexpr,
                          BT: tl.constexpr):
-    """z's gradient for BT tokens of a row, and their sums for the gradients of scales and offsets."""
+    """The gradient of z for BT tokens of a row, and these tokens' sums for the gradients of scales and offsets."""
     start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
     first, angles = batch * T + start, batch * angles_stride + start * HALF
@@ -278,8 +278,8 @@ def base_gradient_kernel(uvz, dheads, gamma, beta, sin, cos, duvz, sums, T, E, F
 
 def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor,
                   duvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
-    """From the gradients of all heads made of z (`make_heads`) that of z before its silu, written to its columns of
-    duvz_BTF, and those of scales and offsets: dgamma_NS and dbeta_NS in float32."""
+    """The backward pass of `make_heads`: writes the gradient of z before silu to its columns of duvz_BTF, and returns
+    dgamma_NS and dbeta_NS in float32."""
     n_heads, n_batch, n_tokens, s = dheads_NBTS.shape
     f = uvz_BTF.shape[2]
     grid = triton.cdiv(n_tokens, BASE_TILE), n_batch

@@ -1,8 +1,8 @@
-"""FLASH's attention in kernels: mixed chunk attention with all that stands around it, between a layer's projections.
-The definition is `reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
+"""FLASH's attention in kernels: mixed chunk attention, its heads and its gate, between a layer's two projections.
+The reference is `reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
 
-A row is walked in a direction R: forwards (0), and when not causal backwards too (1). What a chunk hands on is the mean
-of k v over the tokens, so far, of the document that goes on beyond its far edge.
+Chunks of a row are visited in a direction R: forwards (0), and when not causal also backwards (1). The state that a
+chunk passes on is the mean of k v over the tokens visited so far of the document that crosses the chunk's far edge.
 """
 
 from typing import Any, NamedTuple
@@ -20,28 +20,29 @@ from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores
 
 @triton.jit
 def reach_out(begins, ends, here, token, n_tokens, start, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """True for the tokens of a chunk whose document goes on beyond an edge, as a column: the chunk's far edge in
-    direction R, where they add to what is handed on. Those beyond the other edge read what was handed to the chunk."""
+    """True, as a column, for the tokens of a chunk whose document crosses the chunk's far edge in direction R. These
+    tokens add to the state that is passed on. Called with 1 - R: the tokens that read the state entering in R."""
     if DOCUMENTS:
         if R == 0:
-            there = tl.load(ends + here + token, mask=token < n_tokens, other=0) > start + C
+            mask = tl.load(ends + here + token, mask=token < n_tokens, other=0) > start + C
         else:
-            there = tl.load(begins + here + token, mask=token < n_tokens, other=start) < start
+            mask = tl.load(begins + here + token, mask=token < n_tokens, other=start) < start
     else:
-        there = token < n_tokens
-    return there[:, None]
+        mask = token < n_tokens
+    return mask[:, None]
 
 
 @triton.jit
 def pass_through(begins, ends, here, start, C: tl.constexpr):
-    """True where the document that enters a chunk is also the one that leaves it."""
+    """True if the document that enters a chunk is also the document that leaves it."""
     return (tl.load(begins + here) < start) & (tl.load(ends + here) > start + C)
 
 
 @triton.jit
 def see(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
         DOCUMENTS: tl.constexpr):
-    """The first and the last key of its chunk that a query sees, or query that sees a key: columns of indices."""
+    """OF_QUERIES: the first and the last key of its chunk that each query sees. Otherwise the first and the last query
+    that see each key. Columns of indices in the chunk."""
     first, last = tl.zeros_like(token), tl.zeros_like(token) + n_tokens - 1
     if DOCUMENTS:
         first = tl.load(begins + here + token, mask=token < n_tokens, other=0) - start
@@ -57,13 +58,13 @@ def see(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CA
 def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_tokens, n_chunks, E, F,
                 C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
                 DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
-    """What enters each chunk in direction R: a program walks a row chunk by chunk, for BE columns of a state.
+    """The state that enters each chunk in direction R. A program visits a row chunk by chunk, for BE columns of state.
 
-    Forward, states[b, g] is the mean of k v that enters chunk g; x is v before its silu, x_out gets v. Going back, the
-    walk is turned round and states[b, g] is the gradient of what chunk g adds; x is the gradient of the output, x_out
-    gets that of what u is multiplied by. Not WHOLE: a program is one chunk, and states[b, g] is its own sum alone, in
-    float32, for `scan_states`."""
-    kind = x_out.dtype.element_ty
+    Forward, states[b, g] is the mean of k v that enters chunk g, x is v before silu, and x_out is v. BACKWARD reverses
+    the direction: states[b, g] is the gradient of the sum that chunk g adds, x is the gradient of the output, and x_out
+    is that of the attention output before the gate. Without WHOLE, a program takes one chunk, and states[b, g] is the
+    sum of this chunk alone, in float32, for `scan_states`."""
+    dtype = x_out.dtype.element_ty
     n_tiles = tl.cdiv(E, BE)
     column, size = tl.program_id(0) % n_tiles * BE + tl.arange(0, BE), tl.arange(0, SIZE)
     place, n_places = tl.program_id(0) // n_tiles, tl.num_programs(0) // n_tiles
@@ -97,7 +98,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
             head_tile = load_tile(head + here * SIZE, token, size, n_here, SIZE)
             counts = reach_out(begins, ends, here, token, n_here, g * C, C, 1 - R if BACKWARD else R, DOCUMENTS)
             head_tile = tl.where(counts, head_tile, 0.0)
-            own = dot(tl.trans(head_tile), x_tile.to(kind), own)
+            own = dot(tl.trans(head_tile), x_tile.to(dtype), own)
         running += own * scale if BACKWARD else own
     if not WHOLE:
         store_tile(states + place.to(tl.int64) * SIZE * E, size, column, SIZE, E, running)
@@ -106,8 +107,8 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
 @triton.jit
 def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C: tl.constexpr, BLOCK: tl.constexpr,
                 R: tl.constexpr, BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The second level of `walk_states`, for rows of many chunks: from each chunk's own sum to what enters it. A
-    program walks a row for BLOCK numbers of a state."""
+    """The second level of `walk_states`, for rows of many chunks: from the chunks' own sums to the states that enter
+    them. A program visits a row for BLOCK entries of a state."""
     b, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     running = tl.zeros([BLOCK], tl.float32)
     for step in range(n_chunks):
@@ -124,8 +125,8 @@ def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C:
 
 @triton.jit
 def read_state(a, state_tile, a_rows, row, n_rows, state, column, E, acc, BS: tl.constexpr):
-    """acc + a state for some rows `a` of a head and columns of a state, as `head_product` takes it: of tiles that are
-    whole, or of parts that are read anew."""
+    """acc + a state, for rows of a head and columns of a state. With BS == SIZE, the operands are the tiles a and
+    state_tile; otherwise BS dimensions of both at a time are loaded again."""
     if BS == SIZE:
         return dot(a, state_tile, acc)
     for part in range(0, SIZE, BS):
@@ -139,12 +140,12 @@ def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
                    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                    KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
                    BACKWARD: tl.constexpr):
-    """BM queries of a chunk: out = u (P v + q_lin state), the weights P made once and kept on the chip. Going back,
-    dout to the gradients of u and of q_lin instead.
+    """out = u (P v + q_lin state) for BM queries of a chunk, with the weights P computed once and kept in registers.
+    BACKWARD: the gradients of u and of q_lin from dout.
 
-    The weights of KEPT tiles of keys have room there: more keys take another ROUND, which goes on with what the one
-    before left in the place of the result; each round has one of the directions. How many tiles are kept must be known
-    when the kernel is compiled, and causality hides some: hence the cases."""
+    Registers hold the weights of KEPT tiles of keys. More keys need another ROUND, which adds to the partial result
+    of the previous round in memory. Each of the first rounds reads the state of one direction. The number of tiles must
+    be a constant at compile time but depends on the causal mask, hence the loop over all cases."""
     n_tiles = (tl.program_id(0) % (C // BM) * BM + BM + BN - 1) // BN if CAUSAL else C // BN
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
@@ -158,8 +159,8 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
                       finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
                       BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
                       DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
-    """`attend_queries` to N tiles of keys. Rows are those of the chunk, tokens are counted from its start."""
-    kind = uvz.dtype.element_ty
+    """`attend_queries` with N tiles of keys. query and key are indices in the chunk."""
+    dtype = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
     per_head, size, other = n_rows * n_tokens * SIZE, tl.arange(0, SIZE), tl.arange(0, BN)
@@ -178,7 +179,7 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
             weight = head_product(head + 2 * per_head, query, n_here, k + 2 * per_head, other, n_keys, weight / share,
                                   BS)
             weight = tl.where(visible, weight * share, 0.0)
-        weights = weights + (weight.to(kind),)  # type: ignore[assignment]  # noqa: RUF005
+        weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
@@ -195,7 +196,7 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
             if BACKWARD:
                 u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
                 do = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32) * silu(u)
-                dq = dot(do.to(kind), tl.trans(state_tile), dq)
+                dq = dot(do.to(dtype), tl.trans(state_tile), dq)
             acc = read_state(q_lin, state_tile, head + 2 * per_head, query, n_here, state, column, E, acc, BS)
             acc = tl.where(read, acc, 0.0)
         if ROUND > 0:
@@ -204,7 +205,7 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
             tile = (ROUND * KEPT + j) * BN
             acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
         u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
-        if BACKWARD:  # u and dout are read a second time, as to keep them would take too many registers
+        if BACKWARD:  # u and dout are loaded again, since keeping them would take too many registers
             by = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32) * silu_slope(u)
         else:
             by = silu(u)
@@ -220,8 +221,8 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
 def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
                        C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                        KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """BM keys of a chunk: the gradients of v and of k_lin. `attend_queries` turned on its side: here the weights of the
-    queries are kept, and the last of them come first."""
+    """The gradients of v and of k_lin for BM keys of a chunk: `attend_queries` with queries and keys exchanged. The
+    last tiles of queries come first."""
     n_tiles = C // BN - (tl.program_id(0) % (C // BM) * BM // BN if CAUSAL else 0)
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
@@ -235,8 +236,8 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
                           finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                           BE: tl.constexpr, BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr,
                           CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """`differentiate_keys` by N tiles of queries; see `attend_queries_to`."""
-    kind = uvz.dtype.element_ty
+    """`differentiate_keys` with N tiles of queries; see `attend_queries_to`."""
+    dtype = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
     per_head, size, other = n_rows * n_tokens * SIZE, tl.arange(0, SIZE), tl.arange(0, BN)
@@ -255,7 +256,7 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
             share = tl.load(each + here + query, mask=query < n_here, other=1.0)
             weight = head_product(k + 2 * per_head, key, n_here, q + 2 * per_head, other, n_queries, weight / share, BS)
             weight = tl.where(visible, weight * share, 0.0)
-        weights = weights + (weight.to(kind),)  # type: ignore[assignment]  # noqa: RUF005
+        weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
@@ -286,22 +287,22 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
 
 
 class Documents(NamedTuple):
-    """What the kernels are told of the documents in rows."""
+    """The documents of rows, as the kernels read them."""
 
     ids_BT: Tensor | None
     begins_BT: Tensor | None
-    """Where in its row each token's document begins, and behind which token it ends; int32. Padding is a document
-    without tokens. None where a row is one document."""
+    """Document boundaries: the first index of each token's document, and the last index + 1 (`ends_BT`); int32. Padding
+    is a document without tokens. None: every row is one document."""
     ends_BT: Tensor | None
     scales_RBG: Tensor
-    """1 / tokens that the mean which enters a chunk is taken over, 0 where there are none; for each direction."""
+    """Factor of the sum that enters each chunk: causal 1 / number of its tokens, else `each_BT`; 0 without tokens."""
     each_BT: Tensor | None
-    """When not causal: 1 / tokens of each token's document."""
+    """When not causal: 1 / number of tokens of each token's document, or 1 for "sum"."""
 
 
 def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
                       pooling: str, device: torch.device) -> Documents:
-    """The tables for rows of `n_tokens`. segment_ids_BT: as in `reference.gated_chunk_attention`."""
+    """The `Documents` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`."""
     chunk_G = torch.arange(0, n_tokens, chunk_size, device=device)
 
     def share(count: Tensor) -> Tensor:
@@ -326,34 +327,34 @@ def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int,
 
 
 class Tiles(NamedTuple):
-    """The size of a kernel's tiles, and how a program is run."""
+    """Tile sizes of a kernel, its warps and its pipeline stages."""
 
     rows: int
-    """A program's own: queries, keys or dimensions of a state."""
+    """Rows of a program: queries, keys or dimensions of a state."""
     keys: int
-    """Rows of the other side."""
+    """Rows of the other operand at a time."""
     columns: int
-    """Of v."""
+    """Columns of v."""
     n_warps: int
     n_stages: int
     kept: int = 1
-    """Tiles of weights on the chip at once."""
+    """Tiles of weights in registers at a time."""
     inner: int = 128
-    """Dimensions of a head that a product takes at a time."""
+    """Dimensions of a head per matmul."""
 
 
 SCAN_BLOCK = 1024
 MANY_CHUNKS, FEW_PROGRAMS = 32, 264
-"""Rows of more chunks have their states made in two levels, where one level gives the GPU fewer programs than this."""
+"""A row of more than MANY_CHUNKS has its states made in two levels if one level has fewer than FEW_PROGRAMS."""
 
 
 def state_tiles(dtype: torch.dtype, hopper: bool) -> Tiles:
-    """Of `walk_states`, whose rows are those of a state and whose keys come by so many at a time."""
+    """Tiles of `walk_states`, with the dimensions of a state as rows."""
     return Tiles(128, 64, 64, 4, 2) if hopper and dtype != torch.float32 else Tiles(128, 32, 32, 4, 2)
 
 
 def attention_tiles(dtype: torch.dtype, causal: bool, backward: bool, hopper: bool) -> Tiles:
-    """Of `attend_queries` and `differentiate_keys`: the largest that leave nothing of theirs in slow memory."""
+    """Tiles of `attend_queries` and `differentiate_keys`: the largest that do not spill registers."""
     if dtype == torch.float32:
         return Tiles(32, 32, 16, 4, 2, 1, 16)
     if not hopper:
@@ -365,10 +366,10 @@ def attention_tiles(dtype: torch.dtype, causal: bool, backward: bool, hopper: bo
 
 def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: Documents, chunk_size: int,
                 backward: bool) -> tuple[Tensor, Tensor]:
-    """v = silu(x), and the mean of k v that enters each chunk; or when going back do = x silu(u), and the gradient of
-    what each chunk adds to it: x_out_BTE and states_RBGSE, in the type of uvz.
+    """v = silu(x) and the state that enters each chunk, or backward do = x silu(u) and the gradient of the sum that
+    each chunk adds: x_out_BTE and states_RBGSE, in the dtype of uvz.
 
-    x_BTE: v before silu, or the gradient of the output."""
+    x_BTE: v before silu, or backward the gradient of the output."""
     n_rows, n_tokens, f = uvz_BTF.shape
     s, e = heads_4BTS.shape[-1], x_BTE.shape[-1]
     n_directions, _, n_chunks = documents.scales_RBG.shape
@@ -395,7 +396,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
 
 def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: Documents, out: Tensor | None,
             dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int, causal: bool) -> None:
-    """Run `attend_queries`: into `out`, or of `dout` into `duvz` and `dq_lin`."""
+    """Run `attend_queries`: forward into `out`, or with `dout` backward into `duvz` and `dq_lin`."""
     tiles, n_chunks = attention_tiles(uvz.dtype, causal, dout is not None, is_hopper(uvz.device)), states.shape[2]
     for number in range(n_rounds(tiles, chunk_size, causal)):
         attend_queries[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
@@ -419,7 +420,7 @@ def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: 
 
 
 def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
-    """Rounds of a kernel that keeps weights: enough for all its tiles, and for each direction."""
+    """Rounds of a kernel: enough for the weights of all tiles, and at least one per direction."""
     return max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)
 
 
@@ -427,7 +428,7 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
 def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, ids: Tensor | None,
             begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
             causal: bool) -> Tensor:
-    """`gated_chunk_attention` of contiguous tensors; ids to each: see `Documents`."""
+    """`gated_chunk_attention` of contiguous tensors; ids, begins, ends, scales, each: see `Documents`."""
     e, documents = (uvz.shape[-1] - gamma.shape[-1]) // 2, Documents(ids, begins, ends, scales, each)
     heads = make_heads(uvz, gamma, beta, sin, cos)
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False)
@@ -445,7 +446,7 @@ def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
 def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
              ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
              chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta and w. What the forward pass made is made again, but for its output."""
+    """The gradients of uvz, gamma, beta and w. Heads, v and states of the forward pass are recomputed."""
     e, documents = dout.shape[-1], Documents(ids, begins, ends, scales, each)
     heads = make_heads(uvz, gamma, beta, sin, cos)
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False)
@@ -482,11 +483,10 @@ forward.register_autograd(differentiate, setup_context=keep)
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
                           pooling: str = "mean") -> Tensor:
-    """`reference.gated_chunk_attention` in kernels, for the inputs that `dispatch.unsupported_attention` lets
-    pass. First derivatives only.
+    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
 
-    Sums are float32 and always in one order: the same inputs give the same bits. Of the forward pass nothing is kept
-    but its inputs."""
+    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs only
+    the inputs. Raises RuntimeError in forward-mode differentiation."""
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
     n_rows, n_tokens, _ = uvz_BTF.shape
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device)

@@ -1,7 +1,8 @@
-"""The residual addition and the norm behind it in one kernel, and its gradient in another.
+"""The residual addition and the norm of the sum in one kernel, and the gradient in another. The reference is
+`reference.add_norm`.
 
-The definition is `reference.add_norm`. Both kernels wait for memory and for nothing else: forward reads what is added
-and writes the sum and its norm, backward reads the gradients of these two and the sum, and writes one gradient.
+Both kernels are bound by memory bandwidth. The forward kernel reads x and delta and writes the sum and its norm. The
+backward kernel reads the gradients of these two and the sum, and writes one gradient.
 """
 
 from typing import Any
@@ -15,16 +16,16 @@ from lineartime.ops.dispatch import MAX_WIDTH, refuse_forward_mode
 from lineartime.ops.dtypes import matmul_dtype
 
 TILE = 1024
-"""Numbers in a tile of rows, but for rows that are longer."""
+"""Entries per tile of rows; a longer row is one tile."""
 
 MAX_PROGRAMS = 512
-"""Programs of the backward kernel: each adds up a share of the weight's gradient, torch the shares. One number for all
-devices, so that sums are taken in one order everywhere."""
+"""Largest number of programs of the backward kernel. Each sums a part of the weight's gradient, and torch sums the
+parts. The number is the same on all devices, so that the order of sums is, too."""
 
 
 @triton.jit
 def tile_of_rows(start, n_rows, D, BR: tl.constexpr, BD: tl.constexpr):
-    """Where the numbers of BR rows from `start` on are, which are there, and the rows themselves."""
+    """Offsets of the entries of BR rows from `start` on, their mask, and the indices of the rows."""
     row, column = start + tl.arange(0, BR), tl.arange(0, BD)
     at = row[:, None].to(tl.int64) * D + column[None, :]
     return at, (row[:, None] < n_rows) & (column[None, :] < D), row
@@ -33,18 +34,18 @@ def tile_of_rows(start, n_rows, D, BR: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def add_norm_rows(x, delta, weight, bias, total, normed, stats, n_rows, D, eps, BR: tl.constexpr,
                   BD: tl.constexpr, ADD: tl.constexpr, LAYER_NORM: tl.constexpr):
-    """A program takes BR rows. stats: 1 / root of the variance, then the mean, which ScaleNorm takes for 0."""
-    at, there, row = tile_of_rows(tl.program_id(0) * BR, n_rows, D, BR, BD)
-    wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    """The sum and the norm of BR rows. stats: 1 / standard deviation and mean; for ScaleNorm 1 / root mean square."""
+    at, mask, row = tile_of_rows(tl.program_id(0) * BR, n_rows, D, BR, BD)
+    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        # The norm is that of the sum as it is kept, which is all that backward has.
-        kept = (wide + tl.load(delta + at, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + at, kept, mask=there)
+        # The norm is that of the rounded sum, which is what the backward kernel reads.
+        kept = (wide + tl.load(delta + at, mask=mask, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, kept, mask=mask)
         wide = kept.to(tl.float32)
     if LAYER_NORM:
         mean = tl.sum(wide, 1) / D
         tl.store(stats + n_rows + row, mean, mask=row < n_rows)
-        wide = tl.where(there, wide - mean[:, None], 0.0)
+        wide = tl.where(mask, wide - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
     tl.store(stats + row, rstd, mask=row < n_rows)
     out = wide * rstd[:, None]
@@ -54,14 +55,14 @@ def add_norm_rows(x, delta, weight, bias, total, normed, stats, n_rows, D, eps, 
         out += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     else:
         out *= tl.load(weight).to(tl.float32)
-    tl.store(normed + at, out.to(normed.dtype.element_ty), mask=there)
+    tl.store(normed + at, out.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def add_norm_rows_backward(dnormed, dtotal, total, weight, stats, dx, ddelta, sums, n_rows, n_tiles_each, D,
                            BR: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, TWO_TYPES: tl.constexpr,
                            LAYER_NORM: tl.constexpr):
-    """A program takes `n_tiles_each` tiles of rows and adds up their share of the gradients of weight and bias."""
+    """The gradients of `n_tiles_each` tiles of rows, and the sums of these rows for those of weight and bias."""
     program, n_programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BD)
     if LAYER_NORM:
@@ -70,9 +71,9 @@ def add_norm_rows_backward(dnormed, dtotal, total, weight, stats, dx, ddelta, su
         gain = tl.load(weight).to(tl.float32)
     dweight, dbias = tl.zeros([BR, BD], tl.float32), tl.zeros([BR, BD], tl.float32)
     for tile in range(n_tiles_each):
-        at, there, row = tile_of_rows((program * n_tiles_each + tile) * BR, n_rows, D, BR, BD)
-        d = tl.load(dnormed + at, mask=there, other=0.0).to(tl.float32)
-        x = tl.load(total + at, mask=there, other=0.0).to(tl.float32)
+        at, mask, row = tile_of_rows((program * n_tiles_each + tile) * BR, n_rows, D, BR, BD)
+        d = tl.load(dnormed + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(total + at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(stats + row, mask=row < n_rows, other=0.0)[:, None]
         if LAYER_NORM:
             x -= tl.load(stats + n_rows + row, mask=row < n_rows, other=0.0)[:, None]
@@ -85,10 +86,10 @@ def add_norm_rows_backward(dnormed, dtotal, total, weight, stats, dx, ddelta, su
             back -= (tl.sum(d, 1) / D)[:, None]
         back *= rstd
         if ADD:
-            back += tl.load(dtotal + at, mask=there, other=0.0).to(tl.float32)
-        tl.store(dx + at, back.to(dx.dtype.element_ty), mask=there)
+            back += tl.load(dtotal + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + at, back.to(dx.dtype.element_ty), mask=mask)
         if TWO_TYPES:
-            tl.store(ddelta + at, back.to(ddelta.dtype.element_ty), mask=there)
+            tl.store(ddelta + at, back.to(ddelta.dtype.element_ty), mask=mask)
     if LAYER_NORM:
         tl.store(sums + program.to(tl.int64) * D + column, tl.sum(dweight, 0), mask=column < D)
         tl.store(sums + (n_programs + program).to(tl.int64) * D + column, tl.sum(dbias, 0), mask=column < D)
@@ -97,7 +98,7 @@ def add_norm_rows_backward(dnormed, dtotal, total, weight, stats, dx, ddelta, su
 
 
 def tile_for(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and its warps, for rows of `width` numbers."""
+    """Rows and columns of a tile, and its warps, for rows of `width` entries."""
     block = max(triton.next_power_of_2(width), 16)
     rows = max(TILE // block, 1)
     return rows, block, max(rows * block // 256, 1)
@@ -105,7 +106,7 @@ def tile_for(width: int) -> tuple[int, int, int]:
 
 def forward(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None, normed_type: torch.dtype,
             eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum (empty without delta), its norm, and the rows' numbers that backward needs."""
+    """The sum (empty without delta), its norm, and the statistics of the rows that backward needs."""
     n_rows, width = x_ND.shape
     rows, block, num_warps = tile_for(width)
     total_ND, normed_ND, stats_KN = empty_outputs(x_ND, delta_ND, weight, bias, normed_type, eps)
@@ -117,7 +118,7 @@ def forward(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor 
 
 def empty_outputs(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None,
                   normed_type: torch.dtype, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What `forward` fills."""
+    """Empty tensors for the results of `forward`."""
     total_ND = x_ND.new_empty(x_ND.shape if delta_ND is not None else 0)
     stats_KN = x_ND.new_empty(1 if bias is None else 2, len(x_ND), dtype=torch.float32)
     return total_ND, x_ND.new_empty(x_ND.shape, dtype=normed_type), stats_KN
@@ -125,7 +126,7 @@ def empty_outputs(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: T
 
 def backward(dnormed_ND: Tensor, dtotal_ND: Tensor | None, total_ND: Tensor, weight: Tensor, stats_KN: Tensor,
              delta_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x, the same in delta's type (empty if that is x's), and those of weight and bias in one."""
+    """The gradients: of x; of delta, the same values in delta's dtype (empty if it is x's); of weight and bias."""
     n_rows, width = total_ND.shape
     rows, block, num_warps = tile_for(width)
     n_tiles = triton.cdiv(n_rows, rows)
@@ -143,7 +144,7 @@ def backward(dnormed_ND: Tensor, dtotal_ND: Tensor | None, total_ND: Tensor, wei
 
 def empty_gradients(dnormed_ND: Tensor, dtotal_ND: Tensor | None, total_ND: Tensor, weight: Tensor, stats_KN: Tensor,
                     delta_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What `backward` fills."""
+    """Empty tensors for the results of `backward`."""
     ddelta_ND = total_ND.new_empty(0 if delta_type == total_ND.dtype else total_ND.shape, dtype=delta_type)
     return torch.empty_like(total_ND), ddelta_ND, stats_KN.new_empty(len(stats_KN), *weight.shape)
 
@@ -181,14 +182,12 @@ add_norm_forward.register_autograd(gradients, setup_context=keep)
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
              eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """`reference.add_norm` in one kernel: x + delta, or x itself without one, and the norm of it over its last axis.
+    """`reference.add_norm` in one kernel: x + delta, or x if delta is None, and the norm of the sum over its last axis.
 
-    x, delta: `[..., D]` of float32, bfloat16 or float16, D at most `MAX_WIDTH`. The sum, and the norm outside of
-    autocast, have x's type (that of both, as torch adds them, where delta's is the wider one). Under autocast the
-    residual stream is float32 and layers cast what they multiply: there the norm is returned in autocast's type, which
-    saves the cast, and the gradient of a shorter delta is written in delta's type by the same kernel. Without delta
-    the gradients of x as a stream and of its norm are added by autograd. Sums are taken in a fixed order; there is no
-    second derivative."""
+    x, delta: `[..., D]` of float32, bfloat16 or float16, D at most `MAX_WIDTH`. The sum has the promoted dtype of x and
+    delta; so has the norm without autocast. Under autocast the norm has autocast's dtype, which saves the cast of the
+    next matmul, and the kernel writes the gradient of delta in delta's dtype. Sums are taken in a fixed order. There is
+    no second derivative. Raises ValueError for a larger D, and RuntimeError in forward-mode differentiation."""
     width = x.shape[-1]
     if width > MAX_WIDTH:
         raise ValueError(f"a row of {width} numbers; the kernel takes {MAX_WIDTH}")

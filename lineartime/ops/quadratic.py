@@ -1,8 +1,8 @@
-"""FLASH-Quad's attention in kernels, from a layer's first projection to its second, forward and backward. The
-definition is `reference.gated_quadratic_attention`.
+"""FLASH-Quad's attention in kernels, between a layer's two projections, forward and backward. The reference is
+`reference.gated_quadratic_attention`.
 
-Each weight enters E products of either pass, so weights go to memory, as many as fit a buffer at a time, and are read
-as one side of a product of matrices. They are made again where they are wanted again: that is 128 products of E + 128.
+Each weight is read for all E columns of v, so weights are written to memory, one buffer of them at a time, and are an
+operand of a matmul. Weights are recomputed when needed again, which costs 128 of every E + 128 multiply-adds.
 """
 
 from typing import Any
@@ -19,23 +19,24 @@ from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
 from lineartime.ops.tiles import HALF, dot, load_rows, silu, silu_slope, store_rows, visible_tile
 
 
-def weight_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Own rows and others of a tile of weights, columns of a head at a time, warps, and stages of the loop."""
-    return (64, 64, 32, 8, 2) if kind == torch.float32 else (128, 128, 64, 8, 2)
+def weight_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """For a tile of weights: own rows, others, columns of a head at a time, warps, and stages of the loop. Own rows
+    are queries and others keys, or the reverse."""
+    return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 128, 64, 8, 2)
 
 
-def sum_tile(kind: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Own rows and columns of a tile of sums, others at a time, warps, and stages of the loop. Rows and others divide
-    those of a `weight_tile`."""
-    return (64, 64, 32, 8, 2) if kind == torch.float32 else (128, 256, 64, 8, 3)
+def sum_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """For a tile of sums: own rows, columns, others at a time, warps, and stages of the loop. Own rows and others
+    divide those of a `weight_tile`."""
+    return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 256, 64, 8, 3)
 
 
 @triton.jit
 def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, row_stride, stride, scale,
           OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
           BS: tl.constexpr):
-    """The weights of BN keys for BM queries, or with the sides changed of BM keys for BN queries: 0 where one does not
-    see the other. A tile that causality hides altogether is not written."""
+    """OF_QUERIES: the weights of BN keys for BM queries. Otherwise those of BM keys for BN queries. Masked weights are
+    0. A tile that the causal mask hides entirely is not written."""
     n_others = tl.cdiv(T, BN)
     into, other = tl.program_id(0) // n_others * BM, tl.program_id(0) % n_others * BN
     own = first_own + into
@@ -67,13 +68,13 @@ def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, 
 def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_stride, stride, gate_stride, out_stride,
            OF_QUERIES: tl.constexpr, BACKWARD: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
            BK: tl.constexpr):
-    """BE columns of the sum of all values (v) by their weights for BM queries, times the gate silu(u), or BACKWARD the
-    gradient of u from it. With the sides changed, of values (do) by their weights for BM keys: the gradient of v.
+    """BE columns of weights times values. OF_QUERIES: for BM queries, values are v, and out is the sum times the gate
+    silu(u), or BACKWARD the gradient of u. Otherwise: for BM keys, values are do, and out is the gradient of v.
 
-    gate: u, or v, before silu."""
+    gate: u, or for keys v, before silu."""
     n_columns = tl.cdiv(E, BE)
     into, first_column = tl.program_id(0) // n_columns * BM, tl.program_id(0) % n_columns * BE
-    if OF_QUERIES:  # those with the most keys begin first
+    if OF_QUERIES:  # the queries with the most keys come first
         into = (tl.num_programs(0) // n_columns - 1) * BM - into
     own = first_own + into
     first = (first_row + tl.program_id(1)).to(tl.int64) * T
@@ -92,7 +93,7 @@ def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_str
 
     gate_row, out_row = gate + (first + own) * gate_stride, out + (first + own) * out_stride
     dout_row = dout + (first + own) * E if OF_QUERIES and BACKWARD else dout
-    # By quarters: a whole tile of gates beside one of sums is too much.
+    # By quarters: registers do not hold a whole tile of gates besides the tile of sums.
     left, right = split_columns(total)
     parts = split_columns(left) + split_columns(right)
     for n in tl.static_range(4):
@@ -110,7 +111,7 @@ def split_columns(tile):
 @triton.jit
 def finish(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, column, n_tokens, E,
            OF_QUERIES: tl.constexpr, BACKWARD: tl.constexpr):
-    """From a sum of values to what `add_up` writes."""
+    """The factors that `add_up` applies to a sum of values, and the store of the result."""
     if BACKWARD and OF_QUERIES:
         total *= load_rows(dout_row, i, column, n_tokens, E, E).to(tl.float32)
     gate = load_rows(gate_row, i, column, n_tokens, E, gate_stride).to(tl.float32)
@@ -120,9 +121,9 @@ def finish(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, colum
 
 def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
            out: Tensor, scale_len: int, causal: bool, *, of_queries: bool, backward: bool) -> None:
-    """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time: whole rows, or part of one.
+    """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time: whole rows, or part of one row.
 
-    gate and out: contiguous but for the distance of tokens."""
+    gate and out: contiguous but for the stride of tokens."""
     n_batch, n_tokens, e = values.shape
     bm, bn, bs, warps, stages = weight_tile(values.dtype)
     own, be, bk, sum_warps, sum_stages = sum_tile(values.dtype)
@@ -203,11 +204,10 @@ forward.register_autograd(differentiate, setup_context=keep)
 
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
                               *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None) -> Tensor:
-    """`reference.gated_quadratic_attention` in kernels, for the inputs that `dispatch.unsupported_attention` lets
-    pass. First derivatives only, and none of sin and cos.
+    """`reference.gated_quadratic_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
 
-    Sums are float32 and always in one order: the same inputs give the same bits. Of the forward pass nothing is kept
-    but its inputs."""
+    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs only
+    the inputs. Raises RuntimeError in forward-mode differentiation."""
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_2S, beta_2S, sin, cos, w)]
     refuse_forward_mode(*tensors)
     documents_BT = None if segment_ids_BT is None else segment_ids_BT.int().contiguous()

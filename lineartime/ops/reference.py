@@ -1,8 +1,8 @@
-"""The reference of every attention op, in einsum: a kernel computes the same, faster.
+"""The PyTorch reference of every attention op, which the kernels must agree with.
 
-Mixed chunk attention has three named stages: attention inside a chunk, the sums of k v that chunks carry to one
-another, and the reading of these sums by queries. A document is a run of equal `segment_ids`; -1 marks padding, which
-contributes nothing. The paper's ablations are in `ops/ablations.py`.
+Mixed chunk attention has three stages: attention inside a chunk (`quadratic_attention`), the states, sums of k v that
+enter each chunk (`sum_states`), and the reading of states by queries (`read_states`). A document is a run of equal
+`segment_ids`; -1 marks padding, which contributes nothing. The paper's ablations are in `ops/ablations.py`.
 """
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 from lineartime.ops.dtypes import at_least_float32, matmul_dtype
 
 SCAN_BLOCK = 32
-"""Chunks whose sums are one matmul."""
+"""Chunks whose states are summed by one matmul, see `sum_states`."""
 
 
 def rotary(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """sin and cos of position x 10000^(-i / half) for i < half = width / 2: the angles of Codes 2 and 3.
 
-    position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. The angles are taken in
-    float64 and rounded after sin and cos, so that the error stays below 1e-6 at position 10^6."""
+    position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. Angles, sin and cos are
+    computed in float64, so that the error stays below 1e-6 at position 10^6."""
     half = width // 2
     frequency = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=position.device) / half)
     angle = position.double()[..., None] * frequency
@@ -27,12 +27,11 @@ def rotary(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Rotary position embedding (Code 3): the halves of the last axis turned by the angles of `rotary`.
+    """Rotary position embedding (Code 3): the halves of the last axis rotated by the angles of `rotary`.
 
-    x: `[..., width]`; sin, cos: `[..., width / 2]`, broadcast. Several axes count as one: the position of an entry is
-    its index in their row-major order."""
+    x: `[..., width]`. sin, cos: `[..., width / 2]`, of the positions, broadcast. Returns `[..., width]`."""
     halves = x.unflatten(-1, (2, -1))
-    # [x1 cos - x2 sin, x2 cos + x1 sin] without taking the halves apart: torch.compile makes slow code of a cat.
+    # [x1 cos - x2 sin, x2 cos + x1 sin] without a cat, which torch.compile turns into slow code.
     sign = torch.arange(-1, 2, 2, device=x.device)[:, None]
     return (halves * cos[..., None, :] + halves.flip(-2) * (sin[..., None, :] * sign)).flatten(-2)
 
@@ -44,7 +43,7 @@ def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
 
 
 def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
-    """`[B, T, ...]` as `[B, G, C, ...]`, filled up at the end."""
+    """`[B, T, ...]` as `[B, G, C, ...]`, the last chunk padded with `fill`."""
     missing = -x_BT.shape[1] % chunk_size
     if missing:
         x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
@@ -52,10 +51,8 @@ def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
 
 
 def chunk_ids(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, causal: bool) -> Tensor | None:
-    """The documents of a row's tokens in chunks: segment_ids_BGC, -1 where the last chunk is filled up.
-
-    None stands for rows of one document whose tokens cannot see what fills up the last chunk. x_BT: any tensor
-    `[B, T, ...]` of the rows."""
+    """The documents of tokens in chunks: segment_ids_BGC, with -1 for the padding of the last chunk. None for causal
+    rows of one document, where the causal mask hides the padding. x_BT: any tensor `[B, T, ...]` of the rows."""
     if segment_ids_BT is None:
         if causal:
             return None
@@ -64,7 +61,7 @@ def chunk_ids(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, caus
 
 
 def one_document(x_BGC: Tensor) -> Tensor:
-    """Segment ids of rows that are one document and nothing else: segment_ids_BGC."""
+    """Segment ids of rows that are one document without padding: segment_ids_BGC."""
     return torch.zeros(x_BGC.shape[:3], dtype=torch.long, device=x_BGC.device)
 
 
@@ -75,9 +72,9 @@ def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = 
 
 
 def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu2") -> Tensor:
-    """relu(score)^2, or softmax, over the last axis: exactly 0 where a key is not visible, all 0 where none is.
+    """relu(score)^2, or softmax over the last axis: exactly 0 for keys that are not visible, even if no key is.
 
-    visible: booleans that broadcast; None: every key."""
+    visible: bool, broadcast to score; None: every key is visible. Returns score's shape and dtype."""
     if kernel == "relu2":
         return torch.relu(score if visible is None else torch.where(visible, score, 0.0)).square()
     if visible is None:
@@ -87,10 +84,10 @@ def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu
 
 def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Tensor | None,
                  key_segment_ids_BGM: Tensor | None = None, n_before: int = 0) -> Tensor | None:
-    """True where query c may see key m: of its document, and not later when causal. `[B or 1, G or 1, C, M]`, None
-    where every key is visible.
+    """True where query c may see key m: of its document, and not later when causal. `[B or 1, G or 1, C, M]`; None if
+    every key is visible.
 
-    n_before: keys that stand before the first query."""
+    n_before: number of keys before the position of the first query."""
     visible = None
     if causal:
         key_M = torch.arange(n_keys, dtype=torch.int32, device=q_BGCS.device)  # torch.compile is slow with 64 bits
@@ -102,7 +99,7 @@ def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Ten
 
 
 def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Tensor:
-    """q k^T / scale + b, score_BGCM in float32 at least. w: the position bias b, see `toeplitz`, or none."""
+    """q k^T / scale + b: score_BGCM in float32 at least. w: the position bias b, see `toeplitz`, or None."""
     score_BGCM = at_least_float32(torch.einsum("bgcs,bgms->bgcm", q_BGCS / scale, k_BGMS))
     return score_BGCM if w is None else score_BGCM + toeplitz(w, *score_BGCM.shape[-2:])
 
@@ -111,9 +108,9 @@ def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tenso
                         segment_ids_BGC: Tensor | None = None) -> Tensor:
     """relu(q k^T / n + b)^2 v inside each chunk: FLASH's local attention, and with one chunk FLASH-Quad (Code 6).
 
-    q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating type. w `[2 C - 1]`: the position bias, see
+    q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating dtype. w `[2 C - 1]`: the position bias, see
     `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each token, -1 for padding; None: one document.
-    Scores are in float32 at least. Returns `[B, G, C, E]` of v's type."""
+    Scores are in float32 at least. Returns `[B, G, C, E]` of v's dtype."""
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
     a_BGCM = attention_weights(scores(q_BGCS, k_BGCS, float(scale_len), w), visible)
     return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGCE.dtype), v_BGCE)
@@ -122,9 +119,9 @@ def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tenso
 def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
     """Entry p: the sum of kv over the chunks g < p that end in the document entering_BP[p]. `[B, P, S, E]`.
 
-    last_BG: the document each chunk ends with; numbers never fall along a row. Up to SCAN_BLOCK places are one product
-    with a matrix of zeros and ones. More are cut into blocks, and what enters a block is the same sum over blocks, so
-    that the work is linear in G."""
+    last_BG: the last document of each chunk; ids do not decrease along a row. Up to SCAN_BLOCK places are one matmul
+    with a matrix of zeros and ones. More places are cut into blocks; the state that enters a block is the same sum over
+    blocks, so that the work is linear in G."""
     def add_up(kept_BPG: Tensor, kv_BGSE: Tensor) -> Tensor:
         with torch.autocast(kv_BGSE.device.type, enabled=False):
             return torch.bmm(kept_BPG.to(kv_BGSE.dtype), kv_BGSE.flatten(2)).unflatten(2, kv_BGSE.shape[2:])
@@ -154,8 +151,8 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
 
 
 def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of k v over the tokens of the document that each chunk ends with, their number, and that document:
-    kv_BGSE and count_BG, in float32 at least, and last_BG."""
+    """Of the tokens of each chunk's last document: the sum of k v, their number, and the document: kv_BGSE and
+    count_BG, in float32 at least, and last_BG."""
     last_BG = segment_ids_BGC.amax(-1)
     tail_BGC = (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
     kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
@@ -163,8 +160,8 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tup
 
 
 def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What earlier chunks hand to each chunk: the sum of k v over the tokens so far of the document that is open when
-    the chunk begins, their number, and that document: kv_BGSE and count_BG, in float32 at least, and entering_BG."""
+    """Of the last document before each chunk: the sum of k v over its tokens in earlier chunks, their number, and the
+    document: kv_BGSE and count_BG, in float32 at least, and entering_BG."""
     kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC)
     entering_BG = F.pad(last_BG[:, :-1], [1, 0])
     kv_in_BGSE = sum_states(kv_BGSE, last_BG, entering_BG)
@@ -174,9 +171,9 @@ def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> 
 
 def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                    initial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """`entering_states` of rows that have a past, and what leaves the last chunk: kv_BPSE, count_BP, document_BP.
+    """`entering_states` of rows that have a past, and the state after the last chunk: kv_BPSE, count_BP, document_BP.
 
-    initial: kv_BSE and count_B that document 0 brings along."""
+    initial: kv_BSE and count_B of document 0 in the past."""
     kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC)
     document_BP = F.pad(last_BG, [1, 0])
     kv_BSE, count_B = initial
@@ -187,16 +184,17 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
 
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
-    """q times the state that enters its chunk, each query weighed: `[B, G, C, E]`. A weight of 0 sees nothing."""
+    """weight q kv, with the state kv that enters the query's chunk: `[B, G, C, E]`, of q's dtype."""
     q_BGCS = (q_BGCS * weight_BGC[..., None]).to(q_BGCS.dtype)
     return torch.einsum("bgcs,bgse->bgce", q_BGCS, kv_BGSE.to(q_BGCS.dtype))
 
 
 def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
                      segment_ids_BGC: Tensor | None = None, pooling: str = "mean") -> Tensor:
-    """q sum(k^T v) over the visible tokens of the query's document (Eqs. 7-8): those of earlier chunks when causal, all
-    of them when not. pooling: "mean" divides by their number (Codes 7-8), "sum" does not. Returns `[B, G, C, E]`."""
-    if segment_ids_BGC is None and causal:  # one document: nothing to keep apart
+    """q sum(k^T v) over tokens of the query's document (Eqs. 7-8): when causal those of earlier chunks, otherwise all.
+
+    pooling: "mean" divides by their number (Codes 7-8), "sum" does not. Returns `[B, G, C, E]`."""
+    if segment_ids_BGC is None and causal:  # one document: no mask
         n_chunks, c = q_BGCS.shape[1:3]
         kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS, v_BGCE))
         none_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
@@ -212,7 +210,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
         return read_states(q_BGCS, kv_BGSE, weight_BGC)
 
-    # What later chunks hold is the same sum over the rows turned round; ids are turned too, so that they still rise.
+    # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still rise.
     turned_BGC = torch.where(segment_ids_BGC >= 0, segment_ids_BGC.amax() - segment_ids_BGC, -1).flip(1, 2)
     after = entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
     kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in after)
@@ -239,17 +237,17 @@ def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: 
 
 
 def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Heads from one base by scales and offsets (Eq. 5), each turned by its position (Code 3): heads_NBTS.
+    """Heads from z by scales and offsets (Eq. 5), then RoPE (Code 3): heads_NBTS of z's dtype.
 
-    sin, cos: `[1 or B, T, S / 2]`."""
+    sin, cos: `[1 or B, T, S / 2]`, see `rotary`."""
     made_NBTS = z_BTS * gamma_NS[:, None, None] + beta_NS[:, None, None]
     return rope(made_NBTS, sin, cos).to(z_BTS.dtype)
 
 
 def split_uvz(uvz_BTF: Tensor, s: int) -> tuple[Tensor, Tensor, Tensor]:
-    """u_BTE, v_BTE and z_BTS, each after its silu (Eqs. 1 and 4), of the projection uvz_BTF, F = 2 E + S.
+    """u_BTE, v_BTE and z_BTS, each after silu (Eqs. 1 and 4), of the projection uvz_BTF, F = 2 E + S.
 
-    The split comes before the silu, so that each part is contiguous: a CPU multiplies those without copies."""
+    The split comes before silu, so that each part is contiguous, which saves copies in matmuls on a CPU."""
     e = (uvz_BTF.shape[-1] - s) // 2
     u_BTE, v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF.split([e, e, s], dim=-1))
     return u_BTE, v_BTE, z_BTS
@@ -272,8 +270,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
                           pooling: str = "mean") -> Tensor:
     """A FLASH layer between its two projections (Code 8): silu, four heads from z, u * (mixed chunk attention of v).
 
-    The row is cut into chunks; the last one is filled up with padding, which changes nothing. Arguments: see
-    `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
+    Rows are padded to whole chunks. Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
     u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, gamma_4S.shape[-1])
     heads_NBTS = make_heads(z_BTS, gamma_4S, beta_4S, sin, cos)
     q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads_NBTS)
@@ -285,11 +282,11 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
              eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """x + delta, or x itself without one, and the norm of it over its last axis (Code 5).
+    """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
 
-    x, delta: `[..., D]`. weight `[D]` with bias `[D]` is LayerNorm; a scalar weight `[1]` without bias is ScaleNorm.
-    The sum has the type in which torch adds the two. The norm is taken in float32 at least and returned in the type of
-    matmuls: the sum's own, or that of autocast, to which a linear layer would cast it anyhow."""
+    x, delta: `[..., D]`. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm. The sum has the
+    promoted dtype of x and delta. The norm is computed in float32 at least and returned in the dtype of matmuls, see
+    `matmul_dtype`, to which a linear layer would cast it."""
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)
     if bias is not None:
@@ -303,12 +300,10 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
 def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
                       bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
                       offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`gated_chunk_attention`, causal, for one new token per row whose past is in buffers: out_BE.
+    """Causal `gated_chunk_attention` of one new token per row: out_BE. Buffers hold the past.
 
-    Writes the token's keys and value into the open chunk, k_quad_BCS, k_lin_BCS and v_BCE, at `offset_B`. It sees the
-    slots from `first_B` on, where its document begins (below 0 if in an earlier chunk), to its own, and `weight_B`
-    times kv_BSE, the sum of k v over closed chunks. bias_C: the position bias at key minus query position, C - 1
-    before, ..., the same. sin_BR, cos_BR: of the tokens' positions, R = S / 2. A chunk that is full is not closed."""
+    Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS and v_BCE. The token
+    sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE. Arguments: see `ops.chunk_decode_step`."""
     (c, s), e = k_quad_BCS.shape[1:], v_BCE.shape[-1]
     u_BE, v_BE, z_BS = F.silu(uvz_BF).split([e, e, s], dim=-1)
     heads_4B1S = make_heads(z_BS[:, None], gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])

@@ -41,7 +41,7 @@ def measured(name: str, **options):
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_every_implementation_agrees_with_the_definition_in_float64(name, precision):
+def test_every_implementation_agrees_with_the_reference_in_float64(name, precision):
     found = measured(name, precision=precision)
     assert len(found) >= 1 and all(row["cpu_ms"]["n"] == 2 for row in found)
     assert all((row["flops"] > 0) == (name != "add_norm") for row in found)  # a norm has no products

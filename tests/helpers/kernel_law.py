@@ -1,4 +1,4 @@
-"""What both gated attentions' kernels are held to: the definition in float64, by its own distance in the same type."""
+"""The law for the kernels of both gated attentions: at most twice the reference's error against float64."""
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ def error(a: Tensor, exact: Tensor) -> float:
     return float((a.double() - exact).norm())
 
 
-def assert_held(kernel, definition, inputs: dict[str, Tensor], **how) -> None:
-    """Of the definition's types and shapes, and at most twice as far from float64 as the definition is."""
-    exact = run(definition, {name: x.double() for name, x in inputs.items()}, **how)
-    ours, theirs = (run(op, inputs, **how) for op in (kernel, definition))
+def assert_held(kernel, reference, inputs: dict[str, Tensor], **how) -> None:
+    """The reference's dtypes and shapes, and at most twice as far from float64 as the reference is."""
+    exact = run(reference, {name: x.double() for name, x in inputs.items()}, **how)
+    ours, theirs = (run(op, inputs, **how) for op in (kernel, reference))
     # Float32 is at its rounding in both, where twice is a matter of luck.
     floor = 1e-6 if inputs["uvz"].dtype == torch.float32 else 0.0
     for name, a, b, x in zip(NAMES, ours, theirs, exact, strict=True):

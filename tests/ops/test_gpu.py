@@ -214,7 +214,7 @@ WHOLE_LENGTH = 2048
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FLOOR = {torch.float32: 1e-6}
-"""Where kernel and definition are both at the rounding of float32, twice is a matter of luck."""
+"""Where kernel and reference are both at the rounding of float32, twice is a matter of luck."""
 
 ATTENTIONS = [("gated_chunk_attention", chunk) for chunk in (256, 128, 512)] + [("gated_quadratic_attention", None)]
 
@@ -236,7 +236,7 @@ def documents(n_rows: int, n_tokens: int) -> Tensor:
 
 
 def attention(name: str, config: ModelConfig, segment_ids_BT: Tensor | None, kernel: bool) -> Callable[..., Tensor]:
-    """A gated attention of an op's inputs, by its kernel or by its definition."""
+    """A gated attention of an op's inputs, by its kernel or by its reference."""
     from lineartime.ops import mixed_chunk, quadratic, reference
 
     if name == "gated_chunk_attention":
@@ -255,7 +255,7 @@ def op_inputs(name: str, config: ModelConfig, n_rows: int, dtype: torch.dtype) -
 
 def too_far(name: str, kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
             dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Outputs and gradients whose error is more than twice the definition's in the same type: both errors."""
+    """Outputs and gradients whose error is more than twice the reference's in the same dtype: both errors."""
     exact_inputs = typed(OPS[name], inputs, torch.device(DEVICE), torch.float64)
     cotangents = [torch.randn_like(x) for x in outputs(definition, inputs)]
     exact = value_and_gradients(definition, exact_inputs, cotangents)
@@ -372,7 +372,7 @@ def with_kernels(preset: str, **fields: object) -> ModelConfig:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["flash", "flash-quad"])
 def test_a_model_with_kernels_is_the_model_without(preset: str, precision: str) -> None:
-    """The whole gradient of a step is at most twice as far from float64 as that of the definitions."""
+    """The whole gradient of a step is at most twice as far from float64 as that of the reference."""
     model = random_model(with_kernels(preset)).to(DEVICE, torch.float32).train()
     rows_BT = (random_ids(3, 701, vocab_size=511) + 1).to(DEVICE)
     rows_BT[1, [5, 130, 131, 400]] = END

@@ -1,4 +1,4 @@
-"""The kernel of a decode step, in Triton's interpreter, held to its definition, which is the layer's."""
+"""The kernel of a decode step, in Triton's interpreter, held to its reference, which is the layer's."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""FLASH's kernels in Triton's interpreter, held to the definition; and the layers and models that run in them."""
+"""FLASH's kernels in Triton's interpreter, held to the reference; and the layers and models that run in them."""
 
 from functools import partial
 
@@ -126,7 +126,7 @@ def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_definitions_have_the_gradients_of_their_differences(causal: bool) -> None:
+def test_references_have_the_gradients_of_their_differences(causal: bool) -> None:
     """torch.autograd.gradcheck in float64."""
     def small(n_heads: int, length: int) -> list[Tensor]:
         position_1T = torch.arange(6)[None]
@@ -195,7 +195,7 @@ def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str
         dist.destroy_process_group()
 
 
-def test_text_is_that_of_the_definition() -> None:
+def test_text_is_that_of_the_reference() -> None:
     """Greedy, over the ends of chunks, by rows that stand at different places."""
     model = tiny("flash", end_of_document=0).eval()
     prompts = [random_ids(n, seed=n, vocab_size=64).tolist() for n in (120, 3)]
@@ -243,7 +243,7 @@ def test_what_runs_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
 @pytest.mark.parametrize("op, n_heads, how", [
     (gated_chunk_attention, 4, {"chunk_size": 128}), (gated_quadratic_attention, 2, {"scale_len": 140})])
-def test_an_op_is_its_definition_or_its_kernel(op, n_heads: int, how: dict[str, int]) -> None:
+def test_an_op_is_its_reference_or_its_kernel(op, n_heads: int, how: dict[str, int]) -> None:
     inputs = make_inputs(1, 140, torch.float32)
     inputs["gamma"], inputs["beta"] = inputs["gamma"][:n_heads], inputs["beta"][:n_heads]
     if n_heads == 2:
@@ -255,7 +255,7 @@ def test_an_op_is_its_definition_or_its_kernel(op, n_heads: int, how: dict[str, 
 
 
 def test_a_layer_is_the_definition_of_its_op() -> None:
-    """The definition with a layer's weights, in float64: what the layer makes of parts and heads of its own."""
+    """The reference with a layer's weights, in float64: what the layer makes of parts and heads of its own."""
     torch.manual_seed(0)
     layer = GatedAttentionUnit(d_model=16, query_key_dim=8, chunk_size=4).double()
     x_BTD, ids_BT = torch.randn(2, 11, 16, dtype=torch.float64), torch.tensor([[0] * 6 + [1] * 5, [0] * 9 + [-1] * 2])

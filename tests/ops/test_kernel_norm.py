@@ -1,4 +1,4 @@
-"""The kernel of residual addition and norm, in Triton's interpreter, held to its definition, which is the modules'."""
+"""The kernel of residual addition and norm, in Triton's interpreter, held to its reference, which is the modules'."""
 
 import pytest
 import torch

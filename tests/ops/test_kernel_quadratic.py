@@ -1,4 +1,4 @@
-"""FLASH-Quad's kernels, and the gradients that both attentions share, in Triton's interpreter, held to the definition.
+"""FLASH-Quad's kernels, and the gradients that both attentions share, in Triton's interpreter, held to the reference.
 """
 
 from functools import partial
