@@ -87,14 +87,14 @@ def goals_of(entry: Row) -> list[Goal]:
     if entry["measure"] not in MEASURES or ("at_least" in entry) == ("at_most" in entry):
         raise ValueError(f"goal {entry['what']!r} needs a measure of {', '.join(MEASURES)} and one limit")
     limits, aims = (each if isinstance(each, dict) else {"": each}
-                    for each in (entry.get("at_least", entry.get("at_most")), entry.get("aim")))
-    if aims != {"": None} and aims.keys() != limits.keys():
+                    for each in (entry["at_least" if "at_least" in entry else "at_most"], entry.get("aim")))
+    if "aim" in entry and aims.keys() != limits.keys():
         raise ValueError(f"goal {entry['what']!r} needs an aim for each limit")
     fields = {FIELDS.get(name, name): value for name, value in entry.items()
               if name not in ("at_least", "at_most", "aim")}
-    spans = {context: {"first": int(context), "last": int(context)} if context else {} for context in limits}
-    return [Goal(**fields, **spans[context], limit=float(limit), at_least="at_least" in entry, aim=aims.get(context))
-            for context, limit in limits.items()]
+    spans = ({"first": int(context), "last": int(context)} if context else {} for context in limits)
+    return [Goal(**{**fields, **span}, limit=float(limit), at_least="at_least" in entry, aim=aims.get(context))
+            for span, (context, limit) in zip(spans, limits.items(), strict=True)]
 
 
 def goals_table(goals: Sequence[Goal], rows: Sequence[Row]) -> str:
@@ -200,9 +200,8 @@ def of_contexts(goal: Goal, cells: "DataFrame") -> Measured:
 
 def share_of_copy(goal: Goal, cells: "DataFrame") -> Measured:
     """Of a copy's rate, at each context's newest row of the implementation `variant` of the op `over`."""
-    part = goal.measure.removesuffix(" share")
-    return in_newest_run(cells[(cells.side == goal.over) & (cells.variant == goal.variant)],
-                         f"{part}.copy_share", "last")
+    mine = cells[(cells.side == goal.over) & (cells.variant == goal.variant)]
+    return in_newest_run(mine, f"{goal.measure.removesuffix(' share')}.copy_share", "last")
 
 
 def number_in(rows: "Series", name: str) -> "Series":
