@@ -92,12 +92,12 @@ class Out:
 
     def measured(self) -> set[str]:
         return {*(row["cell"] for row in self.read(self.rows) if row.get("cell")),
-                *(line["cell"] for line in self.read(self.progress) if line["ended"].startswith(COMPLETE))}
+                *(line["cell"] for line in self.read(self.progress) if begins(line["ended"], COMPLETE))}
 
     def n_tries(self, call: Call) -> int:
         """How often a call was tried; a table that was stopped goes on, so stopping it was no try."""
         ends = [line["ended"] for line in self.read(self.progress) if line["cell"] == call.name]
-        return sum(call.stage != "tables" or not ended.startswith(STOPPED) for ended in ends)
+        return sum(call.stage != "tables" or not begins(ended, STOPPED) for ended in ends)
 
     def summarise(self, calls: Sequence[Call], note: str = "") -> None:
         """Write the summary anew: what is done, what is left, what the rows give."""
@@ -118,6 +118,11 @@ class Out:
         if any(row["scale"] == "gpu" for row in self.read(self.tables)):
             text += "\n" + report("--scale", "gpu", "--rows", str(self.tables))
         write_atomically(self.summary, "\n".join(lines) + "\n\n" + text)
+
+
+def begins(ended: str, *ways: str) -> bool:
+    """Whether a call ended in one of these ways, whatever is said behind a comma."""
+    return ended.partition(", ")[0] in ways
 
 
 def report(*arguments: str) -> str:
@@ -226,7 +231,7 @@ def run_calls(stage: str, calls: Sequence[Call], out: Out, device: str, commit: 
             longest = max(longest if number else 0.0, 1.2 * took)
         append_json_lines(out.progress, [{"cell": call.name, "ended": ended, "seconds": round(took, 1)}])
         say(f"{stage}: {call.name} {ended} ({took:.0f} s)")
-        well &= ended.startswith((DONE, STOPPED, COMPLETE))
+        well &= begins(ended, DONE, STOPPED, COMPLETE)
         out.summarise(calls)
     return well
 
