@@ -10,6 +10,7 @@ OUT/reproduce.
 import argparse
 import ctypes
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+from lineartime.atomic_io import append_json_lines, read_json_lines, write_atomically  # noqa: E402
 
+LINEARTIME = (sys.executable, "-m", "lineartime")
 CALLS = Path(__file__).with_name("gpu.toml")
 STAGES = ("tests", "kernels", "step", "decode", "tables")
 COMMITTED_ROWS = ROOT / "lineartime" / "results" / "quality.jsonl"
@@ -50,8 +52,8 @@ FIRST_GUESS_S, TINY_GUESS_S = 75.0, 10.0
 SAVE_S = 40.0
 """How long before the end of a stage what trains is asked to save: it first ends its step, or its compiling."""
 
-STOPPED, COMPLETE = "stopped at the end of the stage's time", "complete"
-"""How a call can end; of `tables` a call is complete when it has every row."""
+DONE, STOPPED, COMPLETE = "done", "stopped at the end of the stage's time", "complete"
+"""How a call can end well; of `tables` a call is complete when it has every row."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Out:
     def __init__(self, folder: Path, before: Path | None):
         self.folder = folder
         self.rows, self.progress = folder / "rows.jsonl", folder / "progress.jsonl"
-        self.summary, self.tables = folder / "summary.md", folder / "tables.jsonl"
+        self.summary, self.tables, self.runs = folder / "summary.md", folder / "tables.jsonl", folder / "reproduce"
         folder.mkdir(parents=True, exist_ok=True)
         if before is not None and not self.rows.exists():
             shutil.copyfile(before, self.rows)
@@ -90,32 +92,23 @@ class Out:
 
     def measured(self) -> set[str]:
         return {*(row["cell"] for row in self.read(self.rows) if row.get("cell")),
-                *(line["cell"] for line in self.read(self.progress) if line["ended"] == COMPLETE)}
+                *(line["cell"] for line in self.read(self.progress) if begins(line["ended"], COMPLETE))}
 
-    def tried(self, call: Call) -> list[dict]:
-        return [line for line in self.read(self.progress) if line["cell"] == call.name]
-
-    def sign_tables(self, commit: str | None) -> None:
-        """Write the commit into the tables' rows that have none, as rows from a checkout without git."""
-        rows = self.read(self.tables)
-        if any(row["commit"] is None for row in rows):
-            aside = self.tables.with_name(".tmp-tables.jsonl")
-            aside.unlink(missing_ok=True)
-            append_json_lines(aside, [{**row, "commit": row["commit"] or commit} for row in rows])
-            os.replace(aside, self.tables)
+    def n_tries(self, call: Call) -> int:
+        """How often a call was tried; a table that was stopped goes on, so stopping it was no try."""
+        ends = [line["ended"] for line in self.read(self.progress) if line["cell"] == call.name]
+        return sum(call.stage != "tables" or not begins(ended, STOPPED) for ended in ends)
 
     def summarise(self, calls: Sequence[Call], note: str = "") -> None:
         """Write the summary anew: what is done, what is left, what the rows give."""
-        measured = self.measured()
+        measured, ends = self.measured(), {line["cell"]: line["ended"] for line in self.read(self.progress)}
         lines = ["# Measured by tools/gpu.py", "", "Written as it goes, from rows.jsonl beside it.", ""]
         for stage in STAGES[1:]:
             mine = [call for call in calls if call.stage == stage]
             left = [call.name for call in mine if call.name not in measured]
             lines.append(f"- {stage}: {len(mine) - len(left)} of {len(mine)} done"
                          + (f"; left: {', '.join(left)}" if left else ""))
-            for call in mine:
-                if call.name in left and (tried := self.tried(call)):
-                    lines.append(f"  - {call.name}: {tried[-1]['ended']}")
+            lines += [f"  - {name}: {ends[name]}" for name in left if name in ends]
         tests = self.folder / "tests.txt"
         if tests.exists():
             lines.append(f"- tests: {last_line(tests).strip('= ')}")
@@ -124,15 +117,17 @@ class Out:
         text = report("speed", "--rows", str(self.rows)) if self.read(self.rows) else ""
         if any(row["scale"] == "gpu" for row in self.read(self.tables)):
             text += "\n" + report("--scale", "gpu", "--rows", str(self.tables))
-        aside = self.summary.with_name(".tmp-summary.md")
-        aside.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
-        os.replace(aside, self.summary)
+        write_atomically(self.summary, "\n".join(lines) + "\n\n" + text)
+
+
+def begins(ended: str, *ways: str) -> bool:
+    """Whether a call ended in one of these ways, whatever is said behind a comma."""
+    return ended.partition(", ")[0] in ways
 
 
 def report(*arguments: str) -> str:
     """What `lineartime report` prints."""
-    done = subprocess.run([sys.executable, "-m", "lineartime", "report", *arguments], env=environment(),
-                          capture_output=True, text=True)
+    done = subprocess.run([*LINEARTIME, "report", *arguments], env=environment(), capture_output=True, text=True)
     return done.stdout or done.stderr
 
 
@@ -185,79 +180,79 @@ def measure(call: Call, out: Out, device: str, commit: str | None, seconds: floa
     aside = out.folder / ".cell.jsonl"
     aside.unlink(missing_ok=True)
     arguments = [argument for argument in call.arguments if argument.removesuffix(":compiled") not in absent_peers()]
-    started = time.monotonic()
-    ended = run([sys.executable, "-m", "lineartime", "benchmark", *arguments, "--device", device, "--json", str(aside)],
-                seconds)
+    ended = run([*LINEARTIME, "benchmark", *arguments, "--device", device, "--json", str(aside)], seconds)
     if not ended:
         rows = out.read(aside)
-        append_json_lines(out.rows, [{**row, "cell": call.name, "commit": row["commit"] or commit} for row in rows])
+        append_json_lines(out.rows, [{**row, "cell": call.name} for row in signed(rows, commit)])
         failed = [f"{row['label']}: {row['failed']}" for row in rows if row.get("failed")]
-        ended = "done" + (f", but {'; '.join(failed)}" if failed else "")
+        ended = DONE + (f", but {'; '.join(failed)}" if failed else "")
     aside.unlink(missing_ok=True)
-    append_json_lines(out.progress, [{"cell": call.name, "ended": ended,
-                                      "seconds": round(time.monotonic() - started, 1)}])
     return ended
 
 
-def run_cells(stage: str, calls: Sequence[Call], out: Out, device: str, commit: str | None, deadline: float,
-              guess_s: float) -> bool:
-    """A stage's calls, those that were never tried first; True where none of them failed."""
-    measured = out.measured()
-    left = [call for call in calls if call.stage == stage and call.name not in measured]
-    n_there = sum(call.stage == stage for call in calls) - len(left)
-    if n_there:
-        say(f"{stage}: {n_there} cells are measured already")
+def make_table(call: Call, out: Out, device: str, commit: str | None, seconds: float, *, more: Sequence[str]) -> str:
+    """As many of a table's missing rows as there is time for; how it ended, and how many rows are new."""
+    log, n_before = out.runs / f"{call.name}.log", len(out.read(out.tables))
+    ended = run([*LINEARTIME, *call.arguments, "--rows", str(out.tables), "--out", str(out.runs), "--device", device,
+                 *more], seconds, log, SAVE_S)
+    rows = out.read(out.tables)
+    if any(row["commit"] is None for row in rows):
+        write_atomically(out.tables, "".join(json.dumps(row) + "\n" for row in signed(rows, commit)))
+    ended = last_line(log) if ended.startswith("exit code") else ended or COMPLETE
+    return f"{ended}, {len(rows) - n_before} rows"
+
+
+def signed(rows: Sequence[dict], commit: str | None) -> list[dict]:
+    """Rows with the commit where they have none, as rows from a checkout without git."""
+    return [{**row, "commit": row["commit"] or commit} for row in rows]
+
+
+def run_calls(stage: str, calls: Sequence[Call], out: Out, device: str, commit: str | None, deadline: float,
+              guess_s: float, make: Callable[[Call, Out, str, str | None, float], str] | None = None) -> bool:
+    """A stage's calls in their order, those that were tried before last; True where none of them failed.
+
+    make: does a call within so many seconds, `measure` by default; what it returns begins with one of the ways a call
+    can end, or says what failed."""
+    mine, measured = [call for call in calls if call.stage == stage], out.measured()
+    left = sorted((call for call in mine if call.name not in measured), key=out.n_tries)
+    if len(left) < len(mine):
+        say(f"{stage}: {len(mine) - len(left)} cells are measured already")
     well, longest = True, guess_s
-    for number, call in enumerate(sorted(left, key=lambda call: len(out.tried(call))), 1):
-        remaining = deadline - time.monotonic()
-        if remaining < longest:
-            say(f"{stage}: {remaining:.0f} s are left and a cell may take {longest:.0f}; the same command goes on with "
-                f"{len(left) - number + 1} cells")
-            break
+    for number, call in enumerate(left):
         started = time.monotonic()
-        ended = measure(call, out, device, commit, remaining)
+        if deadline - started < longest:
+            rest = call.name if stage == "tables" else f"{len(left) - number} cells"
+            say(f"{stage}: {deadline - started:.0f} s are left and a cell may take {longest:.0f}; the same command "
+                f"goes on with {rest}")
+            break
+        ended = (make or measure)(call, out, device, commit, deadline - started)
         took = time.monotonic() - started
-        longest = max(longest if number > 1 else 0.0, 1.2 * took)
+        if stage != "tables":  # which ends when it is asked to
+            longest = max(longest if number else 0.0, 1.2 * took)
+        append_json_lines(out.progress, [{"cell": call.name, "ended": ended, "seconds": round(took, 1)}])
         say(f"{stage}: {call.name} {ended} ({took:.0f} s)")
-        well &= ended.startswith("done") or ended.startswith("stopped")
+        well &= begins(ended, DONE, STOPPED, COMPLETE)
         out.summarise(calls)
     return well
 
 
 def run_tables(calls: Sequence[Call], out: Out, device: str, commit: str | None, texts: Path | None, deadline: float,
                guess_s: float) -> bool:
-    """The tables in their order, those that failed last; each until it has every row or the time is over. True where
-    none failed.
+    """The tables, each until it has every row or the time is over; True where none failed.
 
     texts: the folder with the texts of the scale; None where nothing is trained."""
-    if texts is not None and (missing := absent(FOR_TABLES)):
-        say(f"tables: not made, {', '.join(missing)} is missing here")
-        return False
-    if texts is not None and not texts.is_dir():
-        say(f"tables: not made, {texts} is not there; --texts names the folder with the texts of the scale")
-        return False
+    more = []
+    if texts is not None:
+        missing = absent(FOR_TABLES)
+        if missing or not texts.is_dir():
+            say("tables: not made, " + (f"{', '.join(missing)} is missing here" if missing else
+                f"{texts} is not there; --texts names the folder with the texts of the scale"))
+            return False
+        more = ["--texts", str(texts.resolve())]
     if COMMITTED_ROWS.exists() and not out.tables.exists():
         shutil.copyfile(COMMITTED_ROWS, out.tables)
-    runs, well = out.folder / "reproduce", True
-    runs.mkdir(exist_ok=True)
-    more = ["--rows", str(out.tables), "--out", str(runs), "--device", device]
-    more += ["--texts", str(texts.resolve())] if texts is not None else []
-    left = [call for call in calls if call.stage == "tables" and call.name not in out.measured()]
-    for call in sorted(left, key=lambda call: any(line["ended"] != STOPPED for line in out.tried(call))):
-        remaining, started = deadline - time.monotonic(), time.monotonic()
-        if remaining < guess_s:
-            say(f"tables: {remaining:.0f} s are left; the same command goes on with {call.name}")
-            break
-        log, n_before = runs / f"{call.name}.log", len(out.read(out.tables))
-        ended = run([sys.executable, "-m", "lineartime", *call.arguments, *more], remaining, log, SAVE_S)
-        ended = last_line(log) if ended.startswith("exit code") else ended or COMPLETE
-        out.sign_tables(commit)
-        took, n_rows = time.monotonic() - started, len(out.read(out.tables)) - n_before
-        append_json_lines(out.progress, [{"cell": call.name, "ended": ended, "seconds": round(took, 1)}])
-        say(f"tables: {call.name} {ended}, {n_rows} rows ({took:.0f} s)")
-        well &= ended in (STOPPED, COMPLETE)
-        out.summarise(calls)
-    return well
+    out.runs.mkdir(exist_ok=True)
+    return run_calls("tables", calls, out, device, commit, deadline, guess_s, partial(make_table, more=more))
 
 
 def run_tests(out: Out, tiny: bool, seconds: float) -> bool:
@@ -275,15 +270,14 @@ def run_tests(out: Out, tiny: bool, seconds: float) -> bool:
         say(f"tests: only collected: {last_line(text).strip('= ')}" + (f"; {ended}" if ended else ""))
         return bool(tests) and not ended
     n = max(min(AT_ONCE, (os.cpu_count() or 2) // 2, len(tests)), 1)
-    parts = [out.folder / f".tests-{i}.txt" for i in range(n)]
-    left = seconds - (time.monotonic() - started)
+    parts, left = [out.folder / f".tests-{i}.txt" for i in range(n)], seconds - (time.monotonic() - started)
     with ThreadPoolExecutor(n) as pool:
         how = [each for each in pool.map(lambda i: run([*command, *tests[i::n]], left, parts[i]), range(n)) if each]
-    lines = [line for part in parts for line in part.read_text(encoding="utf-8").strip().splitlines()]
     counts = Counter({"passed": 0})
+    for number, word in re.findall(r"(\d+) (passed|failed|error)", " ".join(map(last_line, parts))):
+        counts[word] += int(number)
+    lines = [line for part in parts for line in part.read_text(encoding="utf-8").strip().splitlines()]
     for part in parts:
-        for number, word in re.findall(r"(\d+) (passed|failed|errors?)\b", last_line(part)):
-            counts[word.rstrip("s")] += int(number)
         part.unlink()
     summary = ", ".join(f"{number} {word}" for word, number in counts.items()) + f" of {len(tests)}"
     text.write_text("\n".join([*lines, summary]) + "\n", encoding="utf-8")
@@ -305,19 +299,22 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def check(device: str) -> str:
+def check(stages: Sequence[str], before: Path | None, device: str) -> str:
     """What stands in the way of measuring, in one line; "" for nothing."""
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        return f"unknown stage: {unknown[0]}; it is one of {', '.join(STAGES)}"
+    if before is not None and not before.is_file():
+        return f"cannot read the rows: {before}"
     missing = absent(NEEDED)
     if missing:
         return f"missing here: {', '.join(missing)}; name a Python that has them"
-    code = ("import torch; v = tuple(int(part) for part in torch.__version__.split('.')[:2]); "
-            "print('old' if v < (2, 11) else torch.cuda.is_available(), torch.__version__)")
+    code = "import torch; print(torch.__version__, torch.cuda.is_available())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
     if not found:
         return "torch cannot be imported"
-    if found[0] == "old":
-        return f"torch 2.11 or newer is needed: this is {found[1]}"
-    if device == "cuda" and found[0] != "True":
+    if tuple(int(part) for part in found[0].split(".")[:2]) < (2, 11):
+        return f"torch 2.11 or newer is needed: this is {found[0]}"
+    if device == "cuda" and found[1] != "True":
         return "no CUDA device here; --device cpu --tiny tries this script without one"
     return ""
 
@@ -335,11 +332,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a dry run of models of a few weights")
     given = parser.parse_args()
     started = time.monotonic()
-    unknown = [stage for stage in given.stages if stage not in STAGES]
-    wrong = f"unknown stage: {unknown[0]}; it is one of {', '.join(STAGES)}" if unknown else ""
-    if not wrong and given.before is not None and not given.before.is_file():
-        wrong = f"cannot read the rows: {given.before}"
-    if wrong := wrong or check(given.device):
+    if wrong := check(given.stages, given.before, given.device):
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     out = Out(given.out.resolve(), given.before)
@@ -347,16 +340,15 @@ def main() -> int:
     if peers := absent_peers():
         say(f"not installed, so left out: {', '.join(peers)}")
         calls = [call for call in calls if len(peers) < len(PEERS) or not call.name.startswith("gpu-peers/")]
-    well = True
+    well, where = True, (out, given.device, given.commit)
     for stage in given.stages or STAGES:
         deadline, guess_s = started + 60 * given.minutes, TINY_GUESS_S if given.tiny else FIRST_GUESS_S
         if stage == "tests":
             well &= run_tests(out, given.tiny, deadline - time.monotonic())
         elif stage == "tables":
-            texts = None if given.tiny else given.texts
-            well &= run_tables(calls, out, given.device, given.commit, texts, deadline, guess_s)
+            well &= run_tables(calls, *where, None if given.tiny else given.texts, deadline, guess_s)
         else:
-            well &= run_cells(stage, calls, out, given.device, given.commit, deadline, guess_s)
+            well &= run_calls(stage, calls, *where, deadline, guess_s)
         note = ""
         if stage == "kernels" and not any(row.get("variant") == KERNEL for row in out.read(out.rows)):
             note = ("kernels: no kernel was measured; these are the references, as they are and as torch.compile "

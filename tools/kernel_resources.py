@@ -70,58 +70,36 @@ class Case:
         return self.chunk in (None, 256) and False not in (self.causal, self.documents) and self.n_tokens < LONG_ROW
 
 
-@dataclass(frozen=True)
-class Program:
-    """A kernel compiled for one architecture."""
-
-    kernel: str
-    arch: int
-    options: str
-    """What else distinguishes it from the kernel's other programs, by its constants that are true."""
-    tiles: str
-    warps: int
-    stages: int
-    registers: int
-    """Of a thread."""
-    spilled: int
-    """Bytes of a thread that are in memory for want of registers."""
-    shared: int
-    """Bytes of a program."""
-    tensor_cores: int
-    """Instructions in the program that use them."""
+Program = dict[str, Any]
+"""A kernel compiled for one architecture: `kernel`, `arch`, `options` (its other constants that are true), `tiles`,
+`warps`, `stages`; `registers` and `spilled` bytes of a thread, `shared` bytes of a program, and `tensor_cores`, the
+instructions that use them."""
 
 
-class Recorder:
-    """Takes the place of `JITFunction.run`: compiles what would be launched, each program once."""
+@contextlib.contextmanager
+def recording(arch: int, known: dict[tuple[object, ...], Program]) -> Iterator[list[Program]]:
+    """The programs of the launches inside, in place of making them, for an architecture. known: gets each program by
+    what was compiled, which is compiled once."""
+    launches: list[Program] = []
+    backend = make_backend(GPUTarget("cuda", arch, 32))
 
-    def __init__(self) -> None:
-        self.known: dict[tuple[object, ...], Program] = {}
-        self.launches: list[Program] = []
-
-    @contextlib.contextmanager
-    def recording(self, arch: int) -> Iterator[list[Program]]:
-        """The programs of the launches inside, in place of making them, for an architecture."""
-        self.launches, backend = [], make_backend(GPUTarget("cuda", arch, 32))
-        asking = [module for name, module in sys.modules.items()
-                  if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper")]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(patch.object(JITFunction, "run", lambda kernel, *args, grid, warmup, **kwargs: (
-                self.record(kernel, backend, arch, args, kwargs))))
-            for module in asking:
-                stack.enter_context(patch.object(module, "is_hopper", lambda device: arch >= 90))
-            yield self.launches
-
-    def record(self, kernel: JITFunction, backend: Any, arch: int, args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> None:
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # As in JITFunction.run, for a device that is not here.
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
         bound, specialization, options = bind(*args, debug=False, instrumentation_mode="", **kwargs)
         key = (arch, kernel.cache_key, str(specialization), str(options))
-        if key not in self.known:
-            self.known[key] = compiled(kernel, arch, *kernel._pack_args(backend, options, bound, specialization,
-                                                                        options))
-        if self.known[key] not in self.launches:
-            self.launches.append(self.known[key])
+        if key not in known:
+            known[key] = compiled(kernel, arch, *kernel._pack_args(backend, options, bound, specialization, options))
+        if known[key] not in launches:
+            launches.append(known[key])
+
+    asking = [module for name, module in sys.modules.items()
+              if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper")]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(JITFunction, "run", record))
+        for module in asking:
+            stack.enter_context(patch.object(module, "is_hopper", lambda device: arch >= 90))
+        yield launches
 
 
 def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, str], constants: dict[Any, Any],
@@ -137,56 +115,40 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
         listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name],
                                  capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
-    return Program(
-        kernel.__name__, arch,
-        ", ".join(name.lower().replace("_", " ") for name, value in named.items()
-                  if value is True and name not in ("CAUSAL", "DOCUMENTS")),
-        " ".join(f"{name} {value}" for name, value in named.items()
-                 if type(value) is int and re.fullmatch(r"B[A-Z]|BLOCK|N|KEPT|ROUND", name)),
-        options.num_warps, options.num_stages, used["REG"], used["STACK"] + used["LOCAL"], made.metadata.shared,
-        len(TENSOR_CORES.findall(listing)))
+    true = [name for name, value in named.items() if value is True and name not in ("CAUSAL", "DOCUMENTS")]
+    tiles = [f"{name} {value}" for name, value in named.items()
+             if type(value) is int and re.fullmatch(r"B[A-Z]|BLOCK|N|KEPT|ROUND", name)]
+    return {"kernel": kernel.__name__, "arch": arch, "options": ", ".join(true).lower().replace("_", " "),
+            "tiles": " ".join(tiles), "warps": options.num_warps, "stages": options.num_stages,
+            "registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": made.metadata.shared,
+            "tensor_cores": len(TENSOR_CORES.findall(listing))}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype).requires_grad_()
 
 
-def attention_inputs(case: Case, n_heads: int, n_bias: int) -> dict[str, Tensor | None]:
-    """What both gated attentions take, parameters and angles in float32 as in training."""
-    t, n_rows = case.n_tokens, 1 if case.n_tokens >= LONG_ROW else 2
-    return {
-        "uvz_BTF": numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), "gamma": numbers(n_heads, S),
-        "beta": numbers(n_heads, S), "sin": torch.zeros(1, t, S // 2), "cos": torch.ones(1, t, S // 2),
-        "w": numbers(n_bias), "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long) if case.documents else None}
+def gated_attention(case: Case) -> Tensor:
+    """By chunks where the case has them; parameters and angles in float32 as in training."""
+    t, n_rows, n_heads = case.n_tokens, 1 if case.n_tokens >= LONG_ROW else 2, 4 if case.chunk else 2
+    inputs = (numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), numbers(n_heads, S),
+              numbers(n_heads, S), torch.zeros(1, t, S // 2), torch.ones(1, t, S // 2),
+              numbers(2 * (case.chunk or t) - 1))
+    mask = {"causal": case.causal,
+            "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long) if case.documents else None}
+    if case.chunk:
+        return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, **mask)
+    return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
 
 
-def gated_chunk_attention(case: Case) -> Tensor:
-    assert case.chunk is not None
-    uvz, *rest, segment_ids = attention_inputs(case, 4, 2 * case.chunk - 1).values()
-    return mixed_chunk.gated_chunk_attention(uvz, *rest, chunk_size=case.chunk, causal=case.causal,
-                                             segment_ids_BT=segment_ids)
-
-
-def gated_quadratic_attention(case: Case) -> Tensor:
-    uvz, *rest, segment_ids = attention_inputs(case, 2, 2 * case.n_tokens - 1).values()
-    return quadratic.gated_quadratic_attention(uvz, *rest, scale_len=512, causal=case.causal,
-                                               segment_ids_BT=segment_ids)
-
-
-def add_layer_norm(case: Case) -> Tensor:
-    """As in training: what layers add is `dtype`, the residual stream float32."""
-    dtype = getattr(torch, case.dtype)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        total, normed = norm.add_norm(numbers(2, 512, 768), numbers(2, 512, 768, dtype=dtype), numbers(768),
-                                      numbers(768))
-    return total.sum() + normed.sum()
-
-
-def add_scale_norm(case: Case) -> Tensor:
-    """All in one type."""
-    dtype = getattr(torch, case.dtype)
-    x, delta = numbers(2, 512, 768, dtype=dtype), numbers(2, 512, 768, dtype=dtype)
-    total, normed = norm.add_norm(x, delta, numbers(1, dtype=dtype), None)
+def add_norm(case: Case) -> Tensor:
+    """LayerNorm as in training, where what layers add is `dtype` and the residual stream float32; or ScaleNorm, all in
+    one type."""
+    dtype, one_type = getattr(torch, case.dtype), case.op == "add_norm, one type"
+    x, delta = numbers(2, 512, 768, dtype=dtype if one_type else torch.float32), numbers(2, 512, 768, dtype=dtype)
+    weights = (numbers(1, dtype=dtype), None) if one_type else (numbers(768), numbers(768))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not one_type):
+        total, normed = norm.add_norm(x, delta, *weights)
     return total.sum() + normed.sum()
 
 
@@ -202,9 +164,12 @@ def chunk_decode_step(case: Case) -> Tensor:
         torch.zeros(n))
 
 
+OF_CASE = {"chunk", "causal", "documents", "n_tokens"}
+"""Columns of a row that are of its case, and not of its program."""
+
 OPS: dict[str, Callable[[Case], Tensor]] = {
-    "gated_chunk_attention": gated_chunk_attention, "gated_quadratic_attention": gated_quadratic_attention,
-    "add_norm": add_layer_norm, "add_norm, one type": add_scale_norm, "chunk_decode_step": chunk_decode_step}
+    "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention,
+    "add_norm": add_norm, "add_norm, one type": add_norm, "chunk_decode_step": chunk_decode_step}
 
 
 def cases() -> list[Case]:
@@ -226,33 +191,32 @@ def quick(case: Case) -> bool:
     return case.usual and (case.dtype != "float16" or case.op == "add_norm")
 
 
-def measure(wanted: Sequence[Case], archs: Sequence[int], progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(wanted: Sequence[Case], archs: Sequence[int]) -> list[dict[str, Any]]:
     """A row for every program of every case and architecture."""
-    recorder, rows = Recorder(), []
+    known: dict[tuple[object, ...], Program] = {}
+    rows = []
     for number, case in enumerate(wanted, 1):
-        started, n_known = time.monotonic(), len(recorder.known)
+        started, n_known = time.monotonic(), len(known)
         for arch in archs:
-            with recorder.recording(arch) as launches:
+            with recording(arch, known) as launches:
                 out = OPS[case.op](case)
                 if out.requires_grad:
                     out.sum().backward()
-            rows += [{**asdict(case), **asdict(program)} for program in launches]
-        progress(f"{number} of {len(wanted)}: {case.op}, {case.dtype}, {case.chunk}, causal {case.causal}, documents "
-                 f"{case.documents}: {len(recorder.known) - n_known} new programs, {time.monotonic() - started:.0f} s")
+            rows += [{**asdict(case), **program} for program in launches]
+        print(f"{number} of {len(wanted)}: {case.op}, {case.dtype}, {case.chunk}, causal {case.causal}, documents "
+              f"{case.documents}: {len(known) - n_known} new programs, {time.monotonic() - started:.0f} s",
+              file=sys.stderr, flush=True)
     return rows
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a reader is shown: a line for each program, those of a kernel side by side, cases alike in one line."""
+    kernels = list(dict.fromkeys((row["kernel"], row["options"]) for row in rows))
     lines: dict[tuple[object, ...], dict[str, Any]] = {}
-    of_case = set(Case.__dataclass_fields__) - {"op", "dtype"}
-    order: dict[tuple[str, str], int] = {}
     for row in rows:
-        order.setdefault((row["kernel"], row["options"]), len(order))
-        line = lines.setdefault(tuple(value for name, value in row.items() if name not in of_case),
-                                {**row, "cases": []})
-        line["cases"].append(row)
-    return sorted(lines.values(), key=lambda line: order[line["kernel"], line["options"]])
+        program = tuple(value for name, value in row.items() if name not in OF_CASE)
+        lines.setdefault(program, {**row, "cases": []})["cases"].append(row)
+    return sorted(lines.values(), key=lambda line: kernels.index((line["kernel"], line["options"])))
 
 
 def case_text(cases: Sequence[dict[str, Any]]) -> str:
@@ -306,7 +270,7 @@ def main() -> int:
     wanted = [case for case in cases() if case.op in given.op and (quick(case) or not given.quick)]
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         os.environ["TRITON_CACHE_DIR"] = str(given.cache or folder)
-        rows = measure(wanted, given.arch, lambda line: print(line, file=sys.stderr, flush=True))
+        rows = measure(wanted, given.arch)
     if given.json:
         given.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     if given.into:

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 from lineartime.benchmark import Row
 from lineartime.benchmark.loss import measure_loss
@@ -26,25 +25,21 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         try:
-            arguments = json.loads(sys.stdin.readline())
-            for answer in goes_on(JOBS[arguments.pop("job")](**arguments)):
-                answers.write(json.dumps(answer) + "\n")
-                answers.flush()
+            for answer in answers_to(json.loads(line) for line in sys.stdin):
+                print(json.dumps(answer), file=answers, flush=True)
         except (LineartimeError, RuntimeError, MemoryError) as e:
-            if isinstance(e, LineartimeError):
-                reason = str(e)
-            elif out_of_memory(e):
-                reason = "out of memory"
-            else:
+            if not isinstance(e, LineartimeError) and not out_of_memory(e):
                 raise
-            answers.write(json.dumps({"failed": reason}) + "\n")
+            reason = str(e) if isinstance(e, LineartimeError) else "out of memory"
+            print(json.dumps({"failed": reason}), file=answers)
 
 
-def goes_on(job: Iterator[Row]) -> Iterator[Row]:
-    """The answers of a job to the orders on stdin, until there are no more of either."""
+def answers_to(orders: Iterator[Row]) -> Iterator[Row]:
+    """What a job answers to the first order, which names it, and then to each more; ends when either does."""
+    first = next(orders)
+    job = JOBS[first.pop("job")](**first)
     yield next(job)
-    for line in sys.stdin:
-        order: dict[str, Any] = json.loads(line)
+    for order in orders:
         assert isinstance(job, Generator)
         try:
             yield job.send(order)

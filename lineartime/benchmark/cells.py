@@ -1,6 +1,7 @@
 """Named cells of the benchmark and the shapes of their models, read from a TOML file."""
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ CELLS = Path(__file__).with_name("cells.toml")
 class CellTable:
     """Labels at contexts in types, by the names of `benchmark step`'s options."""
 
-    name: str
-    labels: tuple[str, ...]
-    contexts: tuple[int, ...]
-    precision: tuple[str, ...] = ("float32", "bfloat16")
+    name: str | None
+    labels: Sequence[str]
+    contexts: Sequence[int]
+    precision: Sequence[str] = ("float32", "bfloat16")
     shape: str | None = None
     task: str = "wiki40b"
     tokens: int = 8192
@@ -27,27 +28,25 @@ class CellTable:
     together: bool = False
     benchmark: str = "step"
     longest: dict[str, int] | None = None
-    set: tuple[str, ...] = ()
+    set: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class CellFile:
     """What a file of cells holds."""
 
-    path: Path
     tables: dict[str, CellTable]
     lists: dict[str, list[str]]
     shapes: dict[str, dict[str, Any]]
 
     def named(self, names: list[str]) -> list[CellTable]:
         """Tables by their names and those of lists. Raises UsageError for an unknown one."""
-        found: dict[str, CellTable] = {}
         for name in names:
             require_name("name of cells", name, [*self.lists, *self.tables])
-            for each in self.lists.get(name, [name]):
-                require_name("name of cells", each, self.tables)
-                found[each] = self.tables[each]
-        return list(found.values())
+        wanted = dict.fromkeys(each for name in names for each in self.lists.get(name, [name]))
+        for each in wanted:
+            require_name("name of cells", each, self.tables)
+        return [self.tables[each] for each in wanted]
 
     def shape(self, name: str | None) -> dict[str, Any]:
         """The fields of a shape; none where no name is given. Raises UsageError for an unknown one."""
@@ -61,19 +60,16 @@ def read_cells(path: Path | None = None) -> CellFile:
     """The file of cells, by default the checkout's. Raises UsageError where it is not there or not one."""
     path = path or CELLS
     require(path.exists(), "no file of cells", str(path), "name one with --cells; the package's is in its repository")
-    tables = {}
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        for name, fields in content.get("tables", {}).items():
-            lists: dict[str, Any] = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-            tables[name] = CellTable(name, **{**fields, **lists})
-        return CellFile(path, tables, content.get("lists", {}), content.get("shapes", {}))
+        tables = {name: CellTable(name, **fields) for name, fields in content.get("tables", {}).items()}
+        return CellFile(tables, content.get("lists", {}), content.get("shapes", {}))
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise UsageError("not a file of cells", path, str(e)) from None
 
 
 def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | None = None,
-                  settings: list[str] | tuple[str, ...] = ()) -> ModelConfig:
+                  settings: Sequence[str] = ()) -> ModelConfig:
     """A preset in a shape, then with settings (NAME=VALUE).
     A field that only some models have (a chunk size, heads) is given to those."""
     plain, shape = model_config(preset, task), shape or {}

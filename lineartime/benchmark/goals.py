@@ -1,6 +1,7 @@
 """Goals (`lineartime/benchmark/goals.toml`) beside what the rows say was reached."""
 
 import math
+import statistics
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lineartime.benchmark import Row
 from lineartime.benchmark.markdown import kind_text, markdown, number, tokens, unique, without_repeats
-from lineartime.benchmark.rows import OURS, STEPS, compare, size_of, tables_of
+from lineartime.benchmark.rows import KIND, OURS, STEPS, compare, size_of, tables_of
 from lineartime.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,17 +25,17 @@ class Goal:
     measure: str
     benchmark: str
     device: str
-    parameters: tuple[float, float]
-    first: int
-    last: int | None
     limit: float
     at_least: bool
+    aim: float | None = None
+    first: int = 0
+    last: int | None = None
+    parameters: Sequence[float] = (0, math.inf)
     dtype: str | None = None
     over: str | None = None
     variant: str | None = None
     over_variant: str | None = None
     tokens: int | None = None
-    aim: float | None = None
 
     @property
     def where(self) -> str:
@@ -48,6 +49,10 @@ class Goal:
         return value >= limit if self.at_least else value <= limit
 
 
+FIELDS = {"type": "dtype", "from": "first", "to": "last"}
+"""Fields of a goal that have another name in the file."""
+
+
 @dataclass(frozen=True)
 class Reached:
     """The worst value of those that count, and where it was; where nothing was measured None, and what failed."""
@@ -59,11 +64,11 @@ class Reached:
         """By how much a goal was met or missed, or why that is not known."""
         if self.value is None:
             return self.at or "not measured"
-        met = goal.reached_by(self.value, goal.limit)
+        met = "met" if goal.reached_by(self.value, goal.limit) else "**missed**"
         aim = ", and the aim" if goal.aim is not None and goal.reached_by(self.value, goal.aim) else ""
-        by = (f"{abs(self.value - goal.limit):.3f}" if goal.measure in ("slope", "flat")
-              else f"{abs(self.value / goal.limit - 1):.0%}")
-        return f"{'met' if met else '**missed**'} by {by}{aim}"
+        if goal.measure in ("slope", "flat"):
+            return f"{met} by {abs(self.value - goal.limit):.3f}{aim}"
+        return f"{met} by {abs(self.value / goal.limit - 1):.0%}{aim}"
 
 
 def read_goals(path: Path) -> list[Goal]:
@@ -81,17 +86,15 @@ def goals_of(entry: Row) -> list[Goal]:
     """A table of the file: one goal, or one for each context that has a limit of its own."""
     if entry["measure"] not in MEASURES or ("at_least" in entry) == ("at_most" in entry):
         raise ValueError(f"goal {entry['what']!r} needs a measure of {', '.join(MEASURES)} and one limit")
-    limits, aims = entry["at_least" if "at_least" in entry else "at_most"], entry.get("aim")
-    if aims is not None and (aims.keys() if isinstance(aims, dict) else None) != (
-            limits.keys() if isinstance(limits, dict) else None):
+    limits, aims = (each if isinstance(each, dict) else {"": each}
+                    for each in (entry["at_least" if "at_least" in entry else "at_most"], entry.get("aim")))
+    if "aim" in entry and aims.keys() != limits.keys():
         raise ValueError(f"goal {entry['what']!r} needs an aim for each limit")
-    spans = ([(int(context), int(context), limit, aims and aims[context]) for context, limit in limits.items()]
-             if isinstance(limits, dict) else [(entry.get("from", 0), entry.get("to"), limits, aims)])
-    low, high = entry.get("parameters", (0, math.inf))
-    return [Goal(entry["what"], entry["measure"], entry["benchmark"], entry["device"], (low, high), first, last,
-                 float(limit), "at_least" in entry, entry.get("type"), entry.get("over"), entry.get("variant"),
-                 entry.get("over_variant"), entry.get("tokens"), aim if aim is None else float(aim))
-            for first, last, limit, aim in spans]
+    fields = {FIELDS.get(name, name): value for name, value in entry.items()
+              if name not in ("at_least", "at_most", "aim")}
+    spans = ({"first": int(context), "last": int(context)} if context else {} for context in limits)
+    return [Goal(**{**fields, **span}, limit=float(limit), at_least="at_least" in entry, aim=aims.get(context))
+            for span, (context, limit) in zip(spans, limits.items(), strict=True)]
 
 
 def goals_table(goals: Sequence[Goal], rows: Sequence[Row]) -> str:
@@ -103,8 +106,8 @@ def goals_table(goals: Sequence[Goal], rows: Sequence[Row]) -> str:
         if reached == Reached(None, ""):
             missing.append(goal)
             continue
-        wanted = f"{'at least' if goal.at_least else 'at most'} {limit_text(goal.limit)}"
-        wanted += "" if goal.aim is None else f", aim {limit_text(goal.aim)}"
+        aim = "" if goal.aim is None else f", aim {limit_text(goal.aim)}"
+        wanted = f"at {'least' if goal.at_least else 'most'} {limit_text(goal.limit)}{aim}"
         value = "-" if reached.value is None else f"{limit_text(reached.value)}{reached.at and f' at {reached.at}'}"
         lines.append([goal.what, goal.dtype or "fastest of each", goal.where, wanted, value, reached.verdict(goal)])
     table = markdown(["what", "type", "context", "wanted", "reached", "so it is"], without_repeats(lines))
@@ -129,64 +132,47 @@ def limit_text(x: float) -> str:
 
 def reach(goal: Goal, tables: "Sequence[DataFrame]") -> Reached:
     """What the rows say of a goal: of the tables of its machine and size, the one with the newest row that tells."""
-    best = Reached(None, "")
+    best, benchmarks = Reached(None, ""), STEPS if goal.benchmark in STEPS else [goal.benchmark]
     for table in sorted(tables, key=lambda table: table.time.max()):
-        cells = table[table.n_tokens == goal.tokens] if goal.tokens else table
-        same = {table.benchmark.iat[0], goal.benchmark}
-        if len(cells) and (len(same) == 1 or same <= {*STEPS}) and (
-                goal.parameters[0] <= size_of(cells) <= goal.parameters[1]) and (
-                (table.device.iat[0] == "cpu") == (goal.device == "cpu")):
-            chosen = (cells.context >= goal.first) & (cells.context <= (goal.last or math.inf)) & (
-                True if goal.dtype is None else cells.dtype == goal.dtype)
-            values, failed = MEASURES[goal.measure](goal, cells[chosen])
-            values = values.dropna()
-            if len(values):
-                at = values.idxmin() if goal.at_least else values.idxmax()
-                best = Reached(float(values[at]), tokens(at) if len(values) > 1 else "")
-            elif failed and best.value is None:
-                best = Reached(None, failed)
+        cells = table[table.benchmark.isin(benchmarks) & ((table.device == "cpu") == (goal.device == "cpu"))
+                      & (table.n_tokens == (goal.tokens or table.n_tokens))]
+        chosen = cells[cells.context.between(goal.first, goal.last or math.inf)
+                       & (cells.dtype == (goal.dtype or cells.dtype))]
+        if chosen.empty or not goal.parameters[0] <= size_of(cells) <= goal.parameters[1]:
+            continue
+        measured, failed = MEASURES[goal.measure](goal, chosen)
+        values = {context: value for context, value in measured.items() if not math.isnan(value)}
+        if values:
+            at = (min if goal.at_least else max)(values, key=values.__getitem__)
+            best = Reached(values[at], tokens(at) if len(values) > 1 else "")
+        elif failed and best.value is None:
+            best = Reached(None, failed)
     return best
 
 
-Measured = tuple["Series", str]
+Measured = tuple[dict[int, float], str]
 """Values by context, and what failed in words."""
 
 
 def compared(goal: Goal, cells: "DataFrame", of: "Callable[[DataFrame], Series]") -> Measured:
-    """FLASH against `goal.over`, each in its fastest variant and type."""
-    both = compare(cells, OURS, goal.over or "", by_type=False, rival_variant=goal.over_variant)
-    failed = [f"{kind_text({name: pair[name + end] for name in ('side', 'variant', 'dtype')})} failed: "
-              f"{pair['failed' + end]}" for pair in both.to_dict("records") for end in ("", "_rival")
-              if pair["failed" + end]]
-    return of(both.set_index("context")), failed[0] if failed else ""
+    """FLASH against `goal.over`, each in its fastest variant and type; of a part, `variant` against `over`."""
+    if goal.measure.startswith("part"):
+        part = cells.side.iat[0]
+        both = compare(cells, part, part, by_type=False, variant=goal.variant, rival_variant=goal.over)
+    else:
+        both = compare(cells, OURS, goal.over or "", by_type=False, rival_variant=goal.over_variant)
+    failed = [f"{kind_text({name: pair[name + end] for name in KIND})} failed: {pair['failed' + end]}"
+              for pair in both.to_dict("records") for end in ("", "_rival") if pair["failed" + end]]
+    return of(both.set_index("context")).to_dict(), failed[0] if failed else ""
 
 
-def best_of(cells: "DataFrame", column: str, best: str) -> Measured:
-    """The largest or least number of a row's column in each context's newest run of ours."""
-    mine = cells[cells.side == OURS]
-    mine = mine[mine.run == mine.groupby("context").run.transform("last")]
-    numbers = mine.assign(number=[row.get(column) for row in mine.row])[mine.ms.notna()]
-    failed = mine.failed[mine.failed != ""]
-    return (numbers.astype({"number": float}).groupby("context").number.agg(best),
+def in_newest_run(cells: "DataFrame", column: str, best: str) -> Measured:
+    """The largest, least or last of a `number_in` the rows of each context's newest run."""
+    newest = cells[cells.run == cells.groupby("context").run.transform("last")]
+    numbers = newest.assign(number=number_in(newest.row, column))[newest.ms.notna()]
+    failed = newest.failed[newest.failed != ""]
+    return (numbers.groupby("context").number.agg(best).to_dict(),
             f"failed: {failed.iat[-1]}" if len(failed) else "")
-
-
-def share_of_copy(goal: Goal, cells: "DataFrame") -> Measured:
-    """Of a copy's rate, at each context's newest row of the implementation `variant` of the op `over`."""
-    part = goal.measure.removesuffix(" share")
-    mine = cells[(cells.side == goal.over) & (cells.variant == goal.variant) & cells.ms.notna()]
-    mine = mine.assign(share=[row.get(part, {}).get("copy_share", math.nan) for row in mine.row])
-    return mine.dropna(subset="share").groupby("context").share.last(), ""
-
-
-def part_over(goal: Goal, cells: "DataFrame") -> Measured:
-    """Of the newest run with both implementations: time, or memory counted at many tokens, of `variant` over `over`."""
-    ours, theirs = (cells[(cells.variant == variant) & cells.ms.notna()] for variant in (goal.variant, goal.over))
-    both = ours.merge(theirs, on="run", suffixes=("", "_over")).tail(1).set_index("context")
-    if goal.measure == "part time":
-        return both.ms / both.ms_over, ""
-    counted = (both[name].map(lambda row: row["many_tokens"]["counted_mib"]) for name in ("row", "row_over"))
-    return next(counted) / next(counted), ""
 
 
 def times_in_one_run(goal: Goal, cells: "DataFrame") -> "Series":
@@ -201,27 +187,35 @@ def times_in_one_run(goal: Goal, cells: "DataFrame") -> "Series":
     return cells.ms.head(0)
 
 
-def slope(goal: Goal, cells: "DataFrame") -> Measured:
-    """Least squares of log time per token on log context."""
-    import pandas
-
+def of_contexts(goal: Goal, cells: "DataFrame") -> Measured:
+    """One number of all contexts. slope: least squares of log time per token on log context; flat: our largest time
+    over the smallest, less 1."""
     times = times_in_one_run(goal, cells)
-    x, y = (pandas.Series([math.log(n) for n in of], dtype=float) for of in (times.index, times))
-    return (pandas.Series([x.cov(y) / x.var()] if len(times) > 1 else [], dtype=float)), ""
+    if len(times) < 2:
+        return {}, ""
+    if goal.measure == "flat":
+        return {goal.first: times.max() / times.min() - 1}, ""
+    return {goal.first: statistics.linear_regression([*map(math.log, times.index)], [*map(math.log, times)]).slope}, ""
 
 
-def flat(goal: Goal, cells: "DataFrame") -> Measured:
-    """Our largest time over the smallest, less 1."""
-    import pandas
+def share_of_copy(goal: Goal, cells: "DataFrame") -> Measured:
+    """Of a copy's rate, at each context's newest row of the implementation `variant` of the op `over`."""
+    mine = cells[(cells.side == goal.over) & (cells.variant == goal.variant)]
+    return in_newest_run(mine, f"{goal.measure.removesuffix(' share')}.copy_share", "last")
 
-    times = times_in_one_run(goal, cells)
-    return pandas.Series([times.max() / times.min() - 1] if len(times) > 1 else [], dtype=float), ""
+
+def number_in(rows: "Series", name: str) -> "Series":
+    """A number of each row as it was written, NaN where it has none; "many_tokens.counted_mib" is inside another."""
+    outer, _, inner = name.rpartition(".")
+    return rows.map(lambda row: ((row.get(outer) or {}) if outer else row).get(inner)).astype(float)
 
 
 MEASURES: dict[str, "Callable[[Goal, DataFrame], Measured]"] = {
     "speed": lambda goal, cells: compared(goal, cells, lambda both: both.value),
     "memory": lambda goal, cells: compared(goal, cells, lambda both: both.peak_mib / both.peak_mib_rival),
-    "memory_mib": lambda goal, cells: best_of(cells, "above_import_mib", "min"),
-    "rate": lambda goal, cells: best_of(cells, "tokens_per_s", "max"),
-    "slope": slope, "flat": flat, "part time": part_over, "part memory": part_over, "forward share": share_of_copy,
-    "backward share": share_of_copy}
+    "part time": lambda goal, cells: compared(goal, cells, lambda both: both.ms / both.ms_rival),
+    "part memory": lambda goal, cells: compared(goal, cells, lambda both: (
+        number_in(both.row, "many_tokens.counted_mib") / number_in(both.row_rival, "many_tokens.counted_mib"))),
+    "memory_mib": lambda goal, cells: in_newest_run(cells[cells.side == OURS], "above_import_mib", "min"),
+    "rate": lambda goal, cells: in_newest_run(cells[cells.side == OURS], "tokens_per_s", "max"),
+    "slope": of_contexts, "flat": of_contexts, "forward share": share_of_copy, "backward share": share_of_copy}

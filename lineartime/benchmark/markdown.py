@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lineartime.benchmark import Row
@@ -43,6 +43,9 @@ SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transf
            ("flash-pytorch", "bfloat16"))
 """The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
 float32."""
+
+Texts = Mapping[int, str]
+"""What is shown, by context."""
 
 Pictures = Callable[["DataFrame"], Sequence[str]]
 """The paths of a table's pictures."""
@@ -90,16 +93,15 @@ def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures:
     widest, same = max(chosen, key=lambda table: table.context.nunique()), ["hardware", "threads", "size"]
     chosen = [table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()]
     cells = pandas.concat(chosen, ignore_index=True)
-    contexts, lines, every = contexts_of(cells), [], []
+    lines = []
     for rival, dtype in SUMMARY:
         pairs = compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict("records")
         if pairs:
-            lines.append([side_name(rival), dtype, *ratio_texts(pairs, contexts)])
-            every += pairs
+            lines.append(([side_name(rival), dtype], pairs))
     what = title(widest.assign(name=""))
     how = f"{what}, each model in its fastest variant. Bold: FLASH is slower."
     parts = [*(f"![{alt_text(widest, path)}]({path})" for path in pictures(widest)[:1]), how,
-             ratio_lines(["type"], contexts, lines, every), caption(cells)]
+             ratio_lines(["type"], contexts_of(cells), lines), caption(cells)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -126,7 +128,7 @@ def ratio_table(table: "DataFrame") -> str:
     """FLASH's speed over each rival, by context: each side's fastest, then both eager; below 1 in bold. Steps are
     compared in each type, decoding in each side's fastest. A star marks where FLASH had a variant that the other had
     not."""
-    contexts, lines, unmatched = contexts_of(table), [], []
+    lines = []
     for rival in table.side.unique() if OURS in set(table.side) else ():
         shown: list[list[tuple[int, int]]] = []
         for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] in STEPS),
@@ -137,57 +139,56 @@ def ratio_table(table: "DataFrame") -> str:
                 ids = [(pair["at"], pair["at_rival"]) for pair in pairs]
                 if rival != OURS and pairs and ids not in shown:
                     shown.append(ids)
-                    unmatched += pairs
-                    lines.append([side_name(rival), dtype or "fastest of each", how, *ratio_texts(pairs, contexts)])
-    return ratio_lines(["type", "how"], contexts, lines, unmatched) if lines else ""
+                    lines.append(([side_name(rival), dtype or "fastest of each", how], pairs))
+    return ratio_lines(["type", "how"], contexts_of(table), lines) if lines else ""
 
 
-def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[Sequence[str]],
-                pairs: Sequence[Row]) -> str:
-    """Ratios as a table, with a note of the variants that only FLASH was measured in."""
-    unmatched = unique(each for pair in pairs for each in pair["unmatched"])
+def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[tuple[list[str], list[Row]]]) -> str:
+    """Ratios as a table, with a note of the variants that only FLASH was measured in: of each line its words, and rows
+    of `compare`."""
+    texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
+    unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
     note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
-    return markdown(["FLASH's speed over", *words, *map(tokens, contexts)], without_repeats(lines)) + note
+    return by_context(["FLASH's speed over", *words], contexts, texts) + note
 
 
-def ratio_texts(pairs: Sequence[Row], contexts: Sequence[int]) -> list[str]:
-    """The rows of `compare` as text, by context."""
-    texts = {pair["context"]: ratio_text(pair) + "\\*" * bool(pair["unmatched"]) for pair in pairs}
-    return [texts.get(context, "-") for context in contexts]
+def by_context(words: Sequence[str], contexts: Sequence[int], lines: Iterable[tuple[Sequence[str], Texts]]) -> str:
+    """A table with a column for each context: of each line its words, and what is known by context."""
+    return markdown([*words, *map(tokens, contexts)], without_repeats(
+        [[*first, *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
 
 
 def ratio_text(pair: Row) -> str:
-    """A ratio and its quartiles; below 1 in bold."""
+    """A ratio and its quartiles; below 1 in bold. A star marks a variant that only FLASH was measured in."""
+    star = "\\*" * bool(pair["unmatched"])
     if math.isnan(pair["value"]):
         return " and ".join(who for who, ms in (("FLASH", pair["ms"]), ("other", pair["ms_rival"]))
-                            if math.isnan(ms)) + " failed"
+                            if math.isnan(ms)) + " failed" + star
     value = f"**{number(pair['value'])}**" if pair["value"] < 1 else number(pair["value"])
-    return f"{value} ({number(pair['low'])}-{number(pair['high'])})"
+    return f"{value} ({number(pair['low'])}-{number(pair['high'])}){star}"
 
 
 def value_table(table: "DataFrame", what: str) -> str:
     """One of `VALUES` by context, a line for each model, variant and type."""
-    texts = {(*(row[name] for name in KIND), row["context"]): "failed" if row["failed"] else VALUES[what][1](row)
-             for row in newest(table).to_dict("records")}
-    contexts = contexts_of(table)
-    lines = [[side_name(kind[0]), *kind[1:], *(texts.get((*kind, context), "-") for context in contexts)]
-             for kind in kinds_of(table)]
-    return markdown(["model", "variant", "type", *map(tokens, contexts)], without_repeats(lines))
+    texts: dict[tuple[str, ...], dict[int, str]] = {}
+    for row in newest(table).to_dict("records"):
+        of_kind = texts.setdefault(tuple(row[name] for name in KIND), {})
+        of_kind[row["context"]] = "failed" if row["failed"] else VALUES[what][1](row)
+    return by_context(["model", "variant", "type"], contexts_of(table),
+                      [([side_name(kind[0]), *kind[1:]], texts[kind]) for kind in kinds_of(table)])
 
 
 def part_table(table: "DataFrame") -> str:
     """What is neither a step nor decoding: a line for each implementation, its time over the first's of its run."""
-    firsts = table.drop_duplicates(["run", "side", "dtype", "context"])
-    both = table.assign(at=table.index).merge(firsts.assign(at=firsts.index), on=["run", "side", "dtype", "context"],
-                                              suffixes=("", "_first"))
-    lines = []
-    for row in both.drop_duplicates([*KIND, "context", "n_tokens"], keep="last").to_dict("records"):
+    keys, lines = ["run", "side", "dtype", "context"], []
+    over = (table.ms / table.groupby(keys).ms.transform(lambda ms: ms.iat[0])).where(table.duplicated(keys))
+    shown = table.assign(over=over).drop_duplicates([*KIND, "context", "n_tokens"], keep="last")
+    for row in shown.to_dict("records"):
         above, many = row["row"].get("above_import_mib"), row["row"].get("many_tokens") or {}
-        over = row["ms"] / row["ms_first"]
         lines.append([row["side"].replace("_", " "), row["variant"], row["dtype"], f"{row['n_tokens']:,}",
                       f"{row['context']:,}",
                       "failed" if row["failed"] else f"{number(row['ms'])} ({number(row['q1'])}-{number(row['q3'])})",
-                      "-" if row["at"] == row["at_first"] or math.isnan(over) else number(over),
+                      "-" if math.isnan(row["over"]) else number(row["over"]),
                       "-" if above is None else f"{above:,.1f}",
                       f"{many['counted_mib']:,.0f} at {many['tokens']:,}" if many.get("counted_mib") else "-"])
     return markdown(["what", "by", "type", "tokens", "in rows of", "ms, forward and backward", "time over the first's",

@@ -47,18 +47,13 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 
     Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
     writing it."""
-    n_old = 0
-
     def parse(row: Row) -> Row | None:
-        nonlocal n_old
         if "run" in row and ("unit" in row or "failed" in row):
             return measurement(row)
-        if row["benchmark"] != "read":  # has a table of its own where it is measured
-            n_old += 1
-        return None
+        return {} if row["benchmark"] == "read" else None  # "read" has a table of its own where it is measured
 
     parsed = read_json_lines(path, parse, "a row of a measurement")
-    return [row for row in parsed if row is not None], n_old
+    return [row for row in parsed if row], parsed.count(None)
 
 
 def measurement(row: Row) -> Row:

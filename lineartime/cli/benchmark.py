@@ -1,21 +1,21 @@
 """The verb that measures: `lineartime benchmark ...`."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lineartime.atomic_io import append_json_lines
+from lineartime.benchmark.cells import CellTable, read_cells, shaped_config
 from lineartime.cli.arguments import Device, Setting, pick_device, whole_numbers
 from lineartime.cli.terminal import note
-from lineartime.config import PRESETS, ModelConfig
+from lineartime.config import PRESETS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from lineartime.benchmark import Row
-
-    ConfigOf = Callable[[str], ModelConfig]
 
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
 DEFAULT = ["flash", "transformer++"]
@@ -49,14 +49,13 @@ def benchmark_decode(
     """Time per generated token after contexts of different lengths.
     Any --set applies to every model that has the field. Long contexts are not read, which would take minutes: their
     state is filled with random numbers."""
-    config_of, contexts = presets(task, settings), whole_numbers(lengths)
-    configs = {name: config_of(name) for name in models or DEFAULT}
+    contexts = whole_numbers(lengths)
+    configs = {name: shaped_config(name, task, settings=settings or []) for name in models or DEFAULT}
     from lineartime.benchmark import decode
 
     measured = decode.benchmark_decode(configs, contexts, batch_size=batch, dtype=precision,
                                        quadratic_up_to=quadratic_up_to, read_up_to=read_up_to, repeats=repeats,
-                                       threads=threads, device=pick_device(device).type, capture=capture,
-                                       progress=note)
+                                       capture=capture, **place(threads, device))
     show_and_keep(decode.print_decode, rows)(measured)
 
 
@@ -88,8 +87,8 @@ def benchmark_step(
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
     Any --set applies to every model that has the field."""
-    measure_steps(labels, contexts, precision, tokens, presets(task, settings, shape, cells), "step", rows,
-                  together=together, repeats=repeats, threads=threads, device=device)
+    measure_steps(CellTable(None, labels or DEFAULT, whole_numbers(contexts), precision.split(","), shape, task, tokens,
+                            repeats, together, set=settings or []), cells, threads, device, rows)
 
 
 @benchmark.command("memory")
@@ -107,22 +106,26 @@ def benchmark_memory(
     cells: Cells = None,
 ) -> None:
     """Peak memory, and time per token beside it, of a training step of one row at growing contexts."""
-    measure_steps(labels, contexts, precision, 1, presets(task, settings, shape, cells), "memory", rows,
-                  together=True, repeats=repeats, threads=threads, device=device)
+    measure_steps(CellTable(None, labels or DEFAULT, whole_numbers(contexts), precision.split(","), shape, task, 1,
+                            repeats, True, "memory", set=settings or []), cells, threads, device, rows)
 
 
-def measure_steps(labels: list[str] | None, contexts: str, precision: str, tokens: int, config_of: "ConfigOf",
-                  benchmark: str, rows: Path | None, *, together: bool, repeats: int, threads: int,
-                  device: str | None) -> None:
-    """`benchmark step` and `benchmark memory`: rows are written as soon as they are there."""
-    lengths = whole_numbers(contexts)
+def measure_steps(table: CellTable, cells: Path | None, threads: int, device: str | None, rows: Path | None,
+                  there: "Sequence[Row]" = ()) -> None:
+    """Training steps of a table, whose rows are written as soon as they are there. A table without a name is what a
+    person asked for: a peer of it that is not installed is an error."""
     from lineartime.benchmark import peers, step
 
-    chosen = step.step_cases(labels or DEFAULT, lengths, precision.split(","), tokens=tokens, config_of=config_of)
-    for case in chosen:
-        peers.check_installed(case.label)
-    step.benchmark_step(chosen, repeats=repeats, threads=threads, device=pick_device(device).type, together=together,
-                        benchmark=benchmark, progress=note, on_rows=show_and_keep(step.print_step, rows))
+    config_of = partial(shaped_config, task=table.task, shape=fields_of(table.shape, cells), settings=table.set)
+    chosen = step.step_cases(table.labels, table.contexts, table.precision, tokens=table.tokens, name=table.name,
+                             longest=table.longest, config_of=config_of)
+    if table.name is None:
+        for case in chosen:
+            peers.check_installed(case.label)
+    else:
+        note(f"{table.name}: {len(chosen)} cells")
+    step.benchmark_step(chosen, repeats=table.repeats, together=table.together, benchmark=table.benchmark, there=there,
+                        on_rows=show_and_keep(step.print_step, rows), **place(threads, device))
 
 
 @benchmark.command("op")
@@ -146,15 +149,13 @@ def benchmark_op(
     cells: Cells = None,
 ) -> None:
     """Forward and backward of one op, its implementations side by side, each checked against float64."""
-    from dataclasses import replace
-
-    lengths, config_of = whole_numbers(contexts), presets(task, settings, shape, cells)
+    lengths, fields = whole_numbers(contexts), fields_of(shape, cells)
     from lineartime.benchmark import op as ops
 
-    config = config_of(model or ops.MODEL_OF.get(op, "flash"))
+    config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
     ops.benchmark_op(op, [replace(config, context=n) for n in lengths], tokens=tokens, precisions=precision.split(","),
-                     only=only or [], repeats=repeats, threads=threads, device=pick_device(device).type, progress=note,
-                     on_rows=show_and_keep(ops.print_op, rows))
+                     only=only or [], repeats=repeats, on_rows=show_and_keep(ops.print_op, rows),
+                     **place(threads, device))
 
 
 @benchmark.command("run")
@@ -169,24 +170,12 @@ def benchmark_run(
 ) -> None:
     """Measure named cells; the same command goes on where it stopped.
     Cells are left out whose rows the file has from the same commit."""
-    from functools import partial
+    tables = read_cells(cells).named(names)
+    from lineartime.benchmark import measure
 
-    from lineartime.benchmark.cells import read_cells, shaped_config
-
-    file = read_cells(cells)
-    tables = file.named(names)
-    from lineartime.benchmark import measure, step
-
-    where = pick_device(device).type
     rows.parent.mkdir(parents=True, exist_ok=True)
     for table in tables:
-        config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
-        chosen = step.step_cases(table.labels, table.contexts, table.precision, tokens=table.tokens, name=table.name,
-                                 longest=table.longest, config_of=config_of)
-        note(f"{table.name}: {len(chosen)} cells")
-        step.benchmark_step(chosen, repeats=table.repeats, threads=threads, device=where, together=table.together,
-                            benchmark=table.benchmark, progress=note, on_rows=show_and_keep(step.print_step, rows),
-                            there=[] if again else measure.rows_of_commit(rows))
+        measure_steps(table, cells, threads, device, rows, [] if again else measure.rows_of_commit(rows))
 
 
 @benchmark.command("loss")
@@ -205,9 +194,8 @@ def benchmark_loss(
     from lineartime.benchmark import loss
 
     loss.benchmark_loss(vocab_size=vocab_size, d_model=d_model, tokens=tokens, many_tokens=many_tokens,
-                        precisions=precision.split(","), repeats=repeats, threads=threads,
-                        device=pick_device(device).type, progress=note,
-                        on_rows=show_and_keep(loss.print_loss, rows))
+                        precisions=precision.split(","), repeats=repeats, on_rows=show_and_keep(loss.print_loss, rows),
+                        **place(threads, device))
 
 
 @benchmark.command("read")
@@ -221,13 +209,11 @@ def benchmark_read(
     rows: Rows = None,
 ) -> None:
     """Memory while a long prompt is read: the most a process has had after each tenth of it."""
-    config = presets(task, settings)(model)
+    config = shaped_config(model, task, settings=settings or [])
     from lineartime.benchmark import memory
 
     measured = memory.benchmark_read(config, tokens, threads=threads, device=pick_device(device).type)
-    memory.print_read(measured)
-    if rows is not None:
-        append_json_lines(rows, [measured])
+    show_and_keep(lambda rows: memory.print_read(rows[0]), rows)([measured])
 
 
 def show_and_keep(show: "Callable[[Sequence[Row]], None]", path: Path | None) -> "Callable[[list[Row]], None]":
@@ -240,10 +226,11 @@ def show_and_keep(show: "Callable[[Sequence[Row]], None]", path: Path | None) ->
     return on_rows
 
 
-def presets(task: str, settings: list[str] | None, shape: str | None = None, cells: Path | None = None) -> "ConfigOf":
-    """A preset's model in a shape of the file of cells, then with settings; one that only some models have is given to
-    those."""
-    from lineartime.benchmark.cells import read_cells, shaped_config
+def place(threads: int, device: str | None) -> dict[str, Any]:
+    """Where every benchmark measures, and who hears of it."""
+    return {"threads": threads, "device": pick_device(device).type, "progress": note}
 
-    fields = read_cells(cells).shape(shape) if shape else {}
-    return lambda preset: shaped_config(preset, task, fields, settings or [])
+
+def fields_of(shape: str | None, cells: Path | None) -> dict[str, Any]:
+    """A shape of the file of cells, which is read where one is named."""
+    return read_cells(cells).shape(shape) if shape else {}

@@ -108,7 +108,6 @@ def fake_measure(outcomes):
         ended = outcomes[cell.name]
         if ended == "done":
             append_json_lines(out.rows, [{"cell": cell.name}])
-        append_json_lines(out.progress, [{"cell": cell.name, "ended": ended, "seconds": 0.0}])
         return ended
     return measure
 
@@ -119,7 +118,7 @@ def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, monkeyp
     monkeypatch.setattr(gpu.Out, "summarise", lambda self, cells, note="": None)
     monkeypatch.setattr(gpu, "measure", fake_measure({"a": "out of memory", "b": "done", "c": "done"}))
     append_json_lines(out.progress, [{"cell": "a", "ended": "out of memory", "seconds": 1.0}])
-    assert not gpu.run_cells("step", cells, out, "cpu", None, time.monotonic() + 100, 1.0)
+    assert not gpu.run_calls("step", cells, out, "cpu", None, time.monotonic() + 100, 1.0)
     assert [line["cell"] for line in out.read(out.progress)] == ["a", "b", "c", "a"]
     assert out.measured() == {"b", "c"}
 
@@ -213,7 +212,7 @@ def test_no_table_is_begun_without_its_text_or_with_too_little_time(tables, monk
 def test_nothing_is_started_when_too_little_time_is_left(tmp_path, monkeypatch, capsys):
     out = gpu.Out(tmp_path, None)
     monkeypatch.setattr(gpu, "measure", fake_measure({"a": "done"}))
-    assert gpu.run_cells("step", [gpu.Call("step", "a", ())], out, "cpu", None, time.monotonic() + 5, 10.0)
+    assert gpu.run_calls("step", [gpu.Call("step", "a", ())], out, "cpu", None, time.monotonic() + 5, 10.0)
     assert out.measured() == set() and "goes on with 1 cells" in capsys.readouterr().out
 
 
