@@ -345,6 +345,7 @@ class RunConfig:
 
     @property
     def rows_per_step(self) -> int:
+        """Rows per batch."""
         return self.train.tokens_per_step // self.model.context
 
     @property
@@ -395,6 +396,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
+    """The fields of a configuration by name, JSON-serialisable."""
     return dataclasses.asdict(config)
 
 

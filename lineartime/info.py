@@ -57,6 +57,7 @@ class Flops:
 
     @property
     def forward(self) -> float:
+        """FLOPs of a forward pass."""
         return self.projections + self.attention + self.linear + self.head
 
     @property
@@ -74,11 +75,14 @@ class DecodingBytes:
     """Growth per token, on average over a chunk if the model keeps a summary of every chunk."""
 
     def at(self, n_tokens: int) -> int:
+        """Bytes after n_tokens tokens."""
         return self.constant + self.per_token * n_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
+    """What `describe` returns."""
+
     specification: list[tuple[str, str]]
     """Rows of the paper's specification tables, named as printed there."""
     parts: list[Part]
@@ -87,6 +91,7 @@ class Description:
 
     @property
     def n_parameters(self) -> int:
+        """Number of parameters, in all parts."""
         return sum(part.total for part in self.parts)
 
 
@@ -222,6 +227,7 @@ def millions(n: float) -> str:
 
 
 def mib(n_bytes: float) -> str:
+    """"1.5 MiB"."""
     return f"{n_bytes / 2**20:,.1f} MiB"
 
 

@@ -81,6 +81,7 @@ class ScaleNorm(nn.Module):
         self.scalar = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: `[..., D]`, floating. Returns the same shape and dtype; the norm is computed in float32 at least."""
         wide = at_least_float32(x)
         return (self.scalar * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 

@@ -111,12 +111,14 @@ class LanguageModel(nn.Module):
         return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
 
     def rotary(self, position_BT: Tensor) -> tuple[Tensor, Tensor] | None:
+        """sin and cos of RoPE, see `reference.rotary`; None in a model without RoPE."""
         config = self.config
         if config.rel_pos is None:
             return None
         return rotary(position_BT, config.qk_width, self.embed.weight.dtype)
 
     def check_length(self, length: int) -> None:
+        """Raise UsageError for a row longer than the position tables allow."""
         limit = self.config.max_len
         if limit is not None and length > limit:
             raise UsageError("row longer than the position table", f"{length} tokens, the table has {limit}",
@@ -137,9 +139,11 @@ class LanguageModel(nn.Module):
         return DecodingState(caches, none_B, none_B.clone())
 
     def residual_layers(self) -> Iterable[ResidualLayer]:
+        """All layers, in order."""
         return cast(Iterable[ResidualLayer], self.layers)
 
     def attention_layers(self) -> list[GatedAttentionUnit | MultiHeadAttention]:
+        """The layers that have a cache, in order."""
         return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState) -> Tensor:

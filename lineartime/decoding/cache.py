@@ -194,6 +194,7 @@ class ChunkState(Cache):
     """The layer's position bias at key position minus query position: 1 - M, ..., 0."""
 
     def bias(self, rel_pos_bias: RelPosBias) -> Tensor:
+        """`bias_M`, computed at the first call."""
         if self.bias_M is None:
             self.bias_M = bias_table(rel_pos_bias, rel_pos_bias.n)
         return self.bias_M

@@ -42,6 +42,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
+    """A copy of a bfloat16 weight in oneDNN's layout."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
     return packed
 

@@ -85,6 +85,7 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
 
 @functools.cache
 def log_once(line: str) -> None:
+    """Log a warning, unless the same line was logged before."""
     logger.warning(line)
 
 
