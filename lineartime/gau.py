@@ -3,6 +3,7 @@
 FLASH-Quad is a stack of the first, FLASH of the second. A causal FLASH layer with a single chunk computes the first.
 """
 
+import torch
 from torch import Tensor, nn
 
 from lineartime import ops
@@ -98,7 +99,8 @@ class GatedAttentionUnit(ResidualLayer):
         """u * A v of the next tokens: out_BNE. The cache is updated."""
         assert info.rotary is not None
         config, (gamma, beta), (sin, cos) = self.config, (self.scale_offset.gamma, self.scale_offset.beta), info.rotary
-        if (isinstance(cache, ChunkState) and inputs.single_token
+        wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if (isinstance(cache, ChunkState) and inputs.single_token and not wants_gradient
                 and ops.steps_in_kernel(uvz_BNF, gamma, cache.v_BCE, self.impl)):
             return self.step_in_kernel(uvz_BNF[:, 0], info, inputs, cache)[:, None]
         u_BNE, v_BNE, z_BNS = split_uvz(uvz_BNF, config.query_key_dim)

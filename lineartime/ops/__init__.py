@@ -11,7 +11,6 @@ signatures; `impl` selects one of the two:
 
 `dispatch` says which inputs the kernels support."""
 
-import torch
 from torch import Tensor
 
 from lineartime.ops import reference
@@ -93,12 +92,11 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 
 
 def steps_in_kernel(uvz: Tensor, gamma_4S: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
-    """Whether to call `chunk_decode_step`: if a kernel runs it, uvz requires no gradient, and v_BCE has uvz's dtype.
+    """Whether to call `chunk_decode_step`, which has no gradient: if a kernel runs it, and v_BCE has uvz's dtype.
 
     Raises as `gated_chunk_attention` does."""
-    in_kernels = use_kernels(impl, uvz.device, unsupported_attention, uvz, gamma_4S, v_BCE.shape[1])
-    wants_gradient = torch.is_grad_enabled() and uvz.requires_grad
-    return in_kernels and not wants_gradient and v_BCE.dtype == uvz.dtype
+    in_kernel = use_kernels(impl, uvz.device, unsupported_attention, uvz, gamma_4S, v_BCE.shape[1])
+    return in_kernel and v_BCE.dtype == uvz.dtype
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float = 1e-5,

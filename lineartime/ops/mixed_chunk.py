@@ -343,7 +343,7 @@ class Tiles(NamedTuple):
     """Dimensions of a head per matmul."""
 
 
-SCAN_BLOCK = 1024
+SCAN_COLUMNS = 1024
 MANY_CHUNKS, FEW_PROGRAMS = 32, 264
 """A row of more than MANY_CHUNKS has its states made in two levels if one level has fewer than FEW_PROGRAMS."""
 
@@ -388,8 +388,8 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
             f, C=chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward, DOCUMENTS=ends is not None,
             WHOLE=whole, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
         if not whole:
-            scan_states[triton.cdiv(s * e, SCAN_BLOCK), n_rows](
-                sums, begins, ends, scales, states, n_tokens, n_chunks, s * e, C=chunk_size, BLOCK=SCAN_BLOCK, R=r,
+            scan_states[triton.cdiv(s * e, SCAN_COLUMNS), n_rows](
+                sums, begins, ends, scales, states, n_tokens, n_chunks, s * e, C=chunk_size, BLOCK=SCAN_COLUMNS, R=r,
                 BACKWARD=backward, DOCUMENTS=ends is not None)
     return x_out_BTE, states_RBGSE
 

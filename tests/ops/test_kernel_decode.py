@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
-from lineartime.config import ModelConfig
+from lineartime.config import ModelConfig, model_config
 from lineartime.decoding.cache import ChunkState, DecodeInputs
 from lineartime.gau import GatedAttentionUnit
 from lineartime.generation import generate
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.layers import SequenceInfo
+from lineartime.model import LanguageModel
 from lineartime.ops import decode_step, reference
 from lineartime.ops.reference import rotary
 from tiny_models import CHUNK, FLASH, random_ids, random_model, with_end
@@ -211,3 +212,15 @@ def test_compiled_in_one_graph() -> None:
     (ours, our_buffers), (theirs, their_buffers) = (run(op, inputs) for op in (compiled, decode_step.chunk_decode_step))
     assert torch.equal(ours, theirs)
     assert all(torch.equal(our_buffers[name], their_buffers[name]) for name in BUFFERS)
+
+
+def test_a_layer_that_trains_only_its_scales_steps_by_the_reference() -> None:
+    """The kernel has no gradient: where any parameter wants one, the reference runs, whatever `impl` says."""
+    torch.manual_seed(0)
+    model = LanguageModel(model_config("flash", n_layers=1, d_model=64, vocab_size=16, context=256, chunk_size=128))
+    model.set_impl("triton")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("scale_offset" in name)
+    x_BND = model.extend(torch.tensor([[3]]), torch.tensor([1]), model.decoding_state(1))
+    x_BND.sum().backward()
+    assert model.layers[0].scale_offset.gamma.grad is not None
