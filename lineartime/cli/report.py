@@ -74,7 +74,6 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
     from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
-    from lineartime.report.pages import fill_pages, speed_places
 
     rows = rows or PACKAGE / "results" / "speed.jsonl"
     measured, n_old = read_rows(rows)
@@ -82,6 +81,8 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
     goals = read_goals(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
+        from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
+
         return fill_pages(into, images, speed_places(measured, n_old, goals))
     print(goals_table(goals, measured) if targets else speed_section(measured, n_old), end="")
     return []
@@ -91,13 +92,14 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None,
                   into: list[Path] | None, images: Path) -> list[Path]:
     """`lineartime report` of one table or all; returns the files that were written."""
     require_pandas()
-    from lineartime.report.pages import fill_pages, illustrated, table_places
     from lineartime.reproduce.markdown import table_section, tables_shown
     from lineartime.reproduce.records import RECORDS
     from lineartime.reproduce.results import read_results
 
     records = read_results(rows or RECORDS)
     if into:
+        from lineartime.report.pages import fill_pages, table_places
+
         return fill_pages(into, images, table_places(records))
     shown = tables_shown(records, [table] if table else [], [scale] if scale else [])
     if html is None and png is None:
@@ -106,6 +108,7 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None,
     from lineartime.atomic_io import write_atomically
     from lineartime.plot import Picture, draw_into
     from lineartime.report.html import page
+    from lineartime.report.pages import illustrated
 
     drawn: dict[str, Picture] = {}
 
