@@ -77,8 +77,8 @@ def test_names_are_defined(page: Path) -> None:
     ("[`gau.py:GatedAttentionUnit.backward`][gau]\n\n[gau]: lineartime/gau.py", 1),
     ("[benchmark/rows.py](lineartime/reproduce/rows.py)", 1),
     ("[rows.py](lineartime/reproduce/rows.py)", 0),
-    ("`test_docs.py::wrong_names`, `reproduce/figures.py:draw`", 0),
-    ("`figures.py:draw`", 1), ("`nowhere.py:ROWS`", 1), ("`test_docs.py::test_of_nothing`", 1)])
+    ("`test_docs.py::wrong_names`, `reproduce/figures.py:pictures_of`", 0),
+    ("`figures.py:pictures_of`", 1), ("`nowhere.py:ROWS`", 1), ("`test_docs.py::test_of_nothing`", 1)])
 def test_a_name_is_held_to_the_file_that_its_link_leads_to(text: str, n_wrong: int) -> None:
     assert len(wrong_names(text, ROOT)) == n_wrong
 
