@@ -208,7 +208,7 @@ def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypa
     cell = next(cell for cell in cells_of("triviaqa", "cpu") if cell.row == "FLASH s=512 + first-to-all")
     job = runner.Job(cell, 0)
     runner.prepare(cell.text, place, StopSignal())
-    assert read_manifest(place.data(cell.text)).mask is not None
+    assert read_manifest(place.data(cell.text)).tokenizer["mask"] is not None
     pretrained, answered = runner.run_job(job, [], place, lambda: False)
     assert (pretrained["kind"], answered["kind"]) == ("train", "finetune") and "curve" in pretrained
     folder = place.out / "runs" / job.folder / "questions"
