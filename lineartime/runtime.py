@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import resource
 import signal
 import sys
@@ -100,7 +101,11 @@ def release_memory(device: torch.device) -> None:
         libc.malloc_trim(0)
 
 
-def end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent ends, so that it does not go on holding a run's lock."""
+def end_with_parent(parent: int) -> None:
+    """Ask Linux to send this process SIGTERM when its parent ends, so that it does not go on holding a run's lock.
+
+    parent: the process id of the parent, which may have ended before this call; then this process ends too."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)

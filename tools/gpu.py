@@ -140,11 +140,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def end_with_parent(number: int) -> None:
+def end_with_parent(parent: int, number: int) -> None:
     """In a child: get this signal when this script is killed, so that nothing goes on measuring beside the next
     call."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)
+        if os.getppid() != parent:  # it was killed before this process could ask
+            os._exit(1)
 
 
 def run(command: Sequence[str], seconds: float, output: Path | None = None, save_s: float = 0.0) -> str:
@@ -154,7 +156,8 @@ def run(command: Sequence[str], seconds: float, output: Path | None = None, save
     out = output.open("w", encoding="utf-8") if output else None
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=out, stderr=out or subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=partial(end_with_parent, signal.SIGTERM if save_s else signal.SIGKILL))
+        start_new_session=True,
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL))
     try:
         _, errors = process.communicate(timeout=max(seconds - save_s, 1))
     except subprocess.TimeoutExpired:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,8 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place,
     with open(log, "a+", encoding="utf-8", errors="replace") as file:
         begin = file.seek(0, os.SEEK_END)
         process = subprocess.Popen([sys.executable, "-m", "lineartime", *arguments], stdout=file, stderr=file,
-                                   env=environment, start_new_session=True, preexec_fn=end_with_parent)
+                                   env=environment, start_new_session=True,
+                                   preexec_fn=partial(end_with_parent, os.getpid()))
         asked, told, last = False, time.monotonic(), ""
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
