@@ -2,11 +2,15 @@
 JSON lines, and files with a SHA-256."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -42,55 +46,98 @@ def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callab
 
 
 @contextlib.contextmanager
-def written_aside(out: Path, last: str) -> Iterator[tuple[Path, IO[bytes]]]:
-    """Write a folder atomically: yields a folder beside `out`, which becomes `out` at the end, and its file `last`.
+def written_aside(out: Path) -> Iterator[Path]:
+    """Write a folder atomically: yields an empty folder beside `out`, whose files become `out` at the end.
 
-    The file is also the lock, which is held until the rename. Leftovers of a killed run are removed."""
-    aside = out.with_name(f".{out.name}.partial")
-    with _locked_folder(aside, last, out) as file:
-        yield aside, file
-        file.flush()
-        os.fsync(file.fileno())
-        fsync_folder(aside)
-        os.rename(aside, out)
+    If the block raises, the folder and the parents created for it are removed. Raises ResourceError if another process
+    is writing `out`, OSError if `out` is there and not an empty folder."""
+    with _temporary_folder(out) as folder:
+        yield folder
+        for path in folder.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(folder)
+        os.rename(folder, out)
         fsync_folder(out.parent)
 
 
 @contextlib.contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out`, on the same disk. Leftovers of a killed run are removed."""
-    scratch = out.with_name(f".{out.name}.source")
-    with _locked_folder(scratch, "lock", out):
-        yield scratch
-        shutil.rmtree(scratch)
+    """An empty temporary folder beside `out`, on the same disk, that is removed at the end. Raises ResourceError as
+    `written_aside` does."""
+    with _temporary_folder(out.with_name(f"{out.name}.source")) as folder:
+        yield folder
+        shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
-def _locked_folder(folder: Path, lock: str, out: Path) -> Iterator[IO[bytes]]:
-    """Create a locked, empty folder and yield its lock file. If the block raises, the folder and parents created for
-    it are removed. Raises ResourceError if another process holds the lock."""
-    made = [parent for parent in folder.parents if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / lock).open("ab") as file:
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`. A locked file beside it tells others that its process lives."""
+    made = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _remove_leftovers(path):
+        raise ResourceError("another process is writing this folder", path, "wait for it")
+    lock, descriptor = _locked_file(path, ".lock")
+    folder = lock.with_suffix(".tmp")
+    try:
+        folder.mkdir()
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+    else:
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+TEMPORARY = re.compile(r"\.lineartime-([0-9a-f]{8})-[0-9a-f]{16}\.(tmp|lock)")
+"""Names of temporary files and locks: the hash of the final name, and a random number."""
+
+
+def _tag(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]
+
+
+def _locked_file(path: Path, ending: str) -> tuple[Path, int]:
+    """A new, empty, locked file with a random name beside `path`, and its descriptor."""
+    while True:
+        aside = path.parent / f".lineartime-{_tag(path)}-{secrets.token_hex(8)}{ending}"
+        descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return aside, descriptor
+        os.close(descriptor)  # another process took it for a leftover before it was locked
+
+
+def _remove_leftovers(path: Path) -> bool:
+    """Remove the temporary files of killed processes beside `path`. Returns whether a living one writes `path`."""
+    busy = False
+    for entry in path.parent.iterdir():
+        match = TEMPORARY.fullmatch(entry.name)
+        if match is None:
+            continue
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.path.samestat(os.fstat(file.fileno()), (folder / lock).stat())
-        except (BlockingIOError, FileNotFoundError):
-            ours = False
-        if not ours:
-            raise ResourceError("another process is writing this folder", out, "wait for it")
+            descriptor = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # a folder, whose lock is another file, or not ours
+            continue
         try:
-            for left in folder.iterdir():
-                if left.name != lock:
-                    left.unlink()
-            file.truncate(0)
-            yield file
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in made:
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
-            raise
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if match[2] == "lock" and os.path.lexists(folder := entry.with_suffix(".tmp")):
+                    shutil.rmtree(folder)
+                entry.unlink(missing_ok=True)
+        except BlockingIOError:
+            busy = busy or match[1] == _tag(path)
+        except OSError:  # the folder cannot be changed; then the caller cannot write either
+            pass
+        finally:
+            os.close(descriptor)
+    return busy
 
 
 def fsync_folder(folder: Path) -> None:
@@ -103,23 +150,56 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Replace a file atomically: yields the path of a file to write, which becomes `path`. Raises ResourceError."""
-    aside = path.with_name(f".tmp-{path.name}")
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Replace a regular file atomically, or make a new one: yields the file to write, which is flushed to the disk.
+
+    A pipe and a character device such as /dev/stdout are written in place. Raises ResourceError for any other kind of
+    file, for a link to a regular file, and for errors of the system."""
     try:
-        yield aside
-        os.replace(aside, path)
+        if not _replaceable(path):
+            with open(path, "wb", buffering=0) as file:
+                yield file
+            return
+        _remove_leftovers(path)
+        aside, descriptor = _locked_file(path, ".tmp")
+        try:
+            with os.fdopen(descriptor, "r+b") as file:
+                with contextlib.suppress(FileNotFoundError):
+                    os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode))
+                yield file
+                file.flush()
+                os.fsync(descriptor)
+                os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
     except OSError as e:
-        aside.unlink(missing_ok=True)
-        raise ResourceError("cannot write", path, e.strerror) from None
+        raise ResourceError("cannot write", path, e.strerror or str(e)) from None
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether `path` is a regular file or absent, not a pipe or a character device. Raises OSError for other kinds."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return True
+    except ValueError as e:  # a NUL in the path
+        raise OSError(errno.EINVAL, str(e)) from None
+    if stat.S_ISLNK(mode):
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            raise OSError(errno.EEXIST, "it is a link; name the file that it points to")
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL,
+                      "it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
+    return stat.S_ISREG(mode)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file atomically and flush it to the disk. Raises ResourceError."""
-    with replaced(path) as aside, open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Replace a text file atomically, see `replaced`. Raises ResourceError."""
+    with replaced(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import stat
 import time
@@ -28,6 +29,7 @@ from lineartime.errors import CheckpointError, ResourceError
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 1 << 20
+LEFTOVER = re.compile(r"\.(tmp|trash)-step-([0-9]{8,18}|link)-[0-9a-f]{16}")
 TENSORS = ".safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -77,11 +79,11 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         _make_dirs(run_dir)
         _remove_leftovers(run_dir)
         if not _is_saved(target, run):
-            aside = run_dir / f".tmp-{target.name}"
+            aside = run_dir / f".tmp-{target.name}-{secrets.token_hex(8)}"
             try:
                 _write_checkpoint(aside, step, run, contents)
                 if os.path.lexists(target):
-                    _rename(target, run_dir / f".trash-{target.name}")
+                    _rename(target, _trash(target))
                 _rename(aside, target)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -141,13 +143,13 @@ def load(path: Path) -> Checkpoint:
 
 
 def point(link: Path, target: Path | str) -> None:
-    """Point a link at `target`. Links are for users alone, so errors of the file system are ignored."""
-    aside = link.with_name(f".tmp-{link.name}")
+    """Point a link at `target`, unless another kind of file has its name. Links are for users alone, so errors of the
+    file system are ignored."""
+    aside = link.with_name(f".tmp-step-link-{secrets.token_hex(8)}")
     with contextlib.suppress(OSError):
-        if os.path.lexists(aside):
-            _unlink(aside)
-        _symlink(target, aside)
-        _rename(aside, link)
+        if link.is_symlink() or not link.exists():
+            _symlink(target, aside)
+            _rename(aside, link)
 
 
 def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
@@ -184,6 +186,8 @@ def lock(run_dir: Path) -> Iterator[None]:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             _held.add(descriptor)
             stack.callback(_release, descriptor)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -371,7 +375,7 @@ def _retain(run_dir: Path, saved: int, keep: int) -> None:
     for step in _steps(run_dir):
         path = run_dir / f"step-{step:08d}"
         if step < saved and valid >= keep:
-            _rename(path, run_dir / f".trash-{path.name}")
+            _rename(path, _trash(path))
         elif step < saved:
             with contextlib.suppress(CheckpointError):
                 _checked(path)
@@ -379,9 +383,13 @@ def _retain(run_dir: Path, saved: int, keep: int) -> None:
     _remove_leftovers(run_dir)
 
 
+def _trash(path: Path) -> Path:
+    return path.with_name(f".trash-{path.name}-{secrets.token_hex(8)}")
+
+
 def _remove_leftovers(run_dir: Path) -> None:
     for name in os.listdir(run_dir):
-        if name.startswith((".tmp-", ".trash-")):
+        if LEFTOVER.fullmatch(name):
             _remove_tree(run_dir / name)
 
 

@@ -120,8 +120,8 @@ def drawing(path: Path, *, width: float, height: float, metadata: dict[str, str]
         figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        with replaced(path) as aside:
-            figure.savefig(aside, format="png", facecolor="white", metadata=metadata)
+        with replaced(path) as file:
+            figure.savefig(file, format="png", facecolor="white", metadata=metadata)
 
 
 def grid(panels: Sequence[Panel]) -> tuple[int, int]:

@@ -116,7 +116,7 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
             files = [check_source(reader, source) for source in show("checking", sources, len(sources))]
             parts = divide(reader, files, held_out)
             n_characters = sum(file.characters for file in files)
-            with written_aside(out, DATA_MANIFEST) as (folder, manifest_file):
+            with written_aside(out) as folder:
                 manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", shard_tokens, {}, 0, notes, {})
                 manifest.blank_documents = sum(file.blank for file in files)
                 if ready is None:
@@ -127,7 +127,7 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
                     ready = train_tokenizer((piece.text for piece in shown), vocab_size, mlm=mlm)
                 _write_folder(folder, manifest, reader, parts, ready, jobs, n_characters, show)
                 _add_notes(manifest, ready, next(pieces_of(reader, parts["train"])).text)
-                manifest_file.write(manifest.to_json().encode())
+                (folder / DATA_MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
     return manifest

@@ -70,11 +70,11 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
     card = Card(description, model.config, manifest, metrics, facts["step"], len(file), scores, sample, made)
     try:
-        with written_aside(out, WEIGHTS_FILE) as (aside, last):
+        with written_aside(out) as aside:
             (aside / CONFIG_FILE).write_text(model_config_json(model.config), encoding="utf-8")
             (aside / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
             (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
-            last.write(file)
+            (aside / WEIGHTS_FILE).write_bytes(file)
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
     return Exported(scores, manifest.settings.get("task"), len(file))

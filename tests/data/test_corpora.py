@@ -460,11 +460,13 @@ def test_a_full_disk_is_no_fault_of_the_hub(tmp_path: Path, hub: Hub, call: Call
 def test_an_interrupted_reading_leaves_nothing(tmp_path: Path, hub: Hub) -> None:
     def interrupted() -> Any:
         yield {"text": "Page"}
-        assert (tmp_path / ".data.source" / "train.jsonl").exists()
+        assert len(list(tmp_path.glob(".lineartime-*.tmp/train.jsonl"))) == 1
         raise KeyboardInterrupt
 
-    (tmp_path / ".data.source").mkdir()
-    (tmp_path / ".data.source" / "left.jsonl").write_text("by a killed run")
+    left = tmp_path / ".lineartime-01234567-0123456789abcdef.tmp"
+    left.mkdir()
+    (left / "left.jsonl").write_text("by a killed run")
+    left.with_suffix(".lock").touch()
     hub.data["allenai/c4"] = {"train": interrupted()}
     with pytest.raises(KeyboardInterrupt):
         prepare([], tmp_path / "data", tokenizer="bytes", task="c4", hub=True)

@@ -286,7 +286,7 @@ def test_an_interrupted_prepare_leaves_nothing(tmp_path, monkeypatch):
     make(tmp_path, {"a.txt": "text"})
 
     def interrupt(*_):
-        assert (tmp_path / ".out.partial" / "train-00000.bin").exists()
+        assert list(tmp_path.glob(".lineartime-*.tmp/train-00000.bin"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(lineartime.data.prepare, "_add_notes", interrupt)
@@ -347,18 +347,19 @@ prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", held_out=0.3,
 
 def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
     make(tmp_path, {"a.jsonl": ["some text " * 1000] * 150})
-    out, aside = tmp_path / "out", tmp_path / ".out.partial"
+    out = tmp_path / "out"
     command = [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out]
     for awaited in ("manifest.json", "tokenizer.json", "train-00003.bin", "train-00007.bin", "validation-00002.bin"):
         process = subprocess.Popen(command)
-        while not (aside / awaited).exists():
+        left = {path.parent for path in tmp_path.glob(".lineartime-*.tmp/*")}
+        while not {path.parent for path in tmp_path.glob(f".lineartime-*.tmp/{awaited}")} - left:
             assert process.poll() is None, f"it was done before {awaited} was seen"
             time.sleep(0.0005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not out.exists() and aside.exists()
+        assert not out.exists() and len(list(tmp_path.glob(".lineartime-*"))) == 2  # a folder and its lock
     subprocess.run(command, check=True)
-    assert not aside.exists()
+    assert not list(tmp_path.glob(".lineartime-*"))
     assert open_split(out, "train").n_tokens == 105 * 10_001 and open_split(out, "validation").n_tokens == 45 * 10_001
 
 
@@ -366,7 +367,7 @@ def test_two_at_once_do_not_mix(tmp_path):
     make(tmp_path, {"a.jsonl": ["some text " * 1000] * 100})
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out])
-    while not (tmp_path / ".out.partial" / "train-00000.bin").exists():
+    while not list(tmp_path.glob(".lineartime-*.tmp/train-00000.bin")):
         assert process.poll() is None
         time.sleep(0.0005)
     with pytest.raises(ResourceError, match="another process is writing this folder"):

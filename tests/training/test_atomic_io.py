@@ -2,11 +2,12 @@
 
 import json
 import os
+import socket
 import threading
 
 import pytest
 
-from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.atomic_io import append_json_lines, read_json_lines, replaced, write_atomically, written_aside
 from lineartime.errors import DataError, ResourceError
 
 
@@ -50,3 +51,74 @@ def test_a_pipe_takes_rows(tmp_path):
     append_json_lines(path, [{"a": 1}])
     reader.join(10)
     assert [json.loads(line) for line in said[0].splitlines()] == [{"a": 1}]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    with pytest.raises(KeyError), replaced(path) as file:
+        file.write(b"new")
+        raise KeyError
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
+    write_atomically(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.json"] and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_only_regular_files_are_replaced(tmp_path):
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "link").symlink_to("precious")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+    before = sorted(os.listdir(tmp_path))
+    for name, why in (("link", "name the file that it points to"), ("folder", "it is a folder"), ("loop", "levels"),
+                      ("socket", "no regular file"), ("x" * 300, "File name too long"), ("a\0b", "null")):
+        with pytest.raises(ResourceError, match=rf"cannot write.*{why}"):
+            write_atomically(tmp_path / name, "text")
+    assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "precious").read_text() == "kept"
+    (tmp_path / "null").symlink_to("/dev/null")
+    write_atomically(tmp_path / "null", "text")
+    assert (tmp_path / "null").is_symlink()
+    os.mkfifo(path := tmp_path / "pipe")
+    said = []
+    reader = threading.Thread(target=lambda: said.append(path.read_text()))
+    reader.start()
+    write_atomically(path, "text")
+    reader.join(10)
+    assert said == ["text"] and path.is_fifo()
+
+
+LEFT = ".lineartime-01234567-0123456789abcdef"
+
+
+def test_nothing_is_deleted_but_unlocked_temporary_files(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("kept")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in (".a.json.partial", ".a.json.source", ".tmp-a.json", ".lineartime-a.tmp"):  # names of today and before
+        (folder / name).symlink_to(outside)
+    (folder / f"{LEFT}.tmp").symlink_to(outside)  # planted, with a lock
+    (folder / f"{LEFT}.lock").touch()
+    (folder / LEFT.replace("0", "1")).with_suffix(".tmp").touch()  # of a killed writer
+    kept = {name for name in os.listdir(folder) if name != f"{LEFT.replace('0', '1')}.tmp"}
+    write_atomically(folder / "a.json", "text")
+    with written_aside(folder / "d") as aside:
+        (aside / "file").write_text("text")
+    assert set(os.listdir(folder)) == kept | {"a.json", "d"}
+    assert (outside / "precious").read_text() == "kept" and os.listdir(folder / "d") == ["file"]
+
+
+def test_a_folder_that_another_process_writes_is_refused(tmp_path):
+    with written_aside(tmp_path / "d") as aside:
+        assert aside.parent == tmp_path
+        refused = pytest.raises(ResourceError, match="another process is writing this folder")
+        with refused, written_aside(tmp_path / "d"):
+            pass
+        with written_aside(tmp_path / "other"):
+            pass
+        assert aside.exists()
+    assert sorted(os.listdir(tmp_path)) == ["d", "other"]

@@ -191,17 +191,20 @@ def test_stray_names_and_leftovers_are_never_counted_and_leftovers_are_cleaned(t
     save(run_dir, 1)
     outside.mkdir()
     (outside / "precious").write_text("x")
-    for name in (".tmp-step-00000010", ".trash-step-00000011", "step-10.bak", "step-12", "step-000000013",
-                 "step-00000014x", "xstep-00000015", "step-00000016.tmp", "step-0000001\u0667", "STEP-00000018"):
+    for name in (".tmp-step-00000010-0123456789abcdef", ".trash-step-00000011-0123456789abcdef", "step-10.bak",
+                 "step-12", "step-000000013", "step-00000014x", "xstep-00000015", "step-00000016.tmp",
+                 "step-0000001\u0667", "STEP-00000018"):
         shutil.copytree(run_dir / "step-00000001", run_dir / name)
         refused(load, run_dir / name)
-    (run_dir / ".tmp-link").symlink_to(outside)
-    (run_dir / ".trash-file").touch()
-    (run_dir / ".tmp-deep" / "deeper").mkdir(parents=True)
-    (run_dir / ".tmp-deep" / "deeper" / "link").symlink_to(outside)
+    (run_dir / ".tmp-step-00000019-0123456789abcdef").symlink_to(outside)
+    (run_dir / ".trash-step-00000019-0123456789abcdef").touch()
+    deep = run_dir / ".tmp-step-00000020-0123456789abcdef" / "deeper"
+    deep.mkdir(parents=True)
+    (deep / "link").symlink_to(outside)
+    (run_dir / ".tmp-notes").write_text("the user's")
     os.utime(run_dir / "step-00000001", (2**31, 2**31))
     assert newest(run_dir) == (run_dir / "step-00000001", 1, {})
-    before = {name for name in os.listdir(run_dir) if not name.startswith(LEFTOVERS)}
+    before = {name for name in os.listdir(run_dir) if not checkpoint.LEFTOVER.fullmatch(name)}
     save(run_dir, 2)
     assert set(os.listdir(run_dir)) == before | {"step-00000002"}
     assert (outside / "precious").read_text() == "x"
@@ -257,7 +260,7 @@ def damaged_target(run_dir):
 
 def leftovers_of_crashes(run_dir):
     one(run_dir)
-    for name in (".tmp-step-00000002", ".trash-step-00000002"):
+    for name in (".tmp-step-00000002-0123456789abcdef", ".trash-step-00000002-0123456789abcdef"):
         shutil.copytree(run_dir / "step-00000001", run_dir / name)
         (run_dir / name / MANIFEST).unlink()
 
