@@ -29,6 +29,32 @@ def hash_of(path: Path) -> dict[str, Any]:
         raise DataError("cannot read", path, e.strerror) from None
 
 
+MAX_BYTES = 64 << 20
+"""Largest file that is read whole: configurations, tokenizers, results, prompts."""
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device or a folder, which
+    are not waited for."""
+    try:
+        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except ValueError as e:  # a NUL in the path
+        raise OSError(errno.EINVAL, str(e), str(path)) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for a file of more than `limit` bytes."""
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+    return data
+
+
 @contextlib.contextmanager
 def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes], None]]:
     """Write a new file, flush it to the disk, and add its size and hash to `files`."""

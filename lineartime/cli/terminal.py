@@ -1,13 +1,69 @@
 """Terminal output: lines, progress bars, and streamed text."""
 
+import io
 import logging
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that steer a terminal or turn the order of its text; line feeds and tabs are not among them."""
+
+
+class Screen(io.TextIOWrapper):
+    """stdout or stderr, where text from files cannot steer the terminal: control characters, and characters that the
+    terminal's encoding lacks, are written as escapes such as `\\x1b`."""
+
+    def __init__(self, stream: TextIO, lenient: bool):
+        """lenient: what cannot be written, because the reader has gone or the disk is full, is dropped."""
+        stream.flush()
+        super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=stream.isatty())
+        self.stream = stream
+        self.dropped: tuple[type[Exception], ...] = (OSError,) if lenient else ()
+
+    def write(self, text: str) -> int:
+        with suppress(*self.dropped):
+            super().write(CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(*self.dropped):
+            super().flush()
+
+
+@contextmanager
+def screens() -> Iterator[None]:
+    """Inside the block, sys.stdout and sys.stderr are `Screen`s. Closed streams are opened on /dev/null first, so that
+    no file of ours takes their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    whole = sys.stdout, sys.stderr
+    sys.stdout = Screen(sys.stdout or open(1, "w", encoding="utf-8"), lenient=False)
+    sys.stderr = Screen(sys.stderr or open(2, "w", encoding="utf-8"), lenient=True)
+    try:
+        yield
+    finally:
+        for screen, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            try:
+                screen.flush()
+                screen.stream.flush()
+            except OSError:  # nothing is left to flush at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            screen.detach()
+        sys.stdout, sys.stderr = whole
+
+
+def results_are_files() -> None:
+    """Go on when stdout is closed or full: what counts is in files."""
+    if isinstance(sys.stdout, Screen):
+        sys.stdout.dropped = (OSError,)
 
 
 def say(line: str) -> None:
@@ -52,7 +108,7 @@ class Terminal:
         """stay: whether finished bars stay visible, as those of training always do."""
         from rich.console import Console
 
-        self.console, self.stay = Console(stderr=True), stay
+        self.console, self.stay = Console(file=getattr(sys.stderr, "stream", sys.stderr)), stay
         self.bar: Progress | None = None
         self.what, self.last_line, self.held_out = "", 0.0, ""
 
@@ -76,7 +132,8 @@ class Terminal:
             self.close()
             of = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
             left = [TextColumn("left"), TimeRemainingColumn()] if total is not None else []
-            self.bar = Progress(TextColumn(f"{what} {of}"), BarColumn(), TextColumn("{task.description}"),
+            self.bar = Progress(TextColumn(f"{what} {of}", markup=False), BarColumn(),
+                                TextColumn("{task.description}", markup=False),
                                 TimeElapsedColumn(), *left, console=self.console,
                                 transient=not self.stay and what != "step", disable=not self.console.is_terminal)
             self.task = self.bar.add_task("", total=total)
@@ -142,12 +199,14 @@ class TextStreamer:
             print(f"== {number}\n{prompt}{text}")
 
 
-def prompt_progress(longest: int) -> "Any":
-    """A progress callback for a prompt of 20,000 tokens or more on a terminal, otherwise None."""
-    if longest < 20_000 or not sys.stderr.isatty():
-        return None
-    return lambda n_read: print(f"\rreading the prompt: {n_read:,} of {longest:,} tokens",
-                                end="" if n_read < longest else "\n", file=sys.stderr, flush=True)
+def prompt_progress(terminal: Terminal, longest: int) -> Callable[[int], None] | None:
+    """A progress callback for a prompt of 20,000 tokens or more, otherwise None."""
+    def show(n_read: int) -> None:
+        terminal.count("tokens of the prompt", n_read, longest)
+        if n_read >= longest:
+            terminal.close()
+
+    return show if longest >= 20_000 else None
 
 
 def summary(name: str, scores: dict[str, Any], task: str | None) -> str:

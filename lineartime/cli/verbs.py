@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lineartime.atomic_io import read_bytes
 from lineartime.cli import benchmark as cli_speed
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
 from lineartime.cli.arguments import Device, Setting, ShippedModel, numbers, pick_device, whole_numbers
-from lineartime.cli.terminal import Terminal, TextStreamer, prompt_progress, say, shown_log, summary
+from lineartime.cli.terminal import (
+    Terminal,
+    TextStreamer,
+    prompt_progress,
+    results_are_files,
+    say,
+    screens,
+    shown_log,
+    summary,
+)
 from lineartime.config import PRESETS, model_config, parse_setting
 from lineartime.errors import LineartimeError, ResourceError, UsageError
 from lineartime.release.pretrained import model_folder
@@ -60,6 +70,7 @@ def prepare(
     jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
 ) -> None:
     """Tokenise text once into shards that training reads."""
+    results_are_files()
     from lineartime.data.prepare import prepare
 
     with Terminal(stay=True) as terminal:
@@ -93,6 +104,7 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a model, or continue a run; then evaluate it, write a sample and a plot."""
+    results_are_files()
     given: dict[str, Any] = read_toml(Path(model)) if model.endswith(".toml") else {"model": model}
     for name, value in (("data", data), ("out", out), ("task", task), ("context", context),
                         ("tokens_per_step", tokens_per_step), ("steps", steps)):
@@ -291,6 +303,7 @@ def finetune(
     device: Device = None,
 ) -> None:
     """Teach a model to find answers in documents, once per learning rate; keep the best by F1."""
+    results_are_files()
     if not questions or not validation or out is None:
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
     given = dict(parse_setting(text) for text in settings or [])
@@ -416,9 +429,10 @@ def generate(
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = TextStreamer(tokenizer, texts, stop or [])
-    generate(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
-             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over, capture=capture,
-             on_prompt=prompt_progress(max(len(row) for row in ids)))
+    with Terminal() as terminal:
+        generate(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
+                 temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over, capture=capture,
+                 on_prompt=prompt_progress(terminal, max(len(row) for row in ids)))
     stream.finish()
 
 
@@ -430,10 +444,11 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
         except UnicodeDecodeError as e:
             raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
 
-    texts = [decode(sys.stdin.buffer.read(), "stdin") if text == "-" else text for text in prompts]
+    texts = [decode(sys.stdin.buffer.read() if text == "-" else os.fsencode(text),
+                    "stdin" if text == "-" else "the command line") for text in prompts]
     for path in files:
         try:
-            texts.append(decode(path.read_bytes(), str(path)))
+            texts.append(decode(read_bytes(path), str(path)))
         except OSError as e:
             raise UsageError("cannot read the prompt", path, e.strerror) from None
     return texts or [""]
@@ -451,6 +466,7 @@ def export(
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores."""
+    results_are_files()
     from lineartime.qa.questions import read_utf8
     from lineartime.release.export import export
 
@@ -503,24 +519,37 @@ def plot(
 def main() -> None:
     """Run the command line; errors become one line on stderr and an exit code, see `errors`."""
     arguments = sys.argv[1:] or ["--help"]
-    debug = "--debug" in arguments
+    with screens():
+        code = run_verb(arguments, debug=arguments[0] == "--debug")
+    sys.exit(code)
+
+
+def run_verb(arguments: list[str], *, debug: bool) -> int:
+    """The exit code of a command line. debug: show a traceback with an error."""
     try:
         with shown_log():
             code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
+            sys.stdout.flush()
+        return code or 0
     except LineartimeError as e:
-        code = fail(e, e.exit_code, debug)
+        return fail(e, e.exit_code, debug)
     except KeyboardInterrupt as e:
-        code = fail(e, 130, debug, "interrupted")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        return fail(e, 130, debug, "interrupted")
+    except BrokenPipeError:  # the reader of stdout has what it wants
+        return 0
     except MemoryError as e:
-        code = fail(e, 6, debug, "out of memory")
+        return fail(e, 6, debug, "out of memory")
+    except OSError as e:
+        what = e.strerror or f"{type(e).__name__}: {e}"
+        return fail(e, 6, debug, f"{what}: {e.filename!r}" if e.filename is not None else what)
     except Exception as e:
         refused = getattr(e, "format_message", None)
         what = refused() if refused else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
-        code = fail(e, 2 if refused else 1, debug, what)
-    sys.exit(code)
+        return fail(e, 2 if refused else 1, debug, what)
+
+
+LONGEST_ERROR = 700
+"""Characters; less than ten lines of a terminal."""
 
 
 def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
@@ -528,5 +557,8 @@ def fail(error: BaseException, code: int, debug: bool, message: str | None = Non
         import traceback
 
         traceback.print_exception(error)
-    print("error: " + " ".join((message or str(error)).split()), file=sys.stderr)
+    line = " ".join((message or str(error)).split())
+    if len(line) > LONGEST_ERROR:
+        line = f"{line[:LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2:]}"
+    print(f"error: {line}", file=sys.stderr)
     return code
