@@ -5,6 +5,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -23,7 +24,7 @@ T = TypeVar("T")
 def hash_of(path: Path) -> dict[str, Any]:
     """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
     except OSError as e:
         raise DataError("cannot read", path, e.strerror) from None
@@ -33,11 +34,11 @@ MAX_BYTES = 64 << 20
 """Largest file that is read whole: configurations, tokenizers, results, prompts."""
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> io.FileIO:
     """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device or a folder, which
     are not waited for."""
     try:
-        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError as e:  # a NUL in the path
         raise OSError(errno.EINVAL, str(e), str(path)) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -236,7 +237,7 @@ def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError for a missing or damaged file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bytes(path))
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         return content

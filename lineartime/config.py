@@ -14,6 +14,11 @@ from typing import Any, Literal
 from lineartime.errors import UsageError
 from lineartime.settings import check_fields, parse_field, replace_fields, require, require_name
 
+LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
+           "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
+           "micro_batch_tokens": 2**26, "steps": 2**40, "keep": 2**20}
+"""The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -80,6 +85,7 @@ class ModelConfig:
         check_fields(self)
         for name in ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
+        check_largest(self)
         self._check_chunks()
         self._check_kernel()
         if self.first_to_all or self.cls_softmax:
@@ -153,6 +159,13 @@ class ModelConfig:
         return round(self.d_model * self.expansion_factor)
 
     @property
+    def least_parameters(self) -> int:
+        """Parameters in the largest matrices: a lower bound of the model's, found without building it."""
+        n_matrices = 2 if self.ffn in ("gau", "mlp") else 3
+        attention = 0 if self.ffn == "gau" else 4 * self.d_model**2
+        return self.vocab_size * self.d_model + self.n_layers * (n_matrices * self.d_model * self.d_inner + attention)
+
+    @property
     def qk_width(self) -> int:
         """Width of one head's queries and keys."""
         return (self.query_key_dim if self.ffn == "gau" else self.d_model) // self.n_heads
@@ -207,6 +220,14 @@ class ModelConfig:
         if self.has_bias and self.chunk_size is None and self.scale_len < TOEPLITZ_BELOW:
             return self.scale_len
         return None
+
+
+def check_largest(config: Any) -> None:
+    """Raise UsageError for a field above its `LARGEST` value."""
+    for name, largest in LARGEST.items():
+        value = getattr(config, name, None)
+        require(value is None or value <= largest, f"{name} is too large", f"{name} = {value}",
+                f"the largest is {largest:,}")
 
 
 TOEPLITZ_BELOW = 512
@@ -310,6 +331,7 @@ class TrainConfig:
         for name in ("tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
                      "keep"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
+        check_largest(self)
         for name in ("warmup_steps", "weight_decay", "seed"):
             require(getattr(self, name) >= 0, f"{name} must not be negative", f"{name} = {getattr(self, name)}")
         for name in ("learning_rate", "adam_epsilon"):
@@ -371,8 +393,8 @@ def run_config(settings: dict[str, Any]) -> RunConfig:
             "give --data a folder made by `lineartime prepare`")
     require(settings.get("out", "") != "", "no folder for the run is named", "out", "give --out a folder")
     for name in ("data", "out"):
-        require(isinstance(settings[name], str), "wrong value", f"{name} = {settings[name]!r}",
-                "it takes a folder's path")
+        require(isinstance(settings[name], str) and "\0" not in settings[name], "wrong value",
+                f"{name} = {settings[name]!r}", "it takes a folder's path")
     preset, task = settings["model"], settings.get("task", "wiki40b")
     train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from lineartime.atomic_io import read_bytes
 from lineartime.errors import UsageError
 
 
@@ -103,7 +104,7 @@ def parse_field(name: str, text: str, kind: Any) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file. Raises UsageError for a section, because settings are flat."""
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(read_bytes(path).decode())
     except OSError as e:
         raise UsageError("cannot read the configuration", path, e.strerror) from None
     except (ValueError, RecursionError) as e:

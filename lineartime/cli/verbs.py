@@ -535,7 +535,7 @@ def run_verb(arguments: list[str], *, debug: bool) -> int:
         return fail(e, e.exit_code, debug)
     except KeyboardInterrupt as e:
         return fail(e, 130, debug, "interrupted")
-    except BrokenPipeError:  # the reader of stdout has what it wants
+    except (BrokenPipeError, SystemExit):  # the reader of stdout has what it wants; rich makes it a SystemExit
         return 0
     except MemoryError as e:
         return fail(e, 6, debug, "out of memory")

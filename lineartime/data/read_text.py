@@ -6,6 +6,7 @@ row."""
 import codecs
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 PIECE = 1 << 16
 """Characters in a piece."""
 MAX_LINE_BYTES = 64 << 20
+LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
+"""Text may be so many times its file, or so many characters."""
 BYTE_ORDER_MARK = "\ufeff"
 Convert = Callable[[str, str], str]
 """Turns a record's field into text. The second argument is the field's place, for errors."""
@@ -48,9 +51,10 @@ def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LI
             yield from cut(_blocks(path))
             return
         found = _parquet_texts(path, field) if ending == ".parquet" else _json_texts(path, field, max_line_bytes)
-        empty = True
+        empty, size, characters = True, path.stat().st_size, 0
         for where, text in found:
-            empty = False
+            empty, characters = False, characters + len(text)
+            require_expansion(path, size, characters)
             text = convert(text, where) if convert else text
             text = "" if text.isspace() else text
             yield from cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
@@ -60,6 +64,12 @@ def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LI
         raise DataError("damaged gzip file", path, str(e)) from None
     except OSError as e:
         raise DataError("cannot read", path, e.strerror or str(e)) from None
+
+
+def require_expansion(path: Path, size: int, expanded: int) -> None:
+    """Raise DataError for a file whose text is absurdly larger: made to exhaust its reader."""
+    if expanded > max(LARGEST_EXPANSION * size, EXPANSION_FREE):
+        raise DataError(f"the text is more than {LARGEST_EXPANSION} times the file", path, "unpack it first")
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
@@ -105,7 +115,7 @@ def check_gzip(path: Path) -> None:
     with path.open("rb") as raw, gzip.open(raw) as file:
         try:
             while file.read(1 << 20):
-                pass
+                require_expansion(path, os.fstat(raw.fileno()).st_size, file.tell())
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             raise DataError("damaged gzip file", f"{path}, at or before byte {raw.tell()}", str(e)) from None
 
@@ -211,7 +221,11 @@ def parquet_records(path: Path, choose: Callable[[Any], list[str]]) -> Iterator[
     try:
         with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
             columns = choose(file.schema_arrow)
-            for batch in file.iter_batches(batch_size=16, columns=columns, use_threads=False):
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            largest = max((group.total_byte_size for group in groups), default=0)
+            require_expansion(path, path.stat().st_size, largest)
+            n_rows = 1 if largest > LARGEST_EXPANSION * path.stat().st_size else 16  # one long text, again and again
+            for batch in file.iter_batches(batch_size=n_rows, columns=columns, use_threads=False):
                 for i in range(batch.num_rows):
                     yield f"{path}, row {row}", {name: batch.column(name)[i].as_py() for name in columns}
                     row += 1

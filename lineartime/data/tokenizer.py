@@ -2,15 +2,19 @@
 
 The BPE and byte tokenizers made here have no normaliser and add no prefix space, so decoding restores text exactly."""
 
+import contextlib
 import hashlib
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from lineartime.atomic_io import read_bytes
+from lineartime.config import LARGEST
 from lineartime.data.read_text import PIECE, cut
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
@@ -31,10 +35,9 @@ class Tokenizer:
     room for one of these tokens."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
-        try:
+        self.name = name
+        with self._refused("not a tokenizer.json"), _quiet_stderr():
             inner = tokenizers.Tokenizer.from_str(json)
-        except Exception as e:  # the library raises nothing more specific
-            raise DataError("not a tokenizer.json", name, " ".join(str(e).split())) from None
         needed = needed_tokens(mlm)
         there = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
         missing = [token for token in needed if token not in there]
@@ -44,6 +47,8 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is encoded as plain text
+        if max(inner.get_vocab().values(), default=0) >= LARGEST["vocab_size"]:
+            raise DataError("a token's id is too large", name, f"the largest is {LARGEST['vocab_size'] - 1:,}")
         vocabulary, used = inner.get_vocab(with_added_tokens=True), Counter(inner.get_vocab().values())
         for token in needed:
             if used[vocabulary[token]] > 1:  # the library counts entries to find a new id
@@ -57,10 +62,22 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(json.encode()).hexdigest()
         self._inner = inner
 
+    @contextlib.contextmanager
+    def _refused(self, what: str) -> Iterator[None]:
+        """Turn the library's errors into DataErrors. It raises nothing more specific than Exception, and panics with a
+        BaseException."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:
+            raise DataError(what, self.name, " ".join(str(e).split())) from None
+
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without an end-of-document token."""
-        # Only the batch methods release the interpreter's lock, so that threads encode in parallel.
-        return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        """The ids of `text`, without an end-of-document token. Raises DataError for text that the tokenizer lacks."""
+        with self._refused("the tokenizer cannot encode this text"):
+            # Only the batch methods release the interpreter's lock, so that threads encode in parallel.
+            return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of `text` and the characters [start, stop) of each token, int64 [N] and [N, 2].
@@ -69,7 +86,8 @@ class Tokenizer:
         is encoded in pieces (`read_text.cut`), which limits memory to a few numbers per token."""
         ids, offsets, at = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
         for piece in cut(text[i : i + PIECE] for i in range(0, len(text), PIECE)):
-            encoding = self._inner.encode_batch([piece.text], add_special_tokens=False)[0]
+            with self._refused("the tokenizer cannot encode this text"):
+                encoding = self._inner.encode_batch([piece.text], add_special_tokens=False)[0]
             ids.append(np.array(encoding.ids, np.int64))
             offsets.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + at)
             at += len(piece.text)
@@ -83,6 +101,19 @@ class Tokenizer:
         """A function that takes ids one by one and returns the text that each completes, at constant cost."""
         stream = decoders.DecodeStream(skip_special_tokens=False)
         return lambda token: stream.step(self._inner, token) or ""
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Drop what the library's native code writes to stderr: a panic's stack, whose error is raised too."""
+    whole = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(whole, 2)
+        os.close(whole)
 
 
 def needed_tokens(mlm: bool) -> list[str]:
@@ -116,7 +147,8 @@ def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
 def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
     """Raise UsageError for a vocabulary too small for 256 bytes and the special tokens."""
     smallest = 256 + len(needed_tokens(mlm))
-    require(smallest <= vocab_size < 2**31, "wrong value", f"vocab_size = {vocab_size}", f"it takes {smallest} or more")
+    require(smallest <= vocab_size <= LARGEST["vocab_size"], "wrong value", f"vocab_size = {vocab_size}",
+            f"it takes {smallest} to {LARGEST['vocab_size']:,}")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False) -> Tokenizer:
@@ -140,7 +172,7 @@ def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
 
     Raises UsageError for a file that cannot be read, DataError for a file that is not a tokenizer."""
     try:
-        json = Path(path).read_bytes().decode("utf-8")
+        json = read_bytes(Path(path)).decode("utf-8")
     except OSError as e:
         raise UsageError("cannot read the tokenizer", path, e.strerror) from None
     except UnicodeDecodeError:

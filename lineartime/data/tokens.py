@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import hash_of
-from lineartime.config import RunConfig, run_config
+from lineartime.atomic_io import hash_of, read_bytes
+from lineartime.config import LARGEST, RunConfig, run_config
 from lineartime.data.corpora import published_words
 from lineartime.data.tokenizer import TOKENIZER_FILE
 from lineartime.errors import DataError
@@ -96,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / DATA_MANIFEST
     require(folder.is_dir(), "no such folder", str(folder), "make one with `lineartime prepare`")
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_bytes(path))
         digest, version = fields.pop("manifest_sha256"), fields["version"]
     except FileNotFoundError:
         raise DataError("no manifest: not a prepared folder", path, "make one with `lineartime prepare`") from None
@@ -108,7 +108,30 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError("prepared by a newer lineartime", path, f"it has format {version}, this reads {FORMAT_VERSION}")
     if digest != _digest(fields):
         raise DataError("damaged manifest", path, "prepare the data again")
-    return Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
+    try:
+        manifest = Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
+        _check_manifest(manifest)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise DataError("damaged manifest", path, "prepare the data again") from None
+    return manifest
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Raise KeyError, TypeError, AttributeError or ValueError for fields of the wrong type or out of range."""
+    tokenizer = manifest.tokenizer
+    counts = [count for split in manifest.splits.values() for count in dataclasses.astuple(split)]
+    ids = [tokenizer["end_of_document"], *tokenizer.get("special", ())]
+    ids += [tokenizer[name] for name in ("mask", "separator") if tokenizer.get(name) is not None]
+    numbers = [*counts, *ids, manifest.blank_documents, *(entry["bytes"] for entry in manifest.files.values())]
+    texts = [tokenizer["sha256"], *manifest.notes, *(entry["sha256"] for entry in manifest.files.values())]
+    needed = {TOKENIZER_FILE}
+    for name, split in manifest.splits.items():
+        needed |= {f"{name}-documents.bin", shard_name(name, split.tokens // manifest.shard_tokens)}
+    if not (all(type(number) is int and number >= 0 for number in numbers) and manifest.shard_tokens >= 1
+            and all(isinstance(text, str) for text in texts) and manifest.dtype in ("<u2", "<u4")
+            and 0 < tokenizer["vocab_size"] <= LARGEST["vocab_size"] and max(ids) < tokenizer["vocab_size"]
+            and isinstance(manifest.settings.get("task", ""), str) and needed <= manifest.files.keys()):
+        raise ValueError
 
 
 def verify_file(folder: Path, manifest: Manifest, name: str, by_hash: bool = True) -> None:

@@ -78,12 +78,17 @@ def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: f
     return torch.cat(drawn).to(logits_BV.device)
 
 
+LEAST_TEMPERATURE = 1e-6
+
+
 def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise UsageError for a sampling setting outside its range."""
     if max_new_tokens < 0:
         raise UsageError("max_new_tokens must not be negative", f"{max_new_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise UsageError("temperature must be a number of at least 0", f"{temperature}", "0 takes the likeliest token")
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise UsageError("temperature is too small to divide by", f"{temperature}", "0 takes the likeliest token")
     if top_k is not None and top_k < 1:
         raise UsageError("top_k must be at least 1", f"{top_k}")
     if top_p is not None and not 0 < top_p <= 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from lineartime.atomic_io import read_bytes
 from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import BYTE_ORDER_MARK, check_text, parquet_records, parse_json
 from lineartime.errors import DataError, UsageError
@@ -68,10 +69,14 @@ def read_questions(paths: Iterable[Path], evidence: Path | None = None) -> Itera
             raise DataError("no questions in this file", path)
 
 
+MAX_BYTES = 4 << 30
+"""Largest file of questions, or document, in bytes."""
+
+
 def read_utf8(path: Path) -> str:
     """A file's text without its byte order mark. Raises DataError for a file that cannot be read or is not UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
+        return read_bytes(path, MAX_BYTES).decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except OSError as e:
         raise DataError("cannot read", path, e.strerror) from None
     except UnicodeDecodeError as e:

@@ -1,5 +1,6 @@
 """A model card in Markdown. Its numbers come from the run, from its data, or from measurements at the export."""
 
+import re
 import shlex
 import statistics
 import time
@@ -30,6 +31,7 @@ class Card:
     description: dict[str, Any]
     """The run's `run.json`."""
     config: ModelConfig
+    tokenizer_sha256: str
     manifest: Manifest
     """The manifest of the run's data."""
     metrics: list[dict[str, Any]]
@@ -48,7 +50,7 @@ def model_card(card: Card, about: str) -> str:
     """The card's Markdown; `about` replaces its heading."""
     heading = f"# {card.description['preset']}, {describe(card.config).n_parameters:,} parameters"
     sections = [about.strip() or heading, "## Model", model_table(card), "## Training", training_table(card),
-                "```\n" + train_command(card) + "\n```", "## Held-out scores", scores_text(card)]
+                code_block(train_command(card)), "## Held-out scores", scores_text(card)]
     if card.sample is not None:
         sections += ["## Sample", sample_text(card.sample)]
     return "\n\n".join([*sections, made_by(card.provenance)]) + "\n"
@@ -78,8 +80,8 @@ def training_table(card: Card) -> str:
         ("Steps", f"{card.step:,} of {train['steps']:,}, of {train['tokens_per_step']:,} tokens"),
         ("Tokens", f"{n_tokens:,}: {n_tokens / split.tokens:.2f} times the text"),
         ("Type", "float32" if train["precision"] == "float32" else f"{train['precision']} with float32 parameters"),
-        ("Data", f"sha256 {card.description['data_sha256']}"),
-        ("Tokenizer", f"sha256 {card.description['tokenizer_sha256']}"),
+        ("Data", f"sha256 {card.manifest.sha256}"),
+        ("Tokenizer", f"sha256 {card.tokenizer_sha256}"),
     ]
     clocks = [line["clock"] for line in card.metrics if "loss" in line]
     if clocks:
@@ -100,7 +102,7 @@ def train_command(card: Card) -> str:
     plain = run_config({"model": preset, "task": task, "data": "DATA", "out": "RUN"})
     defaults = to_dict(plain.model) | to_dict(plain.train)
     words = ["lineartime", "train", preset, "--task", task, "--data", plain.data, "--out", plain.out]
-    for name, value in (card.description["model"] | card.description["train"]).items():
+    for name, value in (to_dict(card.config) | card.description["train"]).items():
         if name not in ("vocab_size", "end_of_document") and value != defaults[name]:  # these come with the data
             words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
     return shlex.join(words)
@@ -139,9 +141,16 @@ def scores_text(card: Card) -> str:
 
 def sample_text(sample: Sample) -> str:
     """The sample, with its prompt and settings."""
-    begun = f"after `{sample.prompt}`" if sample.prompt else "from the beginning of a document"
-    return (f"The first {sample.n_tokens} tokens {begun} at temperature {sample.temperature} with seed 0, not "
-            f"chosen:\n\n```text\n{sample.prompt}{sample.text}\n```")
+    begun = "after the prompt" if sample.prompt else "from the beginning of a document"
+    first = f"The first {sample.n_tokens} tokens {begun} at temperature {sample.temperature} with seed 0, not chosen:"
+    prompt = ["Prompt:", code_block(sample.prompt, "text")] if sample.prompt else []
+    return "\n\n".join([*prompt, first, code_block(sample.prompt + sample.text, "text")])
+
+
+def code_block(text: str, language: str = "") -> str:
+    """A fenced code block, whose fence is longer than any in the text, so that no text ends it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def made_by(made: dict[str, Any]) -> str:

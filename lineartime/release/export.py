@@ -68,7 +68,8 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     metrics = [line for line in lines if line["step"] <= facts["step"]]
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
-    card = Card(description, model.config, manifest, metrics, facts["step"], len(file), scores, sample, made)
+    card = Card(description, model.config, tokenizer.sha256, manifest, metrics, facts["step"], len(file), scores, sample,
+                made)
     try:
         with written_aside(out) as aside:
             (aside / CONFIG_FILE).write_text(model_config_json(model.config), encoding="utf-8")

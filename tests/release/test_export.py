@@ -19,6 +19,7 @@ import lineartime.hf
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.cli import verbs
+from lineartime.cli.terminal import CONTROL
 from lineartime.config import parse_setting, run_config, to_dict
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.release import pretrained
@@ -116,7 +117,8 @@ def test_the_cards_command_trains_the_same(card: str, run: Path) -> None:
 
 def test_the_cards_sample_is_what_generate_prints(card: str, exported: Path, call: Call) -> None:
     _, text, _ = call("generate", exported, PROMPT, "--max-new-tokens", 120, "--temperature", 0.8)
-    assert f"after `{PROMPT}` at temperature 0.8 with seed 0" in card and f"```text\n{text}```" in card
+    assert "after the prompt at temperature 0.8 with seed 0" in card and f"```text\n{PROMPT}\n```" in card
+    assert f"```text\n{text}```" in CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), card)
 
 
 def test_a_masked_model(tmp_path: Path, call: Call) -> None:

@@ -1,0 +1,174 @@
+"""Files and terminals that mean harm: refused in one line, in little time and memory; nothing steers the terminal."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.release.card import Sample, sample_text
+from lineartime.release.pretrained import model_folder
+
+LINEARTIME = [sys.executable, "-m", "lineartime"]
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line, in which `lineartime` is the command, in a shell that fails if any part of a pipe fails."""
+    line = line.replace("lineartime ", " ".join(LINEARTIME) + " ")
+    return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **environment}, errors="surrogateescape")
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    ("n_layers=1000000000", "n_layers is too large"), ("d_model=1000000000000", "d_model is too large"),
+    ("vocab_size=4294967295", "vocab_size is too large"), ("context=" + "9" * 18, "context is too large"),
+    ("context=" + "9" * 400, "the number is too large"), ("context=" + "9" * 5000, "wrong value")])
+def test_sizes_have_limits(call: Call, value: str, words: str) -> None:
+    begun = time.process_time()
+    code, _, err = call("info", "flash", "--set", value)
+    assert_refused(code, err, 2, words)
+    assert time.process_time() - begun < 2 and len(err) < 800
+
+
+def tokenizer_with(change: Callable[[dict[str, Any]], None]) -> str:
+    made = json.loads((model_folder("small") / "tokenizer.json").read_text())
+    change(made)
+    return json.dumps(made)
+
+
+TOKENIZERS: dict[str, str] = {
+    "deep": "[" * 100_000, "deep objects": '{"a":' * 100_000, "no object": "7", "nothing": "",
+    "an id of 2^32 - 1": tokenizer_with(lambda made: made["model"]["vocab"].update(zzz=2**32 - 1)),
+    "a panic": tokenizer_with(lambda made: made.update(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})),
+    "no unknown token": tokenizer_with(lambda made: made.update(model={
+        "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+        "vocab": {"a": 0}}))}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_hostile_tokenizer_is_refused(name: str, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "tokenizer.json").write_text(TOKENIZERS[name])
+    words = ["prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer.json"]
+    if name == "a panic":  # native code prints its stack past Python
+        done = shell("RUST_BACKTRACE=1 lineartime " + " ".join(map(str, words)))
+        code, err = done.returncode, done.stderr
+    else:
+        code, _, err = call(*words)
+    assert_refused(code, err, 3, tmp_path / "tokenizer.json")
+    assert not (tmp_path / "out").exists()
+
+
+MEASURED = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:]).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss)
+sys.exit(code)
+"""
+
+
+def bombs(folder: Path) -> list[Path]:
+    for name, block in (("lines.jsonl.gz", b"\n" * (1 << 20)), ("line.jsonl.gz", bytes(1 << 20))):
+        with gzip.open(folder / name, "wb") as file:
+            for _ in range(1000):
+                file.write(block)
+    text = "x " * (20 << 20)
+    again = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2000, pyarrow.int32()), pyarrow.array([text]))
+    parquet.write_table(pyarrow.table({"text": again}), folder / "again.parquet", compression="zstd")
+    parquet.write_table(pyarrow.table({"text": [text[:10 << 20]] * 50}), folder / "large.parquet", compression="zstd",
+                        use_dictionary=False)
+    return sorted(folder.iterdir())
+
+
+def test_bombs_are_refused_in_little_time_and_memory(tmp_path: Path) -> None:
+    (tmp_path / "bombs").mkdir()
+    for path in bombs(tmp_path / "bombs"):
+        command = [*LINEARTIME, "prepare", path, "--out", tmp_path / "out", "--tokenizer", "bytes"]
+        done = subprocess.run([sys.executable, "-c", MEASURED, *command], capture_output=True, text=True, timeout=60)
+        assert_refused(done.returncode, done.stderr, 3, "the text is more than 100 times the file", path)
+        seconds, kib = map(float, done.stdout.split())
+        assert seconds < 3 and kib < 500_000, path  # of processor time, of which 1 is for imports
+        assert not (tmp_path / "out").exists()
+
+
+def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    (tmp_path / "a.txt").write_text("some text")
+    for name in ("pipe.toml", "zero.toml", "loop.toml"):
+        path = tmp_path / name
+        code, _, err = call("train", path)
+        assert_refused(code, err, 2, "cannot read the configuration", path)
+        code, _, err = call("generate", "--model", "small", "--prompt-file", path)
+        assert_refused(code, err, 2, "cannot read the prompt", path)
+        code, _, err = call("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", path)
+        assert_refused(code, err, 2, "cannot read the tokenizer", path)
+        code, _, err = call("evaluate", "--score", path, "--questions", path)
+        assert_refused(code, err, 3, path)
+
+
+def test_odd_values_are_refused(call: Call, tmp_path: Path) -> None:
+    long = "x" * 6000
+    for arguments, expected, words in (
+            (["generate", "--model", "small", "--temperature", "1e-320", "hello"], 2, "temperature is too small"),
+            (["generate", "--model", "small", "a\udcffb"], 2, "the prompt is not UTF-8"),
+            (["train", "flash", "--data", long, "--out", tmp_path / "out"], 6, "File name too long"),
+            (["evaluate", long, "--data", long], 6, "File name too long"),
+            (["train", "flash", "--set", "task=pg19", "--data", tmp_path, "--out", tmp_path / "out"], 3, "no manifest"),
+            (["info", "na\x1b[31mve\u202e"], 2, "na\\x1b[31mve\\u202e")):
+        code, _, err = call(*arguments)
+        assert_refused(code, err, expected, words)
+        assert len(err) < 800
+    (tmp_path / "nul.toml").write_text('model = "flash"\ndata = "a\\u0000b"\nout = "c"\n')
+    code, _, err = call("train", tmp_path / "nul.toml")
+    assert_refused(code, err, 2, "wrong value: data = 'a\\x00b'")
+
+
+def test_a_stdout_that_is_full_or_closed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 2000)
+    prepare = f"lineartime prepare {tmp_path}/a.txt --tokenizer bytes --held-out 0.2 --out {tmp_path}"
+    train = (f"lineartime train flash --data {tmp_path}/1 --steps 2 --context 32 --tokens-per-step 64 "
+             "--set micro_batch_tokens=64 --set warmup_steps=1 --set n_layers=1 --set d_model=16 --set chunk_size=8 "
+             f"--set query_key_dim=8 --out {tmp_path}")
+    for line, folder in ((f"{prepare}/1 | true", "1"), (f"{prepare}/2 > /dev/full", "2"), (f"{prepare}/3 >&-", "3"),
+                         (f"{train}/run1 2>&1 | true", "run1"), (f"{train}/run2 > /dev/full 2>&1", "run2")):
+        done = shell(line)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), line
+        assert (tmp_path / folder / ("result.json" if "run" in folder else "manifest.json")).exists()
+    full = shell("lineartime info flash > /dev/full")  # here the text is the result
+    assert (full.returncode, full.stderr) == (6, "error: No space left on device\n")
+    assert shell("lineartime info flash | head -1").returncode == 0
+    assert shell("lineartime info flash >&-").returncode == 0
+
+
+def test_what_a_terminal_lacks_is_written_as_an_escape(tmp_path: Path) -> None:
+    for name in ("utf-8", "latin-1", "ascii"):
+        done = shell("lineartime info 'naïve東京'", PYTHONIOENCODING=name)
+        assert done.returncode == 2 and done.stderr.startswith("error: unknown model: na")
+    markup = tmp_path / "[red]x[/red]"
+    markup.mkdir(parents=True)
+    (markup / "a.txt").write_text("text")
+    done = shell(f"lineartime prepare '{markup}/a.txt' --tokenizer bytes --out '{markup}/out'")
+    assert done.returncode == 0 and str(markup) in done.stdout
+    done = shell("lineartime generate --model small --max-new-tokens 1 $'a\\x1b]0;title\\x07b'")
+    assert "\x1b" not in done.stdout and done.stdout.startswith("a\\x1b]0;title\\x07b")
+
+
+def test_a_sample_cannot_break_out_of_the_model_card() -> None:
+    prompt, text = "`</pre>\n```", "\n````\n# Trust me\n```"
+    lines = sample_text(Sample(prompt, text, 5, 0.8)).split("\n")
+    assert [line for line in lines if line.startswith("`````")] == ["`````text", "`````"]
+    assert lines.index("````text") < lines.index("````") < lines.index("`````text") < lines.index("# Trust me")
