@@ -54,6 +54,10 @@ class Newest(NamedTuple):
     damaged: dict[int, str]
     """The reason of each newer, damaged checkpoint by step, newest first."""
 
+    def reasons(self) -> str:
+        """The newer, damaged checkpoints and what is wrong with each, in one line."""
+        return "; ".join(f"step {step}: {reason}" for step, reason in self.damaged.items())
+
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
          files: Mapping[str, str], keep: int) -> Path:

@@ -81,8 +81,7 @@ class Run:
                                       **{kind: moments[f"{kind}.{name}"].to(p.device) for kind in MOMENTS}}
         self.truncate_metrics(loaded.step)
         if newest.damaged:
-            bad = "; ".join(f"step {step}: {reason}" for step, reason in newest.damaged.items())
-            logger.warning(f"going back to step {loaded.step}, newer checkpoints are damaged ({bad})")
+            logger.warning(f"going back to step {loaded.step}, newer checkpoints are damaged ({newest.reasons()})")
         return loaded.step
 
     def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW,
@@ -169,12 +168,13 @@ def best_run(out: Path) -> Path:
     return out / best
 
 
-def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
 
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export`; or a folder of
-    `lineartime finetune`, whose best run is read. A fine-tuned model is a `SpanModel`. The model is in evaluation mode
-    on the CPU, in float32. Raises UsageError for any other path, CheckpointError for a damaged checkpoint."""
+    `lineartime finetune`, whose best run is read. strict: whether a damaged newer checkpoint of a run is an error; by
+    default it is a warning. A fine-tuned model is a `SpanModel`. The model is in evaluation mode on the CPU, in
+    float32. Raises UsageError for any other path, CheckpointError for a damaged checkpoint."""
     path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
@@ -186,6 +186,12 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
             newest = checkpoint.newest(path)
             if newest is None:
                 raise UsageError("no checkpoint yet", path, "let the training save one")
+            if newest.damaged and strict:
+                raise CheckpointError("newer checkpoints are damaged", newest.reasons(),
+                                      f"step {newest.step} is whole: name {newest.path}, or do not ask for strict")
+            if newest.damaged:
+                logger.warning(f"using step {newest.step} of {path}, newer checkpoints are damaged "
+                               f"({newest.reasons()})")
             folder = newest.path
         loaded = checkpoint.load(folder)
         facts = {"checkpoint": str(folder), "step": loaded.step}
@@ -202,9 +208,9 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     return model.eval(), tokenizer, facts
 
 
-def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
     """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run)
+    model, tokenizer, facts = load_model(run, strict=strict)
     if not isinstance(model, SpanModel):
         raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
     return model, tokenizer, facts

@@ -177,6 +177,8 @@ class FineTuning:
     epochs: float = EPOCHS
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ModelConfig (see CHANGEABLE) and of TrainConfig."""
+    strict: bool = False
+    """Whether a damaged newer checkpoint of the pretrained run is an error, see `load_model`."""
 
     def __post_init__(self) -> None:
         for name in ("run", "out", "evidence"):
@@ -233,7 +235,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     stop = stop or StopSignal()
     if not isinstance(device, torch.device):
         device = pick_device(device, tell=True)
-    pretrained, tokenizer, facts = load_model(plan.run)
+    pretrained, tokenizer, facts = load_model(plan.run, strict=plan.strict)
     separator = separator_of(tokenizer)
     require(separator < pretrained.config.vocab_size, "[SEP] is outside the model's vocabulary", str(plan.run),
             "pretrain on data from `lineartime prepare --mlm`")

@@ -39,17 +39,17 @@ class Exported(NamedTuple):
 
 
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
-           progress: Progress | None = None) -> Exported:
+           strict: bool = False, progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
     `tokenizer.json`, and the card. `lineartime.load_model` and `transformers` open it.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
-    Markdown. prompt: the prompt of the card's sample. progress counts scored tokens. Raises UsageError if `out` exists,
-    `run` is no run of a language model, or the data is not the run's; CheckpointError for damage, ResourceError for the
-    disk."""
+    Markdown. prompt: the prompt of the card's sample. strict: see `load_model`. progress counts scored tokens. Raises
+    UsageError if `out` exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
+    damage, ResourceError for the disk."""
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
     description = read_run(run)
-    model, tokenizer, facts = load_model(run)
+    model, tokenizer, facts = load_model(run, strict=strict)
     if isinstance(model, SpanModel):
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
     folder = data or Path(description["data"])

@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path) -> Path:
     """A run that has lost its last checkpoint: its metrics go on after the newest that is left."""
     out = data.parent / "run"
-    run_verb(*command(data, out, save_every=5))
+    run_verb(*command(data, out, save_every=5, keep=3))
     shutil.rmtree(out / f"step-{STEPS:08d}")
     return out
 
@@ -169,6 +169,33 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
         got, _, err = call("export", *arguments)
         assert_refused(got, err, code, *words)
     assert not out.parent.exists()
+
+
+def spoil(path: Path) -> None:
+    """Flip the lowest bit of the last byte of a file."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_damaged_newest_checkpoint_is_said_or_refused(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged, symlinks=True)
+    spoil(damaged / f"step-{SAVED:08d}" / "model.safetensors")
+    for arguments in (["evaluate", damaged, "--data", data],
+                      ["evaluate", damaged, "--data", data, "--contexts", "16,32"],
+                      ["generate", damaged, "--max-new-tokens", 2], ["export", damaged, "--out", tmp_path / "out"]):
+        code, _, err = call(*arguments)
+        assert code == 0, err
+        (line,) = [line for line in err.splitlines() if line.startswith("warning: ")]
+        assert line.startswith("warning: using step 5 of ") and f"(step {SAVED}: " in line
+        assert "model.safetensors: expected sha256" in line
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert_refused(*call(*arguments, "--strict")[::2], 4, "newer checkpoints are damaged", f"step {SAVED}: ",
+                       "step 5 is whole")
+        assert not (tmp_path / "out").exists()
+    assert call("evaluate", run, "--data", data, "--strict") == call("evaluate", run, "--data", data)
+    with pytest.raises(CheckpointError, match="newer checkpoints are damaged"):
+        lineartime.load_model(damaged, strict=True)
 
 
 def test_a_folder_that_is_not_whole_is_refused(run: Path, exported: Path, tmp_path: Path) -> None:
