@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each parameter."""
 
@@ -71,9 +73,9 @@ class Run:
         if loaded.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         expected = {name: p.detach() for name, p in model.named_parameters()}
-        weights = checkpoint.check_tensors(loaded.tensors["model"], expected)
+        weights = checkpoint.check_tensors(loaded.tensors["model"], expected, newest.path / WEIGHTS_FILE)
         moments = {f"{kind}.{name}": p for name, p in expected.items() for kind in MOMENTS}
-        moments = checkpoint.check_tensors(loaded.tensors["optimizer"], moments)
+        moments = checkpoint.check_tensors(loaded.tensors["optimizer"], moments, newest.path / OPTIMIZER_FILE)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(weights[name])
@@ -171,18 +173,20 @@ def best_run(out: Path) -> Path:
 def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
 
-    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export`; or a folder of
-    `lineartime finetune`, whose best run is read. strict: whether a damaged newer checkpoint of a run is an error; by
-    default it is a warning. A fine-tuned model is a `SpanModel`. The model is in evaluation mode on the CPU, in
-    float32. Raises UsageError for any other path, CheckpointError for a damaged checkpoint."""
+    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
+    `save_pretrained`; or a folder of `lineartime finetune`, whose best run is read. strict: whether a damaged newer
+    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`. The model is in
+    evaluation mode on the CPU, in float32. Raises UsageError for any other path, CheckpointError for a checkpoint that
+    is damaged, of another run or not finite."""
     path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
         facts: dict[str, Any] = {"checkpoint": str(folder)}
         files, weights = read_exported(folder)
     else:
-        if not (path / checkpoint.MANIFEST).exists():
-            read_run(path)
+        run = None
+        if not checkpoint.has_manifest(path):
+            run = read_run(path)["id"]
             newest = checkpoint.newest(path)
             if newest is None:
                 raise UsageError("no checkpoint yet", path, "let the training save one")
@@ -194,6 +198,8 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
                                f"({newest.reasons()})")
             folder = newest.path
         loaded = checkpoint.load(folder)
+        if run not in (None, loaded.run):
+            raise CheckpointError("a checkpoint of another run", folder, "move it away")
         facts = {"checkpoint": str(folder), "step": loaded.step}
         files, weights = loaded.files, loaded.tensors.get("model", {})
     try:
@@ -204,7 +210,8 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
     with torch.device("meta"):
         model = kind(config)
-    model.load_state_dict(checkpoint.check_tensors(weights, dict(model.named_parameters())), assign=True)
+    weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
+    model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer, facts
 
 
@@ -217,13 +224,24 @@ def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder holds weights but is neither a checkpoint nor a run."""
-    beside = (checkpoint.MANIFEST, "optimizer.safetensors", RUN_FILE)
-    return (path / WEIGHTS_FILE).exists() and not any((path / name).exists() for name in beside)
+    """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
+    here = (path / WEIGHTS_FILE).exists() or checkpoint.has_manifest(path)
+    return here and not any((path / name).exists() for name in (OPTIMIZER_FILE, RUN_FILE))
+
+
+def check_shared(folder: Path, names: Iterable[str]) -> None:
+    """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
+
+    Raises CheckpointError for a difference, and for a checkpoint without its manifest."""
+    if checkpoint.has_manifest(folder):
+        checkpoint.check_files(folder, names)
+    elif (folder / OPTIMIZER_FILE).exists():
+        raise CheckpointError("damaged checkpoint", f"{folder}: {checkpoint.MANIFEST} is missing")
 
 
 def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The text files and the weights, converted to float32, of an exported folder. Raises CheckpointError."""
+    check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
     files = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:

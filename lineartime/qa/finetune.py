@@ -112,8 +112,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
         else:
             wrong.append(f"{name} is {list(old[name].shape)}, not {list(p.shape)}")
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError("the pretrained weights do not fit", ", ".join(wrong[:5]) + more,
+        raise CheckpointError("the pretrained weights do not fit", checkpoint.first_five(wrong),
                               "keep more of the pretrained configuration")
     for name, module in model.named_modules():
         before = old_modules.get(name)

@@ -10,6 +10,7 @@ import torch
 
 from lineartime.atomic_io import written_aside
 from lineartime.benchmark.measure import provenance
+from lineartime.checkpoint import MANIFEST, manifest_of
 from lineartime.config import model_config_json
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import open_split, read_manifest
@@ -41,7 +42,8 @@ class Exported(NamedTuple):
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
            strict: bool = False, progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
-    `tokenizer.json`, and the card. `lineartime.load_model` and `transformers` open it.
+    `tokenizer.json`, the card, and a manifest of all but the card. `lineartime.load_model` and `transformers` open
+    it.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
     Markdown. prompt: the prompt of the card's sample. strict: see `load_model`. progress counts scored tokens. Raises
@@ -69,11 +71,14 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
     card = Card(description, model.config, manifest, metrics, facts["step"], len(file), scores, sample, made)
+    config, tokens = model_config_json(model.config).encode(), tokenizer.json.encode()
     try:
         with written_aside(out, WEIGHTS_FILE) as (aside, last):
-            (aside / CONFIG_FILE).write_text(model_config_json(model.config), encoding="utf-8")
-            (aside / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
+            (aside / CONFIG_FILE).write_bytes(config)
+            (aside / TOKENIZER_FILE).write_bytes(tokens)
             (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
+            (aside / MANIFEST).write_bytes(manifest_of({CONFIG_FILE: config, TOKENIZER_FILE: tokens,
+                                                        WEIGHTS_FILE: file}))
             last.write(file)
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
