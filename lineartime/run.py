@@ -3,9 +3,10 @@
 import errno
 import json
 import logging
+import math
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -158,16 +159,63 @@ def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return changed
 
 
+def read_result(out: Path) -> dict[str, Any]:
+    """A completed run's result. Raises CheckpointError if it is missing, damaged, or of another run."""
+    path, result, run = out / RESULT_FILE, read_json(out / RESULT_FILE), read_run(out)
+    if result.get("run", run["id"]) != run["id"]:  # older versions wrote no id
+        raise CheckpointError("damaged", path, "it is the result of another run")
+    train = run.get("train")
+    if type(result.get("steps")) is not int or not isinstance(train, dict) or result["steps"] != train.get("steps"):
+        raise CheckpointError("damaged", path, f"its steps are not those of {RUN_FILE}")
+    whole = (has_numbers(result["held_out"], "loss") if "held_out" in result
+             else has_numbers(result, "loss", "exact_match", "f1"))
+    if not whole or not has_numbers({"peak_mib": 0.0, **result}, "peak_mib"):
+        raise CheckpointError("damaged", path, "its scores are missing or not numbers")
+    return result
+
+
+def read_fine_tuning(out: Path) -> dict[str, Any]:
+    """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is missing or damaged."""
+    path, result = out / RESULT_FILE, read_json(out / RESULT_FILE)
+    best, rates = result.get("best"), result.get("learning_rates")
+    if not isinstance(rates, dict) or best not in [f"lr-{rate}" for rate in rates]:
+        raise CheckpointError("damaged", path, "it names no best run")
+    if not all(has_numbers(scores, "exact_match", "f1") for scores in [*rates.values(), result.get("word_overlap")]):
+        raise CheckpointError("damaged", path, "its scores are missing or not numbers")
+    if not isinstance(result.get("fine_tuning"), dict):
+        raise CheckpointError("damaged", path, "its settings are missing")
+    return result
+
+
+def has_numbers(scores: Any, *names: str) -> bool:
+    """Whether a table has a finite number under each of these names."""
+    return isinstance(scores, dict) and all(
+        type(scores.get(name)) in (int, float) and math.isfinite(scores[name]) for name in names)
+
+
+def result_or_none(out: Path, read: Callable[[Path], dict[str, Any]], checkpoints: str) -> dict[str, Any] | None:
+    """The complete result in a folder, by `read`. None without one and, with a warning, for a damaged one that can be
+    written again, because the folder holds `checkpoints` (a pattern). Raises as `read` for any other."""
+    if not (out / RESULT_FILE).exists():
+        return None
+    try:
+        return read(out)
+    except CheckpointError as e:
+        if not any(out.glob(checkpoints)):
+            raise
+        logger.warning(f"{e}; going on from the newest checkpoint, to write it again")
+        return None
+
+
 def best_run(out: Path) -> Path:
     """The best run in a completed folder of `lineartime finetune`; any other folder itself. Raises CheckpointError for
     a damaged folder."""
-    path = out / RESULT_FILE
-    if (out / RUN_FILE).exists() or not path.exists():
+    if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
-    best = read_json(path).get("best")
-    if not isinstance(best, str) or not (out / best / RUN_FILE).exists():
-        raise CheckpointError("damaged", path, "the best run is not there")
-    return out / best
+    best = out / read_fine_tuning(out)["best"]
+    if not (best / RUN_FILE).exists():
+        raise CheckpointError("damaged", out / RESULT_FILE, "the best run is not there")
+    return best
 
 
 def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:

@@ -27,7 +27,9 @@ from lineartime.data.tokens import batch_rows, open_split, read_manifest
 from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
 from lineartime.objectives import NextToken
-from lineartime.run import Run, read_metrics
+from lineartime.plot import plot_run
+from lineartime.reproduce import runner
+from lineartime.run import Run, read_metrics, read_result
 from lineartime.training import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
@@ -795,6 +797,59 @@ def test_a_damaged_newest_checkpoint_costs_a_warning(data, unfinished, tmp_path,
     assert warning.startswith("warning: going back to step 2, newer checkpoints are damaged (step 4: ")
     lineartime(monkeypatch, command(data, tmp_path / "whole", steps=8))
     assert_same(out, what_is_left(tmp_path / "whole"))
+
+
+BAD_RESULTS = {
+    "cut": lambda text: text[: len(text) // 2], "empty": lambda text: "", "a table": lambda text: "{}",
+    "a list": lambda text: "[]", "a bad byte": lambda text: text.replace('"steps"', '"stepz"'),
+    "of another run": lambda text: json.dumps({**json.loads(text), "run": "0123456789abcdef"}),
+    "of a shorter run": lambda text: json.dumps({**json.loads(text), "steps": 3}),
+    "wrong types": lambda text: json.dumps({**json.loads(text), "held_out": "low"}),
+    "no number": lambda text: json.dumps({**json.loads(text), "held_out": {"loss": math.nan}})}
+
+
+@pytest.mark.parametrize("kind", BAD_RESULTS)
+def test_a_result_that_is_none_is_written_again(kind, data, finished, tmp_path, warned, monkeypatch, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    path = out / "result.json"
+    path.write_text(BAD_RESULTS[kind](path.read_text()))
+    for read in (read_result, plot_run, runner.trained):
+        with pytest.raises(CheckpointError, match=r"damaged: .*/result\.json; ") as refusal:
+            read(out)
+        assert "\n" not in str(refusal.value)
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
+    printed = capsys.readouterr()
+    (warning,) = [line for line in printed.err.splitlines() if line.startswith("warning")]
+    assert warning.startswith(f"warning: damaged: {path}; ") and "held-out" in printed.out
+    assert_same(out, what_is_left(finished))
+    assert read_result(out)["run"] == json.loads((out / "run.json").read_text())["id"]
+    before = touched(out)
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
+    assert "complete: " in capsys.readouterr().out and touched(out) == before
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
+    return out
+
+
+def test_a_damaged_result_without_a_checkpoint_is_refused_and_a_whole_one_counts(data, finished, tmp_path, monkeypatch,
+                                                                                 capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    shutil.rmtree(out / "step-00000004")
+    shutil.rmtree(out / "step-00000002")
+    result = json.loads((out / "result.json").read_text())
+    (out / "result.json").write_text(json.dumps({name: result[name] for name in result if name != "run"}))
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0  # an older version wrote no id
+    assert "complete: " in capsys.readouterr().out
+    (out / "result.json").write_text("{}")
+    before = touched(out)
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 4
+    assert "error: damaged: " in capsys.readouterr().err and touched(out) == before
 
 
 def test_where_all_checkpoints_are_damaged_nothing_starts_over(data, unfinished, tmp_path, monkeypatch, capsys):
