@@ -65,7 +65,7 @@ class Run:
 
     def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> int:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
-        0 without a checkpoint. Raises CheckpointError."""
+        0 without a checkpoint. Raises CheckpointError, and DataError for damaged metrics."""
         newest = checkpoint.newest(self.out)
         if newest is None:
             self.truncate_metrics(0)
@@ -119,10 +119,11 @@ class Run:
                 logger.warning(f"metrics not written: {path}; {e.strerror}")
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line."""
+        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line. Raises
+        DataError, and changes nothing, if another line is damaged."""
         path = self.out / METRICS_FILE
         if path.exists():
-            kept = [record for record in read_metrics(self.out)
+            kept = [record for record in (read_metrics(self.out) if step else [])
                     if record["step"] < step or (record["step"] == step and "held_out" not in record)]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
@@ -138,13 +139,19 @@ def read_run(out: Path) -> dict[str, Any]:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, up to the first damaged line. Raises DataError if the file cannot be read."""
+    """The metrics of a run, without a last line that was cut off. Raises DataError for any other line that is damaged.
+    """
     def parse(record: Any) -> dict[str, Any]:
-        if not isinstance(record["step"], int):
-            raise TypeError("a step is a whole number")
+        if type(record["step"]) is not int or record["step"] < 0:
+            raise ValueError("a step is a whole number")
+        if not (has_numbers(record["held_out"], "loss") if "held_out" in record
+                else has_numbers(record, "loss", "learning_rate")):
+            raise ValueError("its numbers are missing or not numbers")
+        if not isinstance(record["clock"], dict):
+            raise TypeError("its clock is no table")
         return record
 
-    return read_json_lines(out / METRICS_FILE, parse, None)
+    return read_json_lines(out / METRICS_FILE, parse, "a line of metrics")
 
 
 def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -24,10 +24,10 @@ from lineartime.atomic_io import write_atomically
 from lineartime.cli import terminal, verbs
 from lineartime.config import PRESETS, TrainConfig, model_config, run_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
-from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
+from lineartime.errors import CheckpointError, DataError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
 from lineartime.objectives import NextToken
-from lineartime.plot import plot_run
+from lineartime.plot import plot_run, read_curves
 from lineartime.reproduce import runner
 from lineartime.run import Run, read_metrics, read_result
 from lineartime.training import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
@@ -400,10 +400,38 @@ def test_a_run_killed_as_it_wrote_a_line_or_a_file_goes_on(data, tmp_path, whole
     assert_same(out, whole)
 
 
-@pytest.mark.parametrize("cut", ['{"step": 6, "lo', "\x00\x00", "7", "[1]", '{"loss": 1}', '{"step": "6"}', "[" * 5000])
-def test_metrics_end_at_the_first_line_that_is_none(cut, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 5}}\n{cut}\n{{"step": 7}}\n')
-    assert read_metrics(tmp_path) == [{"step": 5}]
+BAD_LINES = [b'{"step": 6, "lo', b"\x00\x00", b"7", b"[1]", b"null", b"", b"[" * 5000, b'{"loss": 1}',
+             *(b'{"step": %b, %b}' % (step, rest) for step, rest in [
+                 (b'"6"', b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
+                 (b"6.5", b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
+                 (b"true", b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
+                 (b"6", b'"loss": "1.0", "learning_rate": 0.1, "clock": {}'),
+                 (b"6", b'"loss": 1.0, "learning_rate": 0.1, "clock": 0'),
+                 (b"6", b'"loss": 1.0, "learning_rate": 0.1'), (b"6", b'"loss": 1.0, "clock": {}'),
+                 (b"6", b'"held_out": 3.0, "clock": {}'), (b"6", b'"held_out": {}, "clock": {}'),
+                 (b"6", b'"loss\xff": 1.0, "loss": 1.0, "learning_rate": 0.1, "clock": {}')])]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_metrics_may_end_in_a_cut_line_and_hold_no_other_bad_one(bad, data, finished, tmp_path):
+    """Whatever reads or resumes names the line, and leaves the file as it is."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    (out / "result.json").unlink()
+    path, lines = out / "metrics.jsonl", read_metrics(finished)
+    whole = path.read_bytes()
+    path.write_bytes(whole + bad)
+    assert read_metrics(out) == lines
+    first, rest = whole.split(b"\n", 1)
+    for damaged, number in ((first + b"\n" + bad + b"\n" + rest, 2), (whole + bad + b"\n", len(lines) + 1)):
+        path.write_bytes(damaged)
+        before = touched(out)
+        for use in (lambda: read_metrics(out), lambda: read_curves(out),
+                    lambda: training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)):
+            with pytest.raises(DataError, match=rf"not a line of metrics: .*\.jsonl, line {number};") as refusal:
+                use()
+            assert "\n" not in str(refusal.value)
+        assert touched(out) == before
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
