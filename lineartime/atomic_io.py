@@ -267,22 +267,20 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         raise ResourceError("cannot write", path, e.strerror) from None
 
 
-def read_json_lines(path: Path, parse: Callable[[Any], T], what: str | None) -> list[T]:
-    """The lines of a file, parsed from JSON and then by `parse`, which may raise. An incomplete last line is left out,
-    because another process may be writing it. Raises DataError for any other line that is wrong.
+def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
+    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line without its end is left
+    out if it is wrong, because another process may be writing it. Raises DataError for any other line that is wrong.
 
-    what: a noun for a line, for the message ("a row of a run"); None stops at the first wrong line instead."""
+    what: a noun for a line, for the message ("a row of a run")."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace" if what is None else "strict").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError("cannot read the rows", path, getattr(e, "strerror", None) or str(e)) from None
+        lines = path.read_bytes().split(b"\n")
+    except OSError as e:
+        raise DataError("cannot read the rows", path, e.strerror) from None
     parsed = []
     for number, line in enumerate(lines, 1):
         try:
-            parsed.append(parse(json.loads(line)))
+            parsed.append(parse(json.loads(line.decode())))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            if what is None:
-                break
             if number < len(lines):
                 raise DataError(f"not {what}", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
     return parsed

@@ -2,7 +2,9 @@
 
 `RUN/step-00000042/` holds safetensors files, text files and `MANIFEST.json`: the format version, the run, the step,
 and the size and SHA-256 of every other file. A save writes a temporary folder, flushes it to the disk and renames it,
-and only then removes older checkpoints. A load uses no file that does not match the manifest."""
+and only then removes older checkpoints. A load uses no file that does not match the manifest.
+
+A folder for sharing has a manifest without run and step; files that it does not list, such as a README, may change."""
 
 import contextlib
 import errno
@@ -55,6 +57,10 @@ class Newest(NamedTuple):
     step: int
     damaged: dict[int, str]
     """The reason of each newer, damaged checkpoint by step, newest first."""
+
+    def reasons(self) -> str:
+        """The newer, damaged checkpoints and what is wrong with each, in one line."""
+        return "; ".join(f"step {step}: {reason}" for step, reason in self.damaged.items())
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
@@ -142,6 +148,30 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["run"], tensors, files)
 
 
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder has a manifest, be it a link that leads nowhere."""
+    return os.path.lexists(folder / MANIFEST)
+
+
+def manifest_of(files: Mapping[str, bytes]) -> bytes:
+    """The manifest of a folder for sharing, from the contents of its files by name."""
+    return _manifest({"format": FORMAT, "files": {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}})
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Compare these files of a folder for sharing, or of a copied checkpoint, with its manifest.
+
+    Links are followed, because a cache of downloads consists of links. Raises CheckpointError, with the file, for a
+    difference and for a file that the manifest does not list."""
+    with _opened(folder, 0) as (descriptor, _):
+        entries = _read_manifest(folder, descriptor, 0)["files"]
+        for name in names:
+            if name not in entries:
+                raise _damage(folder / MANIFEST, f"{name} is not in it")
+            _read(folder, descriptor, name, entries[name], False, 0)
+
+
 def point(link: Path, target: Path | str) -> None:
     """Point a link at `target`, unless another kind of file has its name. Links are for users alone, so errors of the
     file system are ignored."""
@@ -157,10 +187,11 @@ def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
     return stored.reshape(1) if tuple(stored.shape) == () and tuple(shape) == (1,) else stored
 
 
-def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The loaded tensors in the shapes of their parameters, see `reshaped`.
+def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The tensors of the file `path` in the shapes of their parameters, see `reshaped`.
 
-    Raises CheckpointError, with the first five differences, unless names, shapes and dtypes are as expected."""
+    Raises CheckpointError, with the file and the first five differences, unless names, shapes and dtypes are as
+    expected and every number is finite."""
     loaded = {name: reshaped(tensor, expected[name].shape) if name in expected else tensor
               for name, tensor in loaded.items()}
     wrong = [f"{name} is missing" for name in expected if name not in loaded]
@@ -168,9 +199,21 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     wrong += [f"{name} is {_kind(loaded[name])}, expected {_kind(tensor)}" for name, tensor in expected.items()
               if name in loaded and _kind(loaded[name]) != _kind(tensor)]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError("the checkpoint's tensors are not this model's", ", ".join(wrong[:5]) + more)
+        raise CheckpointError("the checkpoint's tensors are not this model's", f"{path}: {first_five(wrong)}")
+    check_finite(loaded, path)
     return loaded
+
+
+def check_finite(tensors: Mapping[str, Tensor], path: Path | str) -> None:
+    """Raise CheckpointError, with the file `path` and the first five names, for tensors with NaN or infinity."""
+    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if wrong:
+        raise CheckpointError("weights that are not finite", f"{path}: {first_five(wrong)}", "use another checkpoint")
+
+
+def first_five(wrong: list[str]) -> str:
+    """The first five of a list for a message, and how many more there are."""
+    return ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
 
 
 @contextlib.contextmanager
@@ -281,25 +324,15 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> d
     step = _step_of(path.name)
     if step is None:
         raise _damage(path, "not a checkpoint, which has a name like step-00000042")
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, folder)
-            present = os.listdir(folder)
-        except (OSError, ValueError, MemoryError) as error:
-            raise _damage(path, f"cannot be read ({_reason(error)})") from error
-        raw = _read(path, folder, MANIFEST, None, True)
-        try:
-            content = json.loads(raw.decode())
-            del content["sha256"]
-            whole = raw == _manifest(content)
-        except Exception as error:
-            raise _damage(path / MANIFEST, f"not a manifest ({type(error).__name__})") from error
-        if not whole:
-            raise _damage(path / MANIFEST, "does not match its own sha256")
-        _check_manifest(path, step, content, present)
-        for name, entry in content["files"].items():
-            data = _read(path, folder, name, entry, parse is not None)
+    with _opened(path, os.O_NOFOLLOW) as (folder, present):
+        content = _read_manifest(path, folder, os.O_NOFOLLOW)
+        files = content["files"]
+        if content.get("step") != step:
+            raise _damage(path / MANIFEST, f"expected step {step}, found step {content.get('step')!a:.20}")
+        for name in sorted({*files, MANIFEST} ^ {*present}):
+            raise _damage(path, f"{name} is missing" if name in files else f"{name!a:.100} is in no manifest")
+        for name, entry in files.items():
+            data = _read(path, folder, name, entry, parse is not None, os.O_NOFOLLOW)
             try:
                 if parse:
                     parse(name, data)
@@ -308,30 +341,50 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> d
         return content
 
 
-def _check_manifest(path: Path, step: int, content: dict[str, Any], present: list[str]) -> None:
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[tuple[int, list[str]]]:
+    """A folder's descriptor, and the names in it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+            stack.callback(os.close, folder)
+            present = os.listdir(folder)
+        except (OSError, ValueError, MemoryError) as error:
+            raise _damage(path, f"cannot be read ({_reason(error)})") from error
+        yield folder, present
+
+
+def _read_manifest(path: Path, folder: int, flags: int) -> dict[str, Any]:
+    """The content of a manifest, of a checkpoint or of a folder for sharing, without its own hash."""
+    raw = _read(path, folder, MANIFEST, None, True, flags)
+    try:
+        content = json.loads(raw.decode())
+        del content["sha256"]
+        whole = raw == _manifest(content)
+    except Exception as error:
+        raise _damage(path / MANIFEST, f"not a manifest ({type(error).__name__})") from error
+    if not whole:
+        raise _damage(path / MANIFEST, "does not match its own sha256")
     version, kinds = content.get("format"), {key: type(value) for key, value in content.items()}
     if type(version) is int and version > FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{path}: format {version}, this version reads {FORMAT}",
                               f"install a version that reads format {version}")
-    if version != FORMAT or kinds != {"format": int, "run": str, "step": int, "files": dict}:
+    shared = {"format": int, "files": dict}
+    if version != FORMAT or kinds not in (shared, {**shared, "run": str, "step": int}):
         raise _damage(path / MANIFEST, f"expected format {FORMAT} with run, step and files")
-    if content["step"] != step:
-        raise _damage(path / MANIFEST, f"expected step {step}, found step {content['step']!a:.20}")
-    files = content["files"]
-    for name, entry in files.items():
+    for name, entry in content["files"].items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise _damage(path / MANIFEST, f"names a file {name!a:.100}")
         if not isinstance(entry, dict) or {k: type(v) for k, v in entry.items()} != {"bytes": int, "sha256": str}:
             raise _damage(path / MANIFEST, f"expected bytes and sha256 of {name}")
-    for name in sorted({*files, MANIFEST} ^ {*present}):
-        raise _damage(path, f"{name} is missing" if name in files else f"{name!a:.100} is in no manifest")
+    return content
 
 
-def _read(path: Path, folder: int, name: str, entry: dict[str, Any] | None, keep: bool) -> bytes:
+def _read(path: Path, folder: int, name: str, entry: dict[str, Any] | None, keep: bool, flags: int) -> bytes:
     """A regular file's bytes after they matched `entry`. Without `keep` they are checked in little memory, not kept."""
     try:
-        with open(name, "rb", buffering=0, opener=lambda name, flags: os.open(
-                name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)) as file:
+        with open(name, "rb", buffering=0, opener=lambda name, reading: os.open(
+                name, reading | flags | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise _damage(path / name, "not a regular file")

@@ -3,6 +3,7 @@
 
 `LanguageModel` does the arithmetic; this module adds the names, arguments and the cache that `transformers` expects."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,13 +32,14 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from lineartime.checkpoint import reshaped
+from lineartime.checkpoint import MANIFEST, check_finite, first_five, has_manifest, reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
-from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR
+from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE
 from lineartime.decoding.cache import DecodingState
-from lineartime.errors import UsageError
+from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel, init_span_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.run import CONFIG_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, check_shared
 from lineartime.settings import require
 
 
@@ -73,8 +75,12 @@ class LineartimeTokenizer(TokenizersBackend):
 
     # Not in __init__: transformers leaves a tokenizer.json unchanged only for a class without its own __init__.
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "LineartimeTokenizer":
-        tokenizer = super().from_pretrained(*args, **kwargs)
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "LineartimeTokenizer":
+        """Load as `TokenizersBackend` does. Raises CheckpointError for a file that a manifest does not match."""
+        folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+        if folder.is_dir():
+            check_shared(folder, [TOKENIZER_FILE])
+        tokenizer = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         for name in ("bos_token", "eos_token", "pad_token"):
             if getattr(tokenizer, name) is None:
                 setattr(tokenizer, name, END_OF_DOCUMENT)
@@ -210,11 +216,37 @@ class LineartimeModel(PreTrainedModel):
     def gradient_checkpointing(self, enable: bool) -> None:
         self.model.activation_checkpointing = enable
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False,
+                        ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
+        """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
+        not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
+        missing in `LanguageModel`."""
+        place = pretrained_model_name_or_path
+        if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
+            check_shared(folder, [CONFIG_FILE, WEIGHTS_FILE])
+            place = folder / WEIGHTS_FILE
+        model, found = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True,
+                                               ignore_mismatched_sizes=True, **kwargs)
+        wrong = [f"{name} is missing" for name in sorted(found["missing_keys"]) if not output_loading_info
+                 and name.startswith("model.") and not name.startswith("model.span_head.")]
+        if not ignore_mismatched_sizes:
+            wrong += [f"{name} is {list(stored)}, expected {list(own)}"
+                      for name, stored, own in sorted(found["mismatched_keys"])]
+        if wrong:
+            raise CheckpointError("the checkpoint's tensors are not this model's", f"{place}: {first_five(wrong)}")
+        readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor and not p.is_meta}
+        check_finite(readable, place)  # quantised and offloaded weights are not
+        return (model, found) if output_loading_info else model
+
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True,
                         state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Save weights by their names in `LanguageModel`, with or without a given `state_dict`."""
         own_names = {name.removeprefix("model."): value for name, value in (state_dict or self.state_dict()).items()}
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
+        folder = Path(save_directory)
+        if is_main_process and has_manifest(folder) and not (folder / OPTIMIZER_FILE).exists():
+            (folder / MANIFEST).unlink()  # of an export whose files were replaced
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """Load weights by their names in a checkpoint or in `state_dict()`; Trainer resumes with this method."""

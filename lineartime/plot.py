@@ -17,7 +17,7 @@ from lineartime.atomic_io import replaced
 from lineartime.config import ModelConfig
 from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
 from lineartime.info import describe, millions
-from lineartime.run import METRICS_FILE, RESULT_FILE, read_metrics, read_run
+from lineartime.run import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
 from lineartime.settings import replace_fields
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def read_curves(run_dir: Path) -> Curves:
         scores = [(line["step"], line["held_out"]) for line in lines if "held_out" in line]
         result: dict[str, Any] = {}
         if (run_dir / RESULT_FILE).exists():
-            result = json.loads((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
+            result = read_result(run_dir)
             if not scores or scores[-1][0] < result["steps"]:  # else it would be a second point, of other tokens
                 scores.append((result["steps"], result["held_out"]))
         final = result["held_out"] if result else {}

@@ -3,8 +3,10 @@
 import errno
 import json
 import logging
+import math
 import os
 import secrets
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each parameter."""
 
@@ -62,7 +65,7 @@ class Run:
 
     def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> int:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
-        0 without a checkpoint. Raises CheckpointError."""
+        0 without a checkpoint. Raises CheckpointError, and DataError for damaged metrics."""
         newest = checkpoint.newest(self.out)
         if newest is None:
             self.truncate_metrics(0)
@@ -71,9 +74,9 @@ class Run:
         if loaded.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         expected = {name: p.detach() for name, p in model.named_parameters()}
-        weights = checkpoint.check_tensors(loaded.tensors["model"], expected)
+        weights = checkpoint.check_tensors(loaded.tensors["model"], expected, newest.path / WEIGHTS_FILE)
         moments = {f"{kind}.{name}": p for name, p in expected.items() for kind in MOMENTS}
-        moments = checkpoint.check_tensors(loaded.tensors["optimizer"], moments)
+        moments = checkpoint.check_tensors(loaded.tensors["optimizer"], moments, newest.path / OPTIMIZER_FILE)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(weights[name])
@@ -81,8 +84,7 @@ class Run:
                                       **{kind: moments[f"{kind}.{name}"].to(p.device) for kind in MOMENTS}}
         self.truncate_metrics(loaded.step)
         if newest.damaged:
-            bad = "; ".join(f"step {step}: {reason}" for step, reason in newest.damaged.items())
-            logger.warning(f"going back to step {loaded.step}, newer checkpoints are damaged ({bad})")
+            logger.warning(f"going back to step {loaded.step}, newer checkpoints are damaged ({newest.reasons()})")
         return loaded.step
 
     def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW,
@@ -117,10 +119,11 @@ class Run:
                 logger.warning(f"metrics not written: {path}; {e.strerror}")
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line."""
+        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line. Raises
+        DataError, and changes nothing, if another line is damaged."""
         path = self.out / METRICS_FILE
         if path.exists():
-            kept = [record for record in read_metrics(self.out)
+            kept = [record for record in (read_metrics(self.out) if step else [])
                     if record["step"] < step or (record["step"] == step and "held_out" not in record)]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
@@ -136,13 +139,19 @@ def read_run(out: Path) -> dict[str, Any]:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, up to the first damaged line. Raises DataError if the file cannot be read."""
+    """The metrics of a run, without a last line that was cut off. Raises DataError for any other line that is damaged.
+    """
     def parse(record: Any) -> dict[str, Any]:
-        if not isinstance(record["step"], int):
-            raise TypeError("a step is a whole number")
+        if type(record["step"]) is not int or record["step"] < 0:
+            raise ValueError("a step is a whole number")
+        if not (has_numbers(record["held_out"], "loss") if "held_out" in record
+                else has_numbers(record, "loss", "learning_rate")):
+            raise ValueError("its numbers are missing or not numbers")
+        if not isinstance(record["clock"], dict):
+            raise TypeError("its clock is no table")
         return record
 
-    return read_json_lines(out / METRICS_FILE, parse, None)
+    return read_json_lines(out / METRICS_FILE, parse, "a line of metrics")
 
 
 def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -157,37 +166,95 @@ def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return changed
 
 
+def read_result(out: Path) -> dict[str, Any]:
+    """A completed run's result. Raises CheckpointError if it is missing, damaged, or of another run."""
+    path, result, run = out / RESULT_FILE, read_json(out / RESULT_FILE), read_run(out)
+    if result.get("run", run["id"]) != run["id"]:  # older versions wrote no id
+        raise CheckpointError("damaged", path, "it is the result of another run")
+    train = run.get("train")
+    if type(result.get("steps")) is not int or not isinstance(train, dict) or result["steps"] != train.get("steps"):
+        raise CheckpointError("damaged", path, f"its steps are not those of {RUN_FILE}")
+    whole = (has_numbers(result["held_out"], "loss") if "held_out" in result
+             else has_numbers(result, "loss", "exact_match", "f1"))
+    if not whole or not has_numbers({"peak_mib": 0.0, **result}, "peak_mib"):
+        raise CheckpointError("damaged", path, "its scores are missing or not numbers")
+    return result
+
+
+def read_fine_tuning(out: Path) -> dict[str, Any]:
+    """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is missing or damaged."""
+    path, result = out / RESULT_FILE, read_json(out / RESULT_FILE)
+    best, rates = result.get("best"), result.get("learning_rates")
+    if not isinstance(rates, dict) or best not in [f"lr-{rate}" for rate in rates]:
+        raise CheckpointError("damaged", path, "it names no best run")
+    if not all(has_numbers(scores, "exact_match", "f1") for scores in [*rates.values(), result.get("word_overlap")]):
+        raise CheckpointError("damaged", path, "its scores are missing or not numbers")
+    if not isinstance(result.get("fine_tuning"), dict):
+        raise CheckpointError("damaged", path, "its settings are missing")
+    return result
+
+
+def has_numbers(scores: Any, *names: str) -> bool:
+    """Whether a table has a finite number under each of these names."""
+    return isinstance(scores, dict) and all(
+        type(scores.get(name)) in (int, float) and math.isfinite(scores[name]) for name in names)
+
+
+def result_or_none(out: Path, read: Callable[[Path], dict[str, Any]], checkpoints: str) -> dict[str, Any] | None:
+    """The complete result in a folder, by `read`. None without one and, with a warning, for a damaged one that can be
+    written again, because the folder holds `checkpoints` (a pattern). Raises as `read` for any other."""
+    if not (out / RESULT_FILE).exists():
+        return None
+    try:
+        return read(out)
+    except CheckpointError as e:
+        if not any(out.glob(checkpoints)):
+            raise
+        logger.warning(f"{e}; going on from the newest checkpoint, to write it again")
+        return None
+
+
 def best_run(out: Path) -> Path:
     """The best run in a completed folder of `lineartime finetune`; any other folder itself. Raises CheckpointError for
     a damaged folder."""
-    path = out / RESULT_FILE
-    if (out / RUN_FILE).exists() or not path.exists():
+    if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
-    best = read_json(path).get("best")
-    if not isinstance(best, str) or not (out / best / RUN_FILE).exists():
-        raise CheckpointError("damaged", path, "the best run is not there")
-    return out / best
+    best = out / read_fine_tuning(out)["best"]
+    if not (best / RUN_FILE).exists():
+        raise CheckpointError("damaged", out / RESULT_FILE, "the best run is not there")
+    return best
 
 
-def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
 
-    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export`; or a folder of
-    `lineartime finetune`, whose best run is read. A fine-tuned model is a `SpanModel`. The model is in evaluation mode
-    on the CPU, in float32. Raises UsageError for any other path, CheckpointError for a damaged checkpoint."""
+    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
+    `save_pretrained`; or a folder of `lineartime finetune`, whose best run is read. strict: whether a damaged newer
+    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`. The model is in
+    evaluation mode on the CPU, in float32. Raises UsageError for any other path, CheckpointError for a checkpoint that
+    is damaged, of another run or not finite."""
     path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
         facts: dict[str, Any] = {"checkpoint": str(folder)}
         files, weights = read_exported(folder)
     else:
-        if not (path / checkpoint.MANIFEST).exists():
-            read_run(path)
+        run = None
+        if not checkpoint.has_manifest(path):
+            run = read_run(path)["id"]
             newest = checkpoint.newest(path)
             if newest is None:
                 raise UsageError("no checkpoint yet", path, "let the training save one")
+            if newest.damaged and strict:
+                raise CheckpointError("newer checkpoints are damaged", newest.reasons(),
+                                      f"step {newest.step} is whole: name {newest.path}, or do not ask for strict")
+            if newest.damaged:
+                logger.warning(f"using step {newest.step} of {path}, newer checkpoints are damaged "
+                               f"({newest.reasons()})")
             folder = newest.path
         loaded = checkpoint.load(folder)
+        if run not in (None, loaded.run):
+            raise CheckpointError("a checkpoint of another run", folder, "move it away")
         facts = {"checkpoint": str(folder), "step": loaded.step}
         files, weights = loaded.files, loaded.tensors.get("model", {})
     try:
@@ -198,26 +265,38 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
     with torch.device("meta"):
         model = kind(config)
-    model.load_state_dict(checkpoint.check_tensors(weights, dict(model.named_parameters())), assign=True)
+    weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
+    model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer, facts
 
 
-def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
     """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run)
+    model, tokenizer, facts = load_model(run, strict=strict)
     if not isinstance(model, SpanModel):
         raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
     return model, tokenizer, facts
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder holds weights but is neither a checkpoint nor a run."""
-    beside = (checkpoint.MANIFEST, "optimizer.safetensors", RUN_FILE)
-    return (path / WEIGHTS_FILE).exists() and not any((path / name).exists() for name in beside)
+    """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
+    here = (path / WEIGHTS_FILE).exists() or checkpoint.has_manifest(path)
+    return here and not any((path / name).exists() for name in (OPTIMIZER_FILE, RUN_FILE))
+
+
+def check_shared(folder: Path, names: Iterable[str]) -> None:
+    """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
+
+    Raises CheckpointError for a difference, and for a checkpoint without its manifest."""
+    if checkpoint.has_manifest(folder):
+        checkpoint.check_files(folder, names)
+    elif (folder / OPTIMIZER_FILE).exists():
+        raise CheckpointError("damaged checkpoint", f"{folder}: {checkpoint.MANIFEST} is missing")
 
 
 def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The text files and the weights, converted to float32, of an exported folder. Raises CheckpointError."""
+    check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
     files = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:

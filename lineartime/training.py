@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.atomic_io import read_json, write_atomically, write_json
+from lineartime.atomic_io import write_atomically, write_json
 from lineartime.config import RunConfig, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import config_for_data, open_split, read_manifest
@@ -26,7 +26,7 @@ from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import plot_run
-from lineartime.run import RESULT_FILE, Run
+from lineartime.run import RESULT_FILE, Run, read_result, result_or_none
 from lineartime.runtime import peak_bytes, pick_device
 
 Progress = Callable[[str, int, int | None], None]
@@ -230,21 +230,22 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
              score: Callable[[Run, LanguageModel], dict[str, Any]], *, on_step: Callable[[dict[str, Any]], None] | None,
              score_last: bool = True) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
-    result file, and whether it existed before; if so, nothing is trained.
+    result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
 
     facts: hashes of the data and the tokenizer. begin returns the new model, the objective and the `extra_files` of
     `fit`; score returns the content of the result file. Raises as `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
     with checkpoint.lock(out):
         run = Run(out, config, facts)
-        if (out / RESULT_FILE).exists():
-            return read_json(out / RESULT_FILE), True
+        complete = result_or_none(out, read_result, "step-*")
+        if complete is not None:
+            return complete, True
         model, objective, extra_files = begin()
         picked = device if isinstance(device, torch.device) else pick_device(device, tell=True)
         model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, on_step=on_step,
                     score_last=score_last)
         stop.check(SAVED)
-        result = score(run, model)
+        result = {"run": run.id, **score(run, model)}
         write_json(out / RESULT_FILE, result)
     return result, False
 
@@ -258,8 +259,8 @@ class TrainResult:
     step and each evaluation, `loss.png` shows the curves."""
     config: RunConfig
     scores: dict[str, Any]
-    """The content of `result.json`: "steps", "held_out" (`Evaluation.to_dict` of the whole held-out split), "peak_mib",
-    and for short text "xz_bits_per_byte"."""
+    """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
+    whole held-out split), "peak_mib", and for short text "xz_bits_per_byte"."""
     sample: str
     """Generated text, or masked text that the model has filled if it is not causal."""
     already: bool

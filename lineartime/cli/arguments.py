@@ -14,6 +14,8 @@ Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE"
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 ShippedModel = Annotated[str | None, typer.Option("--model", metavar="NAME",
                                                   help="A model that ships with the package: small.")]
+Strict = Annotated[bool, typer.Option(
+    "--strict", help="Refuse a run whose newest checkpoint is damaged; by default one before it is used, and said.")]
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -12,7 +12,15 @@ from lineartime.atomic_io import read_bytes
 from lineartime.cli import benchmark as cli_speed
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
-from lineartime.cli.arguments import Device, Setting, ShippedModel, numbers, pick_device, whole_numbers
+from lineartime.cli.arguments import (
+    Device,
+    Setting,
+    ShippedModel,
+    Strict,
+    numbers,
+    pick_device,
+    whole_numbers,
+)
 from lineartime.cli.terminal import (
     Terminal,
     TextStreamer,
@@ -169,6 +177,7 @@ def evaluate(
     predictions: Annotated[Path | None, typer.Option(help="File for the answers, {question id: answer}.")] = None,
     score: Annotated[Path | None, typer.Option(help="Score this file of answers; no run is needed.")] = None,
     shipped: ShippedModel = None,
+    strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
@@ -195,22 +204,22 @@ def evaluate(
                              "name a run, or a file of answers with --score")
         options = {"context": context, "stride": stride, "max_answer_tokens": max_answer_tokens,
                    "batch_rows": batch_rows or 8, "precision": precision}
-        evaluate_questions(run, questions, evidence, options, predictions, score, as_json, device)
+        evaluate_questions(run, questions, evidence, options, predictions, score, as_json, strict, device)
     elif run is None or data is None or score is not None or predictions is not None:
         raise UsageError("too much or too little is named", "evaluate",
                          "name a run and --data, or --questions for a fine-tuned run")
     elif lengths:
-        evaluate_contexts(run, data, split, lengths, precision, out, as_json, device)
+        evaluate_contexts(run, data, split, lengths, precision, out, as_json, strict, device)
     else:
-        evaluate_text(run, data, split, context, batch_rows, precision, as_json, device)
+        evaluate_text(run, data, split, context, batch_rows, precision, as_json, strict, device)
 
 
 def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_rows: int | None, precision: str,
-                  as_json: bool, device: str | None) -> None:
+                  as_json: bool, strict: bool, device: str | None) -> None:
     """Score a split and print the scores."""
     from lineartime.evaluation import evaluate, load_with_split
 
-    model, stream, facts = load_with_split(run, data, split)
+    model, stream, facts = load_with_split(run, data, split, strict=strict)
     with Terminal() as terminal:
         result = evaluate(model.to(pick_device(device)), stream, context=context, batch_rows=batch_rows,
                           precision=precision, progress=terminal.counting("evaluating", stream.n_tokens))
@@ -224,13 +233,13 @@ def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_
 
 
 def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], precision: str, out: Path | None,
-                      as_json: bool, device: str | None) -> None:
+                      as_json: bool, strict: bool, device: str | None) -> None:
     """Score the same tokens at several contexts and print the losses."""
     from lineartime.atomic_io import write_atomically
     from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import load_with_split
 
-    model, stream, facts = load_with_split(run, data, split)
+    model, stream, facts = load_with_split(run, data, split, strict=strict)
     with Terminal() as terminal:
         use = measure_context_use(model.to(pick_device(device)), stream, contexts, precision=precision,
                                   progress=terminal.counting("tokens read"))
@@ -247,7 +256,8 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], pr
 
 
 def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, options: dict[str, Any],
-                       predictions: Path | None, scored: Path | None, as_json: bool, device: str | None) -> None:
+                       predictions: Path | None, scored: Path | None, as_json: bool, strict: bool,
+                       device: str | None) -> None:
     """Score the answers of a fine-tuned run, or of a file, by the official rules, and print the scores."""
     from lineartime.atomic_io import write_json
     from lineartime.qa.metrics import check_predictions, score_answers
@@ -261,7 +271,7 @@ def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path |
         from lineartime.run import load_span_model
 
         assert run is not None
-        model, tokenizer, facts = load_span_model(run)
+        model, tokenizer, facts = load_span_model(run, strict=strict)
         with Terminal() as terminal:
             scores, answers = evaluate_questions(model.to(pick_device(device)), tokenizer, asked, **options,
                                                  progress=terminal.counting("answering", len(asked)))
@@ -300,6 +310,7 @@ def finetune(
     stride: Stride = None,
     max_answer_tokens: MaxAnswerTokens = 30,
     settings: Setting = None,
+    strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Teach a model to find answers in documents, once per learning rate; keep the best by F1."""
@@ -312,7 +323,7 @@ def finetune(
     from lineartime.training import StopSignal
 
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
-                      max_answer_tokens, negatives, epochs, given)
+                      max_answer_tokens, negatives, epochs, given, strict)
     with StopSignal().listening() as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count)
     if "already" in result:
@@ -341,6 +352,7 @@ def answer(
     max_answer_tokens: MaxAnswerTokens = 30,
     batch_rows: Annotated[int, typer.Option(help="Windows read at once; changes nothing but speed and memory.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Answer one question from documents of any length."""
@@ -361,7 +373,7 @@ def answer(
     from lineartime.qa.spans import Windows, predict
     from lineartime.run import load_span_model
 
-    model, tokenizer, facts = load_span_model(run)
+    model, tokenizer, facts = load_span_model(run, strict=strict)
     windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     with Terminal() as terminal:
@@ -404,6 +416,7 @@ def generate(
     precision: Annotated[str, typer.Option(help="Type of the weights: float32, or bfloat16, which is faster.")
                          ] = "float32",
     capture: Annotated[bool, typer.Option("--capture", help="Each token is one CUDA graph.")] = False,
+    strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Continue prompts.
@@ -422,7 +435,7 @@ def generate(
     from lineartime.run import load_model
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
-    model, tokenizer, _ = load_model(run)
+    model, tokenizer, _ = load_model(run, strict=strict)
     if not model.config.causal:
         raise UsageError("only a causal model continues text", run, "this one fills in masks; open it in transformers"
                          if type(model).__name__ == "LanguageModel" else "this one answers: see `lineartime answer`")
@@ -463,6 +476,7 @@ def export(
     about: Annotated[Path | None, typer.Option(help="Markdown file that the model card begins with.")] = None,
     prompt: Annotated[str, typer.Option(
         help="Prompt of the card's sample; by default it begins a document.")] = "",
+    strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores."""
@@ -473,7 +487,7 @@ def export(
     text = read_utf8(about) if about is not None else ""
     with Terminal() as terminal:
         made = export(run, out, data=data, about=text, prompt=prompt, device=pick_device(device),
-                      progress=terminal.count)
+                      strict=strict, progress=terminal.count)
     for split, evaluation in made.scores.items():
         say(summary(split, evaluation.to_dict(), made.task))
     say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.atomic_io import hash_of, read_json, write_atomically, write_json
+from lineartime.atomic_io import hash_of, write_atomically, write_json
 from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
 from lineartime.config import to_dict as fields_of
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -38,7 +38,17 @@ from lineartime.qa.spans import (
     stack_rows,
     training_rows,
 )
-from lineartime.run import CONFIG_FILE, RESULT_FILE, RUN_FILE, WEIGHTS_FILE, Run, different, load_model
+from lineartime.run import (
+    CONFIG_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    WEIGHTS_FILE,
+    Run,
+    different,
+    load_model,
+    read_fine_tuning,
+    result_or_none,
+)
 from lineartime.runtime import pick_device
 from lineartime.settings import replace_fields, require
 from lineartime.training import Progress, StopSignal, fit_once
@@ -112,8 +122,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
         else:
             wrong.append(f"{name} is {list(old[name].shape)}, not {list(p.shape)}")
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError("the pretrained weights do not fit", ", ".join(wrong[:5]) + more,
+        raise CheckpointError("the pretrained weights do not fit", checkpoint.first_five(wrong),
                               "keep more of the pretrained configuration")
     for name, module in model.named_modules():
         before = old_modules.get(name)
@@ -177,6 +186,8 @@ class FineTuning:
     epochs: float = EPOCHS
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ModelConfig (see CHANGEABLE) and of TrainConfig."""
+    strict: bool = False
+    """Whether a damaged newer checkpoint of the pretrained run is an error, see `load_model`."""
 
     def __post_init__(self) -> None:
         for name in ("run", "out", "evidence"):
@@ -233,7 +244,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     stop = stop or StopSignal()
     if not isinstance(device, torch.device):
         device = pick_device(device, tell=True)
-    pretrained, tokenizer, facts = load_model(plan.run)
+    pretrained, tokenizer, facts = load_model(plan.run, strict=plan.strict)
     separator = separator_of(tokenizer)
     require(separator < pretrained.config.vocab_size, "[SEP] is outside the model's vocabulary", str(plan.run),
             "pretrain on data from `lineartime prepare --mlm`")
@@ -278,14 +289,16 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
             return {"steps": each.train.steps, **dataclasses.asdict(score(validation, answers)), "loss": loss,
                     "n_windows": n_windows}
 
-        return fit_once(each, description, device, stop,
-                        lambda: (span_model(pretrained, config, each.train.seed), objective, files), scored,
-                        on_step=on_step, score_last=False)[0]
+        result, _ = fit_once(each, description, device, stop,
+                             lambda: (span_model(pretrained, config, each.train.seed), objective, files), scored,
+                             on_step=on_step, score_last=False)
+        return {name: value for name, value in result.items() if name != "run"}
 
     with checkpoint.lock(plan.out):
-        path = plan.out / RESULT_FILE
-        if path.exists():
-            return {**completed(path, whole), "already": True}
+        complete = result_or_none(plan.out, read_fine_tuning, "lr-*/step-*")
+        if complete is not None:
+            check_settings(complete["fine_tuning"], whole, plan.out)
+            return {**complete, "already": True}
         counts = dataclasses.asdict(rows.counts)
         logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
                     f"{plan.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
@@ -303,18 +316,16 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         answers = plan.out / f"lr-{best}" / PREDICTIONS_FILE
         write_atomically(plan.out / PREDICTIONS_FILE, answers.read_text(encoding="utf-8"))
         checkpoint.point(plan.out / BEST, Path(f"lr-{best}") / "latest")
-        write_json(path, result)
+        write_json(plan.out / RESULT_FILE, result)
     return result
 
 
-def completed(path: Path, whole: dict[str, Any]) -> dict[str, Any]:
-    """The result of a completed fine-tuning. Raises UsageError if it had other settings."""
-    result = read_json(path)
-    changed = different(result.get("fine_tuning", {}), json.loads(json.dumps(whole)))
+def check_settings(stored: dict[str, Any], whole: dict[str, Any], out: Path) -> None:
+    """Raise UsageError if the completed fine-tuning in `out` had other settings."""
+    changed = different(stored, json.loads(json.dumps(whole)))
     if changed:
-        raise UsageError("another fine-tuning is here", path.parent,
+        raise UsageError("another fine-tuning is here", out,
                          f"{'; '.join(changed)}. Give another --out, or the same settings")
-    return result
 
 
 def questions_sha256(questions: Sequence[Question]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from lineartime.atomic_io import written_aside
 from lineartime.benchmark.measure import provenance
+from lineartime.checkpoint import MANIFEST, manifest_of
 from lineartime.config import model_config_json
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import open_split, read_manifest
@@ -39,17 +40,18 @@ class Exported(NamedTuple):
 
 
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
-           progress: Progress | None = None) -> Exported:
+           strict: bool = False, progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
-    `tokenizer.json`, and the card. `lineartime.load_model` and `transformers` open it.
+    `tokenizer.json`, the card, and a manifest of all but the card. `lineartime.load_model` and `transformers` open
+    it.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
-    Markdown. prompt: the prompt of the card's sample. progress counts scored tokens. Raises UsageError if `out` exists,
-    `run` is no run of a language model, or the data is not the run's; CheckpointError for damage, ResourceError for the
-    disk."""
+    Markdown. prompt: the prompt of the card's sample. strict: see `load_model`. progress counts scored tokens. Raises
+    UsageError if `out` exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
+    damage, ResourceError for the disk."""
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
     description = read_run(run)
-    model, tokenizer, facts = load_model(run)
+    model, tokenizer, facts = load_model(run, strict=strict)
     if isinstance(model, SpanModel):
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
     folder = data or Path(description["data"])
@@ -70,12 +72,13 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
     card = Card(description, model.config, tokenizer.sha256, manifest, metrics, facts["step"], len(file), scores, sample,
                 made)
+    files = {CONFIG_FILE: model_config_json(model.config).encode(), TOKENIZER_FILE: tokenizer.json.encode(),
+             WEIGHTS_FILE: file}
+    files |= {MANIFEST: manifest_of(files), CARD_FILE: model_card(card, about).encode()}
     try:
         with written_aside(out) as aside:
-            (aside / CONFIG_FILE).write_text(model_config_json(model.config), encoding="utf-8")
-            (aside / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
-            (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
-            (aside / WEIGHTS_FILE).write_bytes(file)
+            for name, content in files.items():
+                (aside / name).write_bytes(content)
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
     return Exported(scores, manifest.settings.get("task"), len(file))

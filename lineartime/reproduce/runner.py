@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime import checkpoint
-from lineartime.atomic_io import append_json_lines, read_json, write_atomically
+from lineartime.atomic_io import append_json_lines, write_atomically
 from lineartime.benchmark.measure import ROOT, provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
@@ -32,7 +32,7 @@ from lineartime.info import describe
 from lineartime.reproduce.records import Record, measured_together, read_records, records_of
 from lineartime.reproduce.scales import Cell, Questions, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName
-from lineartime.run import RESULT_FILE, read_metrics, read_run
+from lineartime.run import read_fine_tuning, read_metrics, read_result, read_run
 from lineartime.runtime import end_with_parent
 from lineartime.training import StopSignal
 
@@ -228,7 +228,7 @@ def finetune_arguments(run: Path, questions: Questions, place: Place) -> list[st
 
 def trained(run: Path) -> Record:
     """What a finished run has to say."""
-    result, lines, described = read_json(run / RESULT_FILE), read_metrics(run), read_run(run)
+    result, lines, described = read_result(run), read_metrics(run), read_run(run)
     manifest, train = read_manifest(Path(described["data"])), described["train"]
     n_tokens = train["steps"] * train["tokens_per_step"]
     data = {"sha256": manifest.sha256, "vocab_size": manifest.vocab_size,
@@ -236,13 +236,13 @@ def trained(run: Path) -> Record:
     return {"n_parameters": describe(ModelConfig(**described["model"])).n_parameters, "data": data, "tokens": n_tokens,
             "epochs": n_tokens / manifest.splits["train"].tokens,
             "curve": [[line["step"], line["held_out"]["loss"]] for line in lines if "held_out" in line],
-            "held_out": result["held_out"], "peak_mib": result["peak_mib"],
+            "held_out": result["held_out"], "peak_mib": result.get("peak_mib"),
             **times_of(lines, train["tokens_per_step"])}
 
 
 def finetuned(folder: Path) -> Record:
     """What a finished fine-tuning has to say: its best learning rate's scores."""
-    result = read_json(folder / RESULT_FILE)
+    result = read_fine_tuning(folder)
     best, scores = folder / result["best"], result["learning_rates"][result["best"].removeprefix("lr-")]
     return {**{name: scores[name] for name in ("f1", "exact_match", "n_questions")}, "best": result["best"],
             "learning_rates": result["learning_rates"], "word_overlap": result["word_overlap"],

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from lineartime.config import model_config, model_config_from_json, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, load_tokenizer, train_tokenizer
-from lineartime.errors import UsageError
+from lineartime.errors import CheckpointError, UsageError
 from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.model import LanguageModel, token_losses
@@ -143,11 +143,13 @@ def test_names_with_and_without_the_prefix_load_and_save(ours, hf, tmp_path):
         assert_same_weights(other.model, ours)
 
 
-def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(ours, folder, tmp_path):
+def test_weights_that_a_checkpoint_lacks_are_refused_or_reported_and_initialised(ours, folder, tmp_path):
     write_checkpoint(tmp_path, ours, byte_tokenizer())
     lacking = {"head_bias", "layers.1.out_proj.weight", "norm.weight"}
     kept = {name: p.detach() for name, p in ours.named_parameters() if name not in lacking}
     save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.head_bias is missing, model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
     hf, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert loading["missing_keys"] == {f"model.{name}" for name in lacking}
     weights = dict(hf.model.named_parameters())

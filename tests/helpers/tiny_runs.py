@@ -43,7 +43,7 @@ def content(path):
     if path.name == "run.json":
         return {**json.loads(path.read_text()), "id": None}
     if path.name == "result.json":
-        return {**json.loads(path.read_text()), "peak_mib": None}
+        return {**json.loads(path.read_text()), "run": None, "peak_mib": None}
     if path.name == "MANIFEST.json":
         return {**json.loads(path.read_text()), "run": None, "sha256": None}
     return None if path.name == "run.lock" else path.read_bytes()

@@ -16,13 +16,14 @@ from test_questions import parquet, squad, triviaqa
 
 import lineartime
 from lineartime.cli import verbs
-from lineartime.errors import Stopped, UsageError
+from lineartime.errors import CheckpointError, Stopped, UsageError
 from lineartime.model import SpanModel
 from lineartime.qa import finetune
 from lineartime.qa.finetune import FineTuning, Questions, name_of
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import Windows, training_rows
+from lineartime.reproduce import runner
 from lineartime.run import read_metrics
 from lineartime.training import StopSignal
 from made_questions import write_questions
@@ -353,9 +354,39 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys):
 def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(done, out, symlinks=True)
+    ask = ["answer", out, "--question", "?", "--document", folder / "dev.json"]
+    whole = json.loads((out / "result.json").read_text())
+    for text in ("", "{", "{}", json.dumps({**whole, "best": "lr-1"}), json.dumps({**whole, "word_overlap": None})):
+        (out / "result.json").write_text(text)
+        refused(capsys, ask, 4, "damaged", "result.json")
+        with pytest.raises(CheckpointError, match="damaged"):
+            runner.finetuned(out)
+    for path in (out / "result.json", out / RATES[0] / "result.json"):
+        path.write_text("[]")
+    assert run_cli(arguments(folder, out)) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert ["damaged: " in line for line in warnings] == [True, True] and RATES[0] in warnings[1]
+    assert_same_outcome(out, done)
+    for rate in RATES:
+        shutil.rmtree(out / rate)
     (out / "result.json").write_text("{")
     refused(capsys, arguments(folder, out), 4, "damaged", "result.json")
-    refused(capsys, ["answer", out, "--question", "?", "--document", folder / "dev.json"], 4, "result.json")
-    (out / "result.json").unlink()
-    (out / RATES[0] / "result.json").write_text("[]")
-    refused(capsys, arguments(folder, out), 4, "damaged", RATES[0])
+
+
+def test_a_damaged_newest_checkpoint_is_said_or_refused(folder, done, tmp_path, capsys):
+    """Of the run that is fine-tuned, and of the fine-tuned run that answers."""
+    pretrained, answering = tmp_path / "pretrained", tmp_path / "answering"
+    shutil.copytree(folder / "pretrained", pretrained, symlinks=True)
+    best = done / json.loads((done / "result.json").read_text())["best"]
+    shutil.copytree(best, answering, symlinks=True)
+    for run in (pretrained, answering):
+        shutil.copytree(run / "latest", run / "step-00000099")
+    ask = ["answer", answering, "--question", "?", "--document", folder / "dev.json"]
+    tune = ["finetune", pretrained, *arguments(folder, tmp_path / "out")[2:]]
+    score = ["evaluate", answering, "--questions", folder / "dev.json"]
+    for verb in (ask, score, tune):
+        refused(capsys, [*verb, "--strict"], 4, "newer checkpoints are damaged", "step-00000099")
+    assert not (tmp_path / "out").exists()
+    for verb in (ask, score):
+        assert run_cli(verb) == 0
+        assert "warning: using step " in capsys.readouterr().err

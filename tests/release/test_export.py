@@ -1,11 +1,13 @@
 """A run made into a folder to give away: what is in it is the run's, and what its card says was measured."""
 
 import json
+import math
 import re
 import shlex
 import shutil
 import statistics
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import lineartime
 import lineartime.hf
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
+from lineartime import checkpoint
 from lineartime.cli import verbs
 from lineartime.cli.terminal import CONTROL
 from lineartime.config import parse_setting, run_config, to_dict
@@ -46,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path) -> Path:
     """A run that has lost its last checkpoint: its metrics go on after the newest that is left."""
     out = data.parent / "run"
-    run_verb(*command(data, out, save_every=5))
+    run_verb(*command(data, out, save_every=5, keep=3))
     shutil.rmtree(out / f"step-{STEPS:08d}")
     return out
 
@@ -65,8 +68,8 @@ def card(exported: Path) -> str:
 
 
 def test_the_weights_are_the_runs_in_bfloat16(run: Path, exported: Path) -> None:
-    assert {path.name for path in exported.iterdir()} == {"README.md", "config.json", "model.safetensors",
-                                                          "tokenizer.json"}
+    assert {path.name for path in exported.iterdir()} == {"MANIFEST.json", "README.md", "config.json",
+                                                          "model.safetensors", "tokenizer.json"}
     assert {weight.dtype for weight in load_file(exported / "model.safetensors").values()} == {torch.bfloat16}
     ours, tokenizer, facts = lineartime.load_model(str(run))
     model, same_tokenizer, where = lineartime.load_model(str(exported))
@@ -173,11 +176,160 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
     assert not out.parent.exists()
 
 
+def spoil(path: Path) -> None:
+    """Flip the lowest bit of the last byte of a file."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_damaged_newest_checkpoint_is_said_or_refused(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged, symlinks=True)
+    spoil(damaged / f"step-{SAVED:08d}" / "model.safetensors")
+    for arguments in (["evaluate", damaged, "--data", data],
+                      ["evaluate", damaged, "--data", data, "--contexts", "16,32"],
+                      ["generate", damaged, "--max-new-tokens", 2], ["export", damaged, "--out", tmp_path / "out"]):
+        code, _, err = call(*arguments)
+        assert code == 0, err
+        (line,) = [line for line in err.splitlines() if line.startswith("warning: ")]
+        assert line.startswith("warning: using step 5 of ") and f"(step {SAVED}: " in line
+        assert "model.safetensors: expected sha256" in line
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert_refused(*call(*arguments, "--strict")[::2], 4, "newer checkpoints are damaged", f"step {SAVED}: ",
+                       "step 5 is whole")
+        assert not (tmp_path / "out").exists()
+    assert call("evaluate", run, "--data", data, "--strict") == call("evaluate", run, "--data", data)
+    with pytest.raises(CheckpointError, match="newer checkpoints are damaged"):
+        lineartime.load_model(damaged, strict=True)
+
+
+def copy_of(folder: Path, out: Path) -> Path:
+    """A copy of a folder; of a run's newest checkpoint, the checkpoint as `latest` names it in a copy of the run."""
+    if folder.name == "latest":
+        shutil.copytree(folder.parent, out, symlinks=True)
+        (out / "latest").unlink()
+        (out / "latest").symlink_to(f"step-{SAVED:08d}")
+        return out / "latest"
+    shutil.copytree(folder, out)
+    return out
+
+
+def with_weights(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change `head_bias` in a folder's file of weights."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "head_bias": change(weights["head_bias"])}, folder / "model.safetensors", {"format": "pt"})
+
+
+def flip_config(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"gate": true', '"gate": false'))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a flipped bit": ("model.safetensors", lambda folder: spoil(folder / "model.safetensors")),
+    "other weights": ("model.safetensors", lambda folder: with_weights(folder, lambda bias: bias + 1)),
+    "not finite": ("model.safetensors", lambda folder: with_weights(folder, lambda bias: bias * math.nan)),
+    "no weights": ("model.safetensors", lambda folder: (folder / "model.safetensors").write_bytes(b"")),
+    "another configuration": ("config.json", flip_config),
+    "another tokenizer": ("tokenizer.json", lambda folder: (folder / "tokenizer.json").write_text("{}")),
+    "a damaged manifest": ("MANIFEST.json", lambda folder: (folder / "MANIFEST.json").write_text("{}"))}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", ["exported", "shipped", "latest"])
+def test_what_the_manifest_does_not_match_is_refused_by_every_loader(kind: str, damage: str, run: Path, exported: Path,
+                                                                     tmp_path: Path) -> None:
+    folders = {"exported": exported, "shipped": lineartime.model_folder("small"), "latest": run / "latest"}
+    folder = copy_of(folders[kind], tmp_path / "copy")
+    loaders: list[Callable[[Path], object]] = [AutoTokenizer.from_pretrained]
+    if damage != "another tokenizer":
+        loaders = [AutoModelForCausalLM.from_pretrained]
+    file, change = DAMAGE[damage]
+    change(folder)
+    for load in (lineartime.load_model, *loaders):
+        with pytest.raises(CheckpointError) as refusal:
+            load(folder)
+        assert str(refusal.value).startswith("damaged checkpoint: ") and f"/{file}: " in str(refusal.value)
+
+
+def test_a_card_may_be_edited(exported: Path, tmp_path: Path) -> None:
+    folder = copy_of(exported, tmp_path / "copy")
+    (folder / "README.md").write_text("# Mine\n")
+    (folder / ".gitattributes").write_text("")
+    assert lineartime.load_model(folder)[0].config == AutoModelForCausalLM.from_pretrained(folder).model.config
+
+
+def test_a_download_is_a_folder_of_links(exported: Path, tmp_path: Path) -> None:
+    for path in exported.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    assert lineartime.load_model(tmp_path)[0].config == AutoModelForCausalLM.from_pretrained(tmp_path).model.config
+
+
+def test_an_export_without_a_manifest_opens_and_its_numbers_are_checked(exported: Path, tmp_path: Path) -> None:
+    """As earlier versions made it."""
+    folder = copy_of(exported, tmp_path / "copy")
+    (folder / "MANIFEST.json").unlink()
+    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
+        load(folder)
+    with_weights(folder, lambda bias: bias.index_fill(0, torch.tensor(3), math.inf))
+    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"weights that are not finite: .*/model.safetensors: .*head_bias"):
+            load(folder)
+    with_weights(folder, lambda bias: torch.zeros(len(bias) + 1))
+    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"not this model's: .*/model.safetensors: .*head_bias is .*258"):
+            load(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weights[name] for name in weights if name != "head_bias"}, folder / "model.safetensors",
+              {"format": "pt"})
+    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"not this model's: .*/model.safetensors: .*head_bias is missing"):
+            load(folder)
+
+
+def test_weights_of_a_run_that_are_another_runs_or_not_finite_are_refused(run: Path, tmp_path: Path) -> None:
+    """A checkpoint whose manifest says that these are the weights."""
+    loaded = checkpoint.load(run / f"step-{SAVED:08d}")
+    checkpoint.save(tmp_path / "other", SAVED, run="0", tensors=loaded.tensors, files=loaded.files, keep=1)
+    shutil.copy(run / "run.json", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="a checkpoint of another run"):
+        lineartime.load_model(tmp_path / "other")
+    loaded.tensors["model"]["norm.weight"][1] = math.nan
+    step = checkpoint.save(tmp_path, SAVED, run=loaded.run, tensors=loaded.tensors, files=loaded.files, keep=1)
+    shutil.copy(run / "run.json", tmp_path)
+    for load, folder in ((lineartime.load_model, tmp_path), (lineartime.load_model, step),
+                         (AutoModelForCausalLM.from_pretrained, step)):
+        with pytest.raises(CheckpointError, match=r"not finite: .*/model.safetensors: (model\.)?norm.weight;"):
+            load(folder)
+
+
+def test_transformers_refuse_a_checkpoint_that_lost_its_manifest(run: Path, tmp_path: Path) -> None:
+    folder = copy_of(run / f"step-{SAVED:08d}", tmp_path / "copy")
+    AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match=r"MANIFEST\.json is missing"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_transformers_save_over_an_export(exported: Path, tmp_path: Path) -> None:
+    """What is then there is no longer what the manifest describes."""
+    folder = copy_of(exported, tmp_path / "copy")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.head_bias.fill_(2.0)
+    model.save_pretrained(folder)
+    assert (lineartime.load_model(folder)[0].head_bias == 2).all()
+    assert (AutoModelForCausalLM.from_pretrained(folder).model.head_bias == 2).all()
+
+
 def test_a_folder_that_is_not_whole_is_refused(run: Path, exported: Path, tmp_path: Path) -> None:
     def refused(error: type[Exception], match: str, name: str, content: bytes | None) -> None:
         folder = tmp_path / name
         shutil.copytree(exported, folder)
         (folder / name).unlink()
+        with pytest.raises(CheckpointError, match=f"/{name}: cannot be read"):
+            lineartime.load_model(folder)
+        (folder / "MANIFEST.json").unlink()
         if content is not None:
             (folder / name).write_bytes(content)
         with pytest.raises(error, match=match):

@@ -12,6 +12,7 @@ from safetensors import safe_open
 import lineartime
 from command_line import Call
 from command_line import call as call  # a fixture
+from lineartime.checkpoint import manifest_of
 from lineartime.config import parse_setting, run_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
@@ -28,6 +29,11 @@ def test_it_is_small_and_in_bfloat16() -> None:
     assert (SMALL / "model.safetensors").stat().st_size <= 15_000_000
     with safe_open(SMALL / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+
+
+def test_its_files_are_those_of_its_manifest() -> None:
+    files = {name: (SMALL / name).read_bytes() for name in ("config.json", "tokenizer.json", "model.safetensors")}
+    assert (SMALL / "MANIFEST.json").read_bytes() == manifest_of(files)
 
 
 def test_it_continues_a_prompt(call: Call) -> None:

@@ -39,6 +39,12 @@ def test_what_is_something_else_is_said_with_its_line(tmp_path):
     path.write_text('{"a": 1}\n{"b": 1}\n{"a": 2}\n')
     with pytest.raises(DataError, match=r"not a row of ours: .*rows.jsonl, line 2"):
         values(path)
+    for last in (b'{"a": 2', b"\x00\x00", b'{"a": "\xff"}', b""):  # a whole line, so that nobody is writing it
+        path.write_bytes(b'{"a": 1}\n' + last + b"\n")
+        with pytest.raises(DataError, match=r"rows\.jsonl, line 2"):
+            values(path)
+    path.write_bytes(b'{"a": 1}\n\xff')
+    assert values(path) == [1]
     with pytest.raises(DataError, match="cannot read the rows"):
         values(tmp_path / "none.jsonl")
 

@@ -227,14 +227,20 @@ def test_another_runs_checkpoint_is_never_replaced(tmp_path):
 
 def test_tensors_must_match_exactly(tmp_path):
     model = state(1)["tensors"]["model"]
-    check_tensors(load(save(tmp_path, 1)).tensors["model"], model)
-    check_tensors(model, {name: tensor.to("meta") for name, tensor in model.items()})
+    check_tensors(load(save(tmp_path, 1)).tensors["model"], model, tmp_path)
+    check_tensors(model, {name: tensor.to("meta") for name, tensor in model.items()}, tmp_path)
     for other, expected in (({"w": model["w"]}, "b is missing"), ({**model, "x": model["w"]}, "x is not expected"),
                             ({**model, "b": model["b"].float()}, "b is float32[7], expected bfloat16[7]"),
                             ({**model, "w": model["w"].T}, "w is float32[8, 16], expected float32[16, 8]")):
-        assert expected in refused(lambda loaded: check_tensors(loaded, model), other)
-    many = refused(lambda loaded: check_tensors(loaded, {f"n{i}": model["w"] for i in range(9)}), {})
+        assert expected in refused(lambda loaded: check_tensors(loaded, model, tmp_path), other)
+    many = refused(lambda loaded: check_tensors(loaded, {f"n{i}": model["w"] for i in range(9)}, tmp_path), {})
     assert many.count("is missing") == 5 and "n4" in many and "n5" not in many and "4 more" in many
+    assert str(tmp_path) in many
+    for value in (float("nan"), float("-inf")):
+        spoiled = {**model, "w": model["w"].clone()}
+        spoiled["w"][3, 2] = value
+        found = refused(lambda loaded: check_tensors(loaded, model, tmp_path), spoiled)
+        assert found.startswith(f"weights that are not finite: {tmp_path}: w;")
 
 
 # Crashes and power losses: what is there before, and the save that dies.

@@ -154,7 +154,7 @@ def test_nothing_asked_is_a_loss_of_zero_and_no_gradient(scope):
 def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     out, printed = whole
     result = json.loads((out / "result.json").read_text())
-    assert set(result) == {"steps", "held_out", "peak_mib"}
+    assert set(result) == {"run", "steps", "held_out", "peak_mib"}
     held_out = result["held_out"]
     assert set(held_out) == {"masked", "loss", "perplexity", "n_tokens", "n_read", "loss_by_position"}
     assert held_out["masked"] is True and held_out["n_read"] == len(stream)

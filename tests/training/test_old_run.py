@@ -44,11 +44,11 @@ def test_a_number_without_a_shape_takes_the_one_of_its_parameter():
     number, vector = torch.tensor(3.0), torch.ones(1)
     assert reshaped(number, (1,)).tolist() == [3.0] and reshaped(number, ()).shape == ()
     assert reshaped(torch.ones(2), (1,)).shape == (2,) and reshaped(vector, ()).shape == (1,)
-    assert check_tensors({"a": number, "b": vector}, {"a": vector, "b": vector})["a"].shape == (1,)
+    assert check_tensors({"a": number, "b": vector}, {"a": vector, "b": vector}, OLD)["a"].shape == (1,)
     with pytest.raises(CheckpointError, match="b is not expected"):
-        check_tensors({"a": number, "b": vector}, {"a": vector})
+        check_tensors({"a": number, "b": vector}, {"a": vector}, OLD)
     with pytest.raises(CheckpointError, match=r"a is float32\[2\], expected float32\[1\]"):
-        check_tensors({"a": torch.ones(2)}, {"a": vector})
+        check_tensors({"a": torch.ones(2)}, {"a": vector}, OLD)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])

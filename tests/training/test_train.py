@@ -24,10 +24,12 @@ from lineartime.atomic_io import write_atomically
 from lineartime.cli import terminal, verbs
 from lineartime.config import PRESETS, TrainConfig, model_config, run_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
-from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
+from lineartime.errors import CheckpointError, DataError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
 from lineartime.objectives import NextToken
-from lineartime.run import Run, read_metrics
+from lineartime.plot import plot_run, read_curves
+from lineartime.reproduce import runner
+from lineartime.run import Run, read_metrics, read_result
 from lineartime.training import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
@@ -398,10 +400,38 @@ def test_a_run_killed_as_it_wrote_a_line_or_a_file_goes_on(data, tmp_path, whole
     assert_same(out, whole)
 
 
-@pytest.mark.parametrize("cut", ['{"step": 6, "lo', "\x00\x00", "7", "[1]", '{"loss": 1}', '{"step": "6"}', "[" * 5000])
-def test_metrics_end_at_the_first_line_that_is_none(cut, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 5}}\n{cut}\n{{"step": 7}}\n')
-    assert read_metrics(tmp_path) == [{"step": 5}]
+BAD_LINES = [b'{"step": 6, "lo', b"\x00\x00", b"7", b"[1]", b"null", b"", b"[" * 5000, b'{"loss": 1}',
+             *(b'{"step": %b, %b}' % (step, rest) for step, rest in [
+                 (b'"6"', b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
+                 (b"6.5", b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
+                 (b"true", b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
+                 (b"6", b'"loss": "1.0", "learning_rate": 0.1, "clock": {}'),
+                 (b"6", b'"loss": 1.0, "learning_rate": 0.1, "clock": 0'),
+                 (b"6", b'"loss": 1.0, "learning_rate": 0.1'), (b"6", b'"loss": 1.0, "clock": {}'),
+                 (b"6", b'"held_out": 3.0, "clock": {}'), (b"6", b'"held_out": {}, "clock": {}'),
+                 (b"6", b'"loss\xff": 1.0, "loss": 1.0, "learning_rate": 0.1, "clock": {}')])]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_metrics_may_end_in_a_cut_line_and_hold_no_other_bad_one(bad, data, finished, tmp_path):
+    """Whatever reads or resumes names the line, and leaves the file as it is."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    (out / "result.json").unlink()
+    path, lines = out / "metrics.jsonl", read_metrics(finished)
+    whole = path.read_bytes()
+    path.write_bytes(whole + bad)
+    assert read_metrics(out) == lines
+    first, rest = whole.split(b"\n", 1)
+    for damaged, number in ((first + b"\n" + bad + b"\n" + rest, 2), (whole + bad + b"\n", len(lines) + 1)):
+        path.write_bytes(damaged)
+        before = touched(out)
+        for use in (lambda: read_metrics(out), lambda: read_curves(out),
+                    lambda: training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)):
+            with pytest.raises(DataError, match=rf"not a line of metrics: .*\.jsonl, line {number};") as refusal:
+                use()
+            assert "\n" not in str(refusal.value)
+        assert touched(out) == before
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
@@ -795,6 +825,59 @@ def test_a_damaged_newest_checkpoint_costs_a_warning(data, unfinished, tmp_path,
     assert warning.startswith("warning: going back to step 2, newer checkpoints are damaged (step 4: ")
     lineartime(monkeypatch, command(data, tmp_path / "whole", steps=8))
     assert_same(out, what_is_left(tmp_path / "whole"))
+
+
+BAD_RESULTS = {
+    "cut": lambda text: text[: len(text) // 2], "empty": lambda text: "", "a table": lambda text: "{}",
+    "a list": lambda text: "[]", "a bad byte": lambda text: text.replace('"steps"', '"stepz"'),
+    "of another run": lambda text: json.dumps({**json.loads(text), "run": "0123456789abcdef"}),
+    "of a shorter run": lambda text: json.dumps({**json.loads(text), "steps": 3}),
+    "wrong types": lambda text: json.dumps({**json.loads(text), "held_out": "low"}),
+    "no number": lambda text: json.dumps({**json.loads(text), "held_out": {"loss": math.nan}})}
+
+
+@pytest.mark.parametrize("kind", BAD_RESULTS)
+def test_a_result_that_is_none_is_written_again(kind, data, finished, tmp_path, warned, monkeypatch, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    path = out / "result.json"
+    path.write_text(BAD_RESULTS[kind](path.read_text()))
+    for read in (read_result, plot_run, runner.trained):
+        with pytest.raises(CheckpointError, match=r"damaged: .*/result\.json; ") as refusal:
+            read(out)
+        assert "\n" not in str(refusal.value)
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
+    printed = capsys.readouterr()
+    (warning,) = [line for line in printed.err.splitlines() if line.startswith("warning")]
+    assert warning.startswith(f"warning: damaged: {path}; ") and "held-out" in printed.out
+    assert_same(out, what_is_left(finished))
+    assert read_result(out)["run"] == json.loads((out / "run.json").read_text())["id"]
+    before = touched(out)
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
+    assert "complete: " in capsys.readouterr().out and touched(out) == before
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
+    return out
+
+
+def test_a_damaged_result_without_a_checkpoint_is_refused_and_a_whole_one_counts(data, finished, tmp_path, monkeypatch,
+                                                                                 capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    shutil.rmtree(out / "step-00000004")
+    shutil.rmtree(out / "step-00000002")
+    result = json.loads((out / "result.json").read_text())
+    (out / "result.json").write_text(json.dumps({name: result[name] for name in result if name != "run"}))
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0  # an older version wrote no id
+    assert "complete: " in capsys.readouterr().out
+    (out / "result.json").write_text("{}")
+    before = touched(out)
+    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 4
+    assert "error: damaged: " in capsys.readouterr().err and touched(out) == before
 
 
 def test_where_all_checkpoints_are_damaged_nothing_starts_over(data, unfinished, tmp_path, monkeypatch, capsys):
