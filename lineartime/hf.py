@@ -336,7 +336,8 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         """start_logits and end_logits, `[B, T]`; padding (attention_mask 0) has the least value of the dtype.
 
         start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an answer. With both the
-        loss is the mean of their losses in nats. Positions outside the row are ignored."""
+        loss is the mean of their losses in nats. Positions outside the row and in its padding are ignored; if all are,
+        the loss is 0."""
         refuse(kwargs, known="input_ids, attention_mask, start_positions, end_positions")
         require((start_positions is None) == (end_positions is None), "an answer has two ends",
                 "start_positions, end_positions", "give both or none")
@@ -348,12 +349,17 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         start_BT, end_BT = logits_BT2.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            length = input_ids.shape[1]
-            parts = [F.cross_entropy(at_least_float32(logits_BT),
-                                     torch.where((place_B >= 0) & (place_B < length), place_B, -100))
-                     for logits_BT, place_B in ((start_BT, start_positions), (end_BT, end_positions))]
-            loss = torch.stack(parts).mean()
+            valid_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            loss = (place_loss(start_BT, start_positions, valid_BT) + place_loss(end_BT, end_positions, valid_BT)) / 2
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT)
+
+
+def place_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:
+    """-ln p of the places, the mean over those in a row's tokens (valid_BT is not 0); 0 without one."""
+    inside_B = (place_B >= 0) & (place_B < logits_BT.shape[1])
+    known_B = inside_B & (valid_BT.gather(1, torch.where(inside_B, place_B, 0)[:, None])[:, 0] != 0)
+    total = F.cross_entropy(at_least_float32(logits_BT), torch.where(known_B, place_B, -100), reduction="sum")
+    return total / known_B.sum().clamp(min=1)
 
 
 def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.errors import UsageError
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import rope, rotary
 
@@ -111,10 +112,28 @@ class SequenceInfo:
     rotary: tuple[Tensor, Tensor] | None
     """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
     segment_ids_BT: Tensor | None = None
-    """The document of each token: integers that do not decrease along a row, -1 for padding at its end.
-    None: every row is one document."""
+    """The document of each token: integers of at least 0 that do not decrease along a row, -1 for padding at its end.
+    None: every row is one document. See `check_segment_ids`."""
     cu_seqlens: list[int] | None = None
     """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
+
+
+def check_segment_ids(segment_ids_BT: Tensor) -> None:
+    """Raise UsageError unless segment ids are as `SequenceInfo` has them.
+
+    A CUDA device checks without host synchronisation, so the error is a device-side assertion. Compiled code has no
+    check."""
+    if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
+        return
+    before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
+    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT))
+    right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1)
+    todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
+    if segment_ids_BT.is_cuda:
+        torch._assert_async(right_BT.all(), f"wrong segment_ids; {todo}")
+    elif not right_BT.all():
+        row, token = (~right_BT).nonzero()[0].tolist()
+        raise UsageError("wrong segment_ids", f"row {row}: {segment_ids_BT[row, token]} at token {token}", todo)
 
 
 def one_document_info(x_BTD: Tensor, config: ModelConfig) -> SequenceInfo:
@@ -182,7 +201,9 @@ class ResidualLayer(nn.Module):
 
     def forward(self, x_BTD: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """x + f(norm(x)): `[B, T, D]`, floating, T of any length. info: positions and documents; by default each row
-        is one document that starts at position 0."""
+        is one document that starts at position 0. Raises UsageError for wrong segment ids."""
+        if info is not None and info.segment_ids_BT is not None:
+            check_segment_ids(info.segment_ids_BT)
         x_BTD, delta_BTD = self.add(x_BTD, None, info or one_document_info(x_BTD, self.config))
         return x_BTD + delta_BTD
 

@@ -13,7 +13,7 @@ from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, DecodeInputs, DecodingState
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
-from lineartime.layers import ResidualLayer, ScaledSin, SequenceInfo, cu_seqlens, make_norm
+from lineartime.layers import ResidualLayer, ScaledSin, SequenceInfo, check_segment_ids, cu_seqlens, make_norm
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.reference import rotary
@@ -42,11 +42,13 @@ class LanguageModel(nn.Module):
                 targets: Tensor | None = None) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
-        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers that do not decrease
-        along a row; by default a new document starts at each `config.end_of_document`. padding_mask_BT: True for
-        tokens, False for padding, which may be anywhere in a row. at_K: indices into the flattened rows; only the
-        logits_KV of these tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of
-        each is returned instead, see `losses`. Raises UsageError for a row longer than the position tables allow."""
+        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers of at least 0 that do
+        not decrease along a row, -1 for padding at its end; by default a new document starts at each
+        `config.end_of_document`. padding_mask_BT: True for tokens, False for padding, which may be anywhere in a row;
+        the segment id of padding does not matter. at_K: indices into the flattened rows; only the logits_KV of these
+        tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of each is returned
+        instead, see `losses`. Raises UsageError for a row longer than the position tables allow, wrong segment ids, and
+        a mask, segment ids or targets of another shape."""
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
@@ -56,6 +58,9 @@ class LanguageModel(nn.Module):
         """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does, and for rows of
         several documents in a model with learned chunk weights."""
         self.check_length(ids_BT.shape[1])
+        check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
+        check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
+        given = segment_ids_BT is not None
         if segment_ids_BT is None and self.config.end_of_document is not None:
             starts_BT = ids_BT == self.config.end_of_document
             if padding_mask_BT is not None:
@@ -68,6 +73,8 @@ class LanguageModel(nn.Module):
             ids_BT, valid_BT = ids_BT.gather(1, order_BT), padding_mask_BT.bool().gather(1, order_BT)
             segment_ids_BT = torch.zeros_like(ids_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
             segment_ids_BT = torch.where(valid_BT, segment_ids_BT, -1)
+        if given and segment_ids_BT is not None:
+            check_segment_ids(segment_ids_BT)
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         info = SequenceInfo(self.rotary(position_1T), segment_ids_BT)
         if segment_ids_BT is not None and self.config.by_document:
@@ -106,7 +113,8 @@ class LanguageModel(nn.Module):
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`. Logits are computed in chunks,
-        see `linear_cross_entropy`."""
+        see `linear_cross_entropy`. Raises UsageError for targets of another shape."""
+        check_shape("targets", targets, x.shape[:-1])
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
 
@@ -177,6 +185,12 @@ class LanguageModel(nn.Module):
             else:
                 x_BND, delta_BND = layer.add(x_BND, delta_BND, info)
         return self.norm(x_BND + delta_BND)
+
+
+def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
+    """Raise UsageError unless a tensor is None or has this shape."""
+    if given is not None and given.shape != shape:
+        raise UsageError("wrong shape", f"{name} {list(given.shape)}", f"give {list(shape)}, one for each token")
 
 
 def make_layers(config: ModelConfig) -> list[ResidualLayer]:

@@ -10,6 +10,7 @@ from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, DecodeInputs
 from lineartime.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import product
 
 KERNEL_EPSILON = 1e-3
 """Added to every feature of queries and keys; it keeps the denominator above zero."""
@@ -38,7 +39,7 @@ def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causa
     if causal:
         y = prefix_read(fq, fk, v1, prefix_sum)[0]
     else:
-        y = torch.einsum("bthm,bhmk->bthk", fq, torch.einsum("bthm,bthk->bhmk", fk, v1))
+        y = product("bthm,bhmk->bthk", fq, product("bthm,bthk->bhmk", fk, v1))
     return (y[..., :-1] / y[..., -1:]).to(v_BTHK.dtype)
 
 
@@ -53,20 +54,20 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
     if initial is None:
         initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])
     if prefix_sum == "scan":
-        state_BTHMK = torch.einsum("bthm,bthk->bthmk", fk_BTHM, v_BTHK).cumsum(1) + initial[:, None]
-        return torch.einsum("bthm,bthmk->bthk", fq_BTHM, state_BTHMK), state_BTHMK[:, -1]
+        state_BTHMK = product("bthm,bthk->bthmk", fk_BTHM, v_BTHK).cumsum(1) + initial[:, None]
+        return product("bthm,bthmk->bthk", fq_BTHM, state_BTHMK), state_BTHMK[:, -1]
     missing = -n_tokens % BLOCK
     fq, fk, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, BLOCK)) for x in (fq_BTHM, fk_BTHM, v_BTHK))
     ones_CC = torch.ones(BLOCK, BLOCK, dtype=v.dtype, device=v.device).tril()
-    sum_BGHMK = at_least_float32(torch.einsum("bgchm,bgchk->bghmk", fk, v)).cumsum(1) + initial[:, None]
+    sum_BGHMK = at_least_float32(product("bgchm,bgchk->bghmk", fk, v)).cumsum(1) + initial[:, None]
     before_BGHMK = torch.cat([initial[:, None], sum_BGHMK[:, :-1]], dim=1)
     if prefix_sum == "matmul":
-        added = torch.einsum("bgchm,bgchk->bgchmk", fk, v)
-        state = torch.einsum("cj,bgjhmk->bgchmk", ones_CC, added) + before_BGHMK[:, :, None]
-        y = torch.einsum("bgchm,bgchmk->bgchk", fq, state)
+        added = product("bgchm,bgchk->bgchmk", fk, v)
+        state = product("cj,bgjhmk->bgchmk", ones_CC, added) + before_BGHMK[:, :, None]
+        y = product("bgchm,bgchmk->bgchk", fq, state)
     else:
-        a_BGHCJ = torch.einsum("bgchm,bgjhm->bghcj", fq, fk) * ones_CC
-        y = torch.einsum("bghcj,bgjhk->bgchk", a_BGHCJ, v) + torch.einsum("bgchm,bghmk->bgchk", fq, before_BGHMK)
+        a_BGHCJ = product("bgchm,bgjhm->bghcj", fq, fk) * ones_CC
+        y = product("bghcj,bgjhk->bgchk", a_BGHCJ, v) + product("bgchm,bghmk->bgchk", fq, before_BGHMK)
     return y.flatten(1, 2)[:, :n_tokens], sum_BGHMK[:, -1]
 
 
@@ -105,8 +106,8 @@ class Performer:
         if inputs.single_token:
             if inputs.any_begins:
                 cache.kv_BHMK.masked_fill_(inputs.begins_BN[:, :1, None, None], 0.0)
-            cache.kv_BHMK += torch.einsum("bnhm,bnhk->bhmk", fk, v1)
-            y = torch.einsum("bnhm,bhmk->bnhk", fq, cache.kv_BHMK)
+            cache.kv_BHMK += product("bnhm,bnhk->bhmk", fk, v1)
+            y = product("bnhm,bhmk->bnhk", fq, cache.kv_BHMK)
             return (y[..., :-1] / y[..., -1:]).to(v_BNHK.dtype).flatten(2)
         out = torch.zeros_like(v_BNHK)
         states = list(cache.kv_BHMK.split(1))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.layers import RelPosBias
-from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.dtypes import at_least_float32, float16_as_float32
 from lineartime.ops.reference import carried_states, read_states
 
 
@@ -205,7 +205,7 @@ class ChunkState(Cache):
         if at.document_BC is not None:
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
             kv_BSE = torch.where(at.weight_B11[at.full] > 0, kv_BSE, 0.0)
-        self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(k_BCS.mT, v_BCE))
+        self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(float16_as_float32(k_BCS).mT, float16_as_float32(v_BCE)))
 
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                 inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor]) -> Tensor:

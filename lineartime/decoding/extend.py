@@ -10,8 +10,8 @@ from lineartime.config import ModelConfig
 from lineartime.decoding.cache import ChunkState, DecodeInputs, KeyValueCache
 from lineartime.layers import RelPosBias
 from lineartime.ops.ablations import ablated_quadratic_attention, score_scale
-from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import attention_weights, to_chunks
+from lineartime.ops.dtypes import at_least_float32, float16_as_float32
+from lineartime.ops.reference import attention_weights, to_chunks, weigh_values
 
 
 def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: KeyValueCache,
@@ -22,13 +22,13 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs
     if inputs.bias_index is not None:
         bias = bias[inputs.bias_index]
     a_BNL = attention_weights(decode_scores(q_BNS, k_BLS, bias, config), inputs.visible, config.attn_kernel)
-    return torch.bmm(a_BNL.to(v_BLE.dtype), v_BLE)
+    return weigh_values(a_BNL, v_BLE)
 
 
 def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     """q k^T times the scale of the attention kernel, plus the bias: score_BNL, float32 at least."""
     scale = 1 / score_scale(config.attn_kernel, q_BNS.shape[-1], config.scale_len)
-    score_BNL = torch.bmm(q_BNS, k_BLS.mT)
+    score_BNL = torch.bmm(float16_as_float32(q_BNS), float16_as_float32(k_BLS).mT)
     return at_least_float32(score_BNL) * scale if bias is None else torch.add(bias, score_BNL, alpha=scale)
 
 
@@ -69,7 +69,7 @@ def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache
             v_BME = torch.cat([cache.v_before_BCE, v_BME], dim=1)
         bias = None if rel_pos_bias is None else cache.bias(rel_pos_bias)[at.bias_index]
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
-        out_BNE = torch.bmm(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel).to(v_BME.dtype), v_BME)
+        out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
     if config.chunk_parts != "local":
         linear_BNE = torch.bmm(q_lin_BNS * at.weight_B11, cache.kv_BSE)
         out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE

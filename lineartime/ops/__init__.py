@@ -38,7 +38,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     | w | `[2 C - 1]`, floating | position bias, b[i, j] = w[j - i + C - 1] |
     | chunk_size | integer | C, and n of relu(q k^T / n + b)^2 |
     | causal | bool | True: no token sees a later one |
-    | segment_ids_BT | `[B, T]`, integer, or None | document of each token, not decreasing along a row; -1: padding |
+    | segment_ids_BT | `[B, T]`, integer, or None | document of each token, see `layers.SequenceInfo`; not checked |
     | pooling | "mean" or "sum" | "mean": the linear half is divided by the number of tokens in its sum |
     | impl | | see the table of this module |
 

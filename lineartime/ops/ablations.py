@@ -7,16 +7,18 @@ of mixed chunk attention, learned chunk weights (Appendix A), and the paper's do
 import torch
 from torch import Tensor
 
-from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.dtypes import at_least_float32, float16_as_float32
 from lineartime.ops.reference import (
     attention_weights,
     linear_attention,
     one_document,
+    product,
     read_states,
     same_document,
     scores,
     toeplitz,
     visible_keys,
+    weigh_values,
 )
 
 
@@ -59,7 +61,7 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
         cls_B11M = attention_weights(score_B11M, None if visible is None else visible[:, :1, :1], "softmax")
         first_B1CM = torch.cat([cls_B11M, a_BGCM[:, :1, 1:]], dim=2)
         a_BGCM = torch.cat([first_B1CM, a_BGCM[:, 1:]], dim=1)
-    return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGCE.dtype), v_BGCE)
+    return weigh_values(a_BGCM, v_BGCE)
 
 
 def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
@@ -103,22 +105,22 @@ def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segmen
     """Softmax attention of each chunk's first token to its whole document (Section 4.3): `[B, G, E]`."""
     k_BTS, v_BTE = k_BGCS.flatten(1, 2), v_BGCE.flatten(1, 2)
     visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
-    score_BGT = at_least_float32(torch.einsum("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
-    return torch.einsum("bgt,bte->bge", attention_weights(score_BGT, visible_BGT, "softmax").to(v_BTE.dtype), v_BTE)
+    score_BGT = at_least_float32(product("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
+    return weigh_values(attention_weights(score_BGT, visible_BGT, "softmax"), v_BTE)
 
 
 def learned_chunk_weights(summary_q_BPS: Tensor, summary_k_BLS: Tensor, bias_BPL: Tensor, *, scale_len: int) -> Tensor:
     """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, P, L]`, float32 at least.
 
     scale_len: n, the number of chunks in a training row. The caller masks chunks that are not visible."""
-    score_BPL = at_least_float32(torch.einsum("bps,bls->bpl", summary_q_BPS / scale_len, summary_k_BLS))
+    score_BPL = at_least_float32(product("bps,bls->bpl", float16_as_float32(summary_q_BPS) / scale_len, summary_k_BLS))
     return attention_weights(score_BPL + bias_BPL, None)
 
 
 def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
     """The mean of k^T v over each chunk's tokens: kv_BGSE, float32 at least."""
     valid_BGC = segment_ids_BGC >= 0
-    kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+    kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
     return kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
 
 
@@ -127,7 +129,7 @@ def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_
     """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the number of the chunk's tokens as in Code 8:
     `[B, G, C, E]`. For rows of one document."""
     kv_BGSE = chunk_means(k_BGCS, v_BGCE, segment_ids_BGC)
-    pooled_BGSE = torch.einsum("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
+    pooled_BGSE = product("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
     return read_states(q_BGCS, pooled_BGSE, segment_ids_BGC >= 0)
 
 
@@ -149,8 +151,8 @@ def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, ca
     The listing has no padding. Here padding counts in the length of a chunk and contributes nothing to sums."""
     valid_BGC = segment_ids_BGC >= 0
     in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
-    kv_BGSE = (at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+    kv_BGSE = (at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
                / q_BGCS.shape[-2])
     w_BGG = chunk_weights(in_order, causal).to(kv_BGSE.dtype)
-    pooled_BGSE = torch.einsum("bhse,bgh->bgse", kv_BGSE, w_BGG)
-    return torch.einsum("bgcs,bgse->bgce", q_BGCS, pooled_BGSE.to(q_BGCS.dtype))
+    pooled_BGSE = product("bhse,bgh->bgse", kv_BGSE, w_BGG)
+    return read_states(q_BGCS, pooled_BGSE, torch.ones_like(valid_BGC))

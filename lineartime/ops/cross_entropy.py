@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lineartime.ops.dtypes import at_least_float32, matmul_dtype
 
@@ -22,7 +21,8 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
 
     Losses are nearly always summed or averaged. So the forward pass also computes the gradients of the plain sum, and a
     backward pass with equal weights of all losses only scales them. A backward pass with other weights, or a second
-    backward pass, recomputes the logits. There is no second derivative. `torch.compile` does not trace into this op.
+    backward pass, recomputes the logits. `torch.compile` does not trace into this op. Raises RuntimeError in a backward
+    pass with create_graph=True: there is no second derivative.
 
     PyTorch from 2.13 has `F.linear_cross_entropy`, which cannot replace this op: losses per token cost another matmul,
     autocast does not affect it, and it returns losses of bfloat16 in bfloat16."""
@@ -51,8 +51,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         return losses_N
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` accepts it for a constant gradient_N
+            raise RuntimeError("the loss has no second derivative: linear_cross_entropy (a model's targets=); "
+                               "take F.cross_entropy of the model's logits, or leave out create_graph=True")
         x_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
         (dtype, chunk, wanted), gradients = ctx.how, ctx.gradients_of_sum
         ctx.gradients_of_sum = None  # scaled in place below, so they cannot be used twice

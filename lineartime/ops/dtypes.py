@@ -9,6 +9,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def float16_as_float32(x: Tensor) -> Tensor:
+    """`x`, converted to float32 from float16; bfloat16, which has float32's range, stays."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matmul with `x`: autocast's if it is on, else that of `x`."""
     has_autocast = torch.amp.is_autocast_available(x.device.type) and x.dtype != torch.float64

@@ -3,13 +3,16 @@
 Mixed chunk attention has three stages: attention inside a chunk (`quadratic_attention`), the states, sums of k v that
 enter each chunk (`sum_states`), and the reading of states by queries (`read_states`). A document is a run of equal
 `segment_ids`; -1 marks padding, which contributes nothing. The paper's ablations are in `ops/ablations.py`.
+
+Tensors of float16 are multiplied in float32 (`product`): relu(score)^2 and sums of k v can exceed 65,504, and the share
+of one token in a long row is below the smallest float16. A result beyond 65,504 is inf.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dtypes import at_least_float32, matmul_dtype
+from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
 
 SCAN_BLOCK = 32
 """Chunks whose states are summed by one matmul, see `sum_states`."""
@@ -71,6 +74,21 @@ def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = 
     return (segment_ids_BGC[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :]
 
 
+def product(formula: str, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.einsum(formula, a, b)`; in float32, with a result of float32, where it would be in float16."""
+    if torch.float16 not in (matmul_dtype(a), matmul_dtype(b)):
+        return torch.einsum(formula, a, b)
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.einsum(formula, a.float(), b.float())
+
+
+def weigh_values(a: Tensor, v: Tensor) -> Tensor:
+    """a v of v's dtype, `[..., N, E]`, for weights a `[..., N, M]` and values v `[..., M, E]`."""
+    if matmul_dtype(v) == torch.float16:
+        return product("...nm,...me->...ne", a, v).half()
+    return torch.matmul(a.to(v.dtype), v)
+
+
 def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu2") -> Tensor:
     """relu(score)^2, or softmax over the last axis: exactly 0 for keys that are not visible, even if no key is.
 
@@ -100,7 +118,7 @@ def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Ten
 
 def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Tensor:
     """q k^T / scale + b: score_BGCM in float32 at least. w: the position bias b, see `toeplitz`, or None."""
-    score_BGCM = at_least_float32(torch.einsum("bgcs,bgms->bgcm", q_BGCS / scale, k_BGMS))
+    score_BGCM = at_least_float32(product("bgcs,bgms->bgcm", float16_as_float32(q_BGCS) / scale, k_BGMS))
     return score_BGCM if w is None else score_BGCM + toeplitz(w, *score_BGCM.shape[-2:])
 
 
@@ -113,7 +131,7 @@ def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tenso
     Scores are in float32 at least. Returns `[B, G, C, E]` of v's dtype."""
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
     a_BGCM = attention_weights(scores(q_BGCS, k_BGCS, float(scale_len), w), visible)
-    return torch.einsum("bgcm,bgme->bgce", a_BGCM.to(v_BGCE.dtype), v_BGCE)
+    return weigh_values(a_BGCM, v_BGCE)
 
 
 def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
@@ -155,7 +173,7 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tup
     count_BG, in float32 at least, and last_BG."""
     last_BG = segment_ids_BGC.amax(-1)
     tail_BGC = (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
-    kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
+    kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
     return kv_BGSE, tail_BGC.sum(-1).to(kv_BGSE.dtype), last_BG
 
 
@@ -185,8 +203,10 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
     """weight q kv, with the state kv that enters the query's chunk: `[B, G, C, E]`, of q's dtype."""
+    in_float16, q_BGCS = matmul_dtype(q_BGCS) == torch.float16, float16_as_float32(q_BGCS)
     q_BGCS = (q_BGCS * weight_BGC[..., None]).to(q_BGCS.dtype)
-    return torch.einsum("bgcs,bgse->bgce", q_BGCS, kv_BGSE.to(q_BGCS.dtype))
+    out_BGCE = product("bgcs,bgse->bgce", q_BGCS, kv_BGSE.to(q_BGCS.dtype))
+    return out_BGCE.half() if in_float16 else out_BGCE
 
 
 def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
@@ -196,7 +216,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     pooling: "mean" divides by their number (Codes 7-8), "sum" does not. Returns `[B, G, C, E]`."""
     if segment_ids_BGC is None and causal:  # one document: no mask
         n_chunks, c = q_BGCS.shape[1:3]
-        kv_BGSE = at_least_float32(torch.einsum("bgcs,bgce->bgse", k_BGCS, v_BGCE))
+        kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS, v_BGCE))
         none_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
         count_G = c * torch.arange(n_chunks, device=q_BGCS.device).to(kv_BGSE.dtype)
         weight_G = 1 / count_G.clamp(min=1) if pooling == "mean" else torch.ones_like(count_G)
@@ -218,8 +238,9 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     same_BGCM = same_document(segment_ids_BGC)
     count_BGC = count_BGC + seen_after_BGC * count_after_BG[..., None] + same_BGCM.sum(-1)
     each_BGC = 1 / count_BGC.clamp(min=1) if pooling == "mean" else torch.ones_like(count_BGC)
-    own_BGCM = torch.einsum("bgcs,bgms->bgcm", (q_BGCS * each_BGC[..., None]).to(q_BGCS.dtype), k_BGCS) * same_BGCM
-    own_BGCE = torch.einsum("bgcm,bgme->bgce", own_BGCM.to(v_BGCE.dtype), v_BGCE)
+    wide_BGCS = float16_as_float32(q_BGCS)
+    scaled_BGCS = (wide_BGCS * each_BGC[..., None]).to(wide_BGCS.dtype)
+    own_BGCE = weigh_values(product("bgcs,bgms->bgcm", scaled_BGCS, k_BGCS) * same_BGCM, v_BGCE)
     before_BGCE = read_states(q_BGCS, kv_BGSE, each_BGC * seen_BGC)
     return before_BGCE + own_BGCE + read_states(q_BGCS, kv_after_BGSE, each_BGC * seen_after_BGC)
 
@@ -313,9 +334,9 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
         buffer_BC[rows, offset_B] = new_B
     distance_BC = slot_C - offset_B[:, None]
     visible_BC = (distance_BC <= 0) & (slot_C >= first_B[:, None])
-    score_B1C = torch.add(bias_C[distance_BC.clamp(max=0) + c - 1][:, None], torch.bmm(q_quad_B1S, k_quad_BCS.mT),
-                          alpha=1 / c)
+    qk_B1C = torch.bmm(float16_as_float32(q_quad_B1S), float16_as_float32(k_quad_BCS).mT)
+    score_B1C = torch.add(bias_C[distance_BC.clamp(max=0) + c - 1][:, None], qk_B1C, alpha=1 / c)
     a_B1C = attention_weights(score_B1C, visible_BC[:, None])
-    quad_B1E = torch.bmm(a_B1C.to(v_BCE.dtype), v_BCE)
+    quad_B1E = weigh_values(a_B1C, v_BCE)
     linear_B1E = torch.bmm(q_lin_B1S * weight_B[:, None, None], kv_BSE)
     return u_BE * (linear_B1E + quad_B1E)[:, 0].to(u_BE.dtype)

@@ -67,9 +67,9 @@ logger = logging.getLogger(__name__)
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
     """The configuration for fine-tuning a pretrained model: the paper's, then `changes`.
 
-    In the paper (Section 4.3) GAUs have a chunk size of 128 (here at most that of pretraining), and with relu^2 softmax
-    for [CLS]. Without chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a causal model, a field
-    that fine-tuning cannot change, and a context longer than the position tables allow."""
+    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (here at most that of pretraining), and with relu^2
+    softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a causal model, a
+    field that fine-tuning cannot change, and a context longer than the position tables allow."""
     config = model.config
     require(not config.causal, "questions need a model that sees both ways", "causal = true",
             "pretrain with causal = false (masked language modelling)")
@@ -78,13 +78,20 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
                 f"fine-tuning may change {', '.join(CHANGEABLE)}")
     model.check_length(context)
     fields: dict[str, Any] = {"context": context}
-    if config.chunk_size is not None and config.ffn == "gau":
+    if is_flash(config):
+        assert config.chunk_size is not None
         fields["chunk_size"] = min(CHUNK_SIZE, config.chunk_size)
+        if config.attn_kernel == "relu2" and config.n_heads == 1 and config.chunk_parts != "global":
+            fields["cls_softmax"] = True
     elif config.chunk_size is None and config.has_bias:
         fields["attn_scale_len"] = config.scale_len
-    if config.ffn == "gau" and config.attn_kernel == "relu2" and config.n_heads == 1 and config.chunk_parts != "global":
-        fields["cls_softmax"] = True
     return replace_fields(config, fields | changes)
+
+
+def is_flash(config: ModelConfig) -> bool:
+    """Whether a model has GAUs with chunks: the one that Section 4.3 fine-tunes with small chunks, softmax for [CLS]
+    and no clipping."""
+    return config.ffn == "gau" and config.chunk_size is not None
 
 
 @torch.no_grad()
@@ -202,14 +209,14 @@ class FineTuning:
         require("learning_rate" not in self.settings, "several learning rates are tried", "learning_rate",
                 "give --learning-rates")
         for rate in self.learning_rates:
-            self.train_config(1 << 40, rate)
+            self.train_config(1 << 40, rate, clip=None)
 
     @property
     def windows(self) -> Windows:
         return Windows(self.context, self.stride, self.max_answer_tokens)
 
-    def train_config(self, n_windows: int, learning_rate: float) -> TrainConfig:
-        """`settings`, then batches of 32 windows, 5 epochs, a tenth of the steps for warm-up, no clipping."""
+    def train_config(self, n_windows: int, learning_rate: float, clip: float | None) -> TrainConfig:
+        """`settings`, then batches of 32 windows, 5 epochs, a tenth of the steps for warm-up, and `clip`."""
         given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
         tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * self.windows.context)
         require(tokens_per_step >= self.context and tokens_per_step % self.context == 0,
@@ -220,7 +227,7 @@ class FineTuning:
         micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
         steps = given.get("steps", max(-(-round(n_windows * self.epochs) // rows), 1))
         defaults = {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * self.context, "steps": steps,
-                    "warmup_steps": round(WARMUP_SHARE * steps), "clip": None, "keep": 1,
+                    "warmup_steps": round(WARMUP_SHARE * steps), "clip": clip, "keep": 1,
                     "eval_every": max(steps // 5, 1), "save_every": min(max(steps // 10, 1), 500)}
         return replace_fields(TrainConfig(), {**defaults, **given, "learning_rate": learning_rate})
 
@@ -266,7 +273,8 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     description = {"pretrained_sha256": hash_of(Path(facts["checkpoint"]) / WEIGHTS_FILE)["sha256"],
                    "rows_sha256": rows.sha256(), "tokenizer_sha256": tokenizer.sha256,
                    "validation_sha256": questions_sha256(validation), **dataclasses.asdict(plan.windows)}
-    configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate), "fine-tuned", "questions",
+    clip = None if is_flash(config) else TrainConfig().clip
+    configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate, clip), "fine-tuned", "questions",
                                         ", ".join(map(str, plan.questions)), str(plan.out / f"lr-{name_of(rate)}"))
                for rate in plan.learning_rates}
     whole = {**description, "model": fields_of(config),

@@ -70,8 +70,8 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     metrics = [line for line in lines if line["step"] <= facts["step"]]
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
-    card = Card(description, model.config, tokenizer.sha256, manifest, metrics, facts["step"], len(file), scores, sample,
-                made)
+    card = Card(description, model.config, tokenizer.sha256, manifest, metrics, facts["step"], len(file), scores,
+                sample, made)
     files = {CONFIG_FILE: model_config_json(model.config).encode(), TOKENIZER_FILE: tokenizer.json.encode(),
              WEIGHTS_FILE: file}
     files |= {MANIFEST: manifest_of(files), CARD_FILE: model_card(card, about).encode()}

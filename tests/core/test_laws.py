@@ -269,6 +269,41 @@ def test_one_document_needs_no_ids(pooling: str) -> None:
     assert same(wanted[:, -1], last)
 
 
+ONE_PER_LAYER = pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "performer", "combiner",
+                                                 "mc-tfm++", "flash softmax"])
+
+
+@ONE_PER_LAYER
+@pytest.mark.parametrize("wrong", [[0, 0, 1, 1, 0, 0], [2, 2, 2, 1, 1, 1], [0, 0, -1, 0, 0, 0], [0, 0, -1, 1, 1, 1],
+                                   [-1, 0, 0, 0, 0, 0], [0, 0, 0, 0, -2, -2]])
+def test_wrong_segment_ids_are_refused(name: str, wrong: list[int]) -> None:
+    """Their documents would see each other, or not see themselves."""
+    config = CONFIGS[name]
+    model, ids_BT = random_model(config), random_ids(2, 6)
+    wrong_BT, right_BT = torch.tensor([[0, 0, 0, 1, 1, -1], wrong]), torch.tensor([[0, 0, 0, 1, 1, -1], [3] * 6])
+    with pytest.raises(UsageError, match=r"wrong segment_ids: row 1: .* at token \d; number"):
+        model(ids_BT, wrong_BT)
+    angles = model.rotary(torch.arange(6)[None])
+    x_BTD = model.embed(ids_BT)
+    with pytest.raises(UsageError, match="wrong segment_ids"):
+        model.layers[0](x_BTD, SequenceInfo(angles, wrong_BT))
+    model(ids_BT, right_BT)
+    # What a mask calls padding may have any id; what is left is checked.
+    valid_BT = torch.tensor([[True] * 5 + [False], [False] * 5 + [True]]) & (wrong_BT >= 0)
+    model(ids_BT, wrong_BT, padding_mask_BT=valid_BT)
+    with pytest.raises(UsageError, match="wrong segment_ids"):
+        model(ids_BT, torch.tensor([0, 0, 0, 1, 0, 0]).expand(2, 6), padding_mask_BT=torch.tensor([[True] * 6] * 2))
+
+
+@ONE_PER_LAYER
+def test_other_shapes_are_refused(name: str) -> None:
+    model, ids_BT = random_model(CONFIGS[name]), random_ids(1, 2)
+    for wrong in ({"targets": ids_BT.T}, {"targets": ids_BT[0]}, {"segment_ids_BT": torch.zeros_like(ids_BT.T)},
+                  {"padding_mask_BT": torch.ones(2, 1, dtype=torch.bool)}):
+        with pytest.raises(UsageError, match="wrong shape"):
+            model(ids_BT, **wrong)
+
+
 @CAUSAL
 def test_paper_mask_leaks(causal: bool) -> None:
     """Why "exact" is the default: the listing's mask lets documents of one chunk see each other, and those of other

@@ -10,7 +10,12 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parents[1] / "conformance"
 SETTINGS: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text())
-LARGEST_ERROR = 1e-5
+
+
+def largest_error(n: int = 0) -> float:
+    """The tolerance for a case of n, see `error`. From n = 512 on the listing's position bias is rotated by float32
+    angles, which alone move a recorded array by up to 1.7e-5."""
+    return 1e-5 if n < 512 else 2e-5
 
 
 class Case:
@@ -25,6 +30,7 @@ class Case:
             return {key.removeprefix(prefix).removesuffix(":0"): value for key, value in arrays.items()
                     if key.startswith(prefix)}
 
+        self.largest_error = largest_error(self.settings.get("n", 0))
         self.inputs, self.var, self.grads = part("in/"), part("var/"), part("grad/")
         self.out, self.cotangent = arrays["out"], arrays["cotangent"]
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -141,9 +142,17 @@ def test_backward_twice_is_twice_the_same(reduce):
     for a, b, c in zip(first, kept, second, strict=True):
         assert torch.equal(a, b)
         close(c, b, 1e-13)
-    (gradient,) = torch.autograd.grad(linear_cross_entropy(*inputs).square().sum(), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("reduce", [Tensor.sum, Tensor.mean, lambda losses: losses.square().sum()])
+def test_a_second_derivative_is_refused(reduce):
+    """Also where the gradient of the losses is constant, as that of a mean is: the result would be a wrong number."""
+    inputs, model, ids = example(9, 6, 5), random_model(FLASH), random_ids(2, 9)
+    for losses, w in ((linear_cross_entropy(*inputs), inputs[1]),
+                      (model(ids[:, :-1], targets=ids[:, 1:]), model.embed.weight),
+                      (token_losses(model, ids), model.embed.weight)):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(reduce(losses), w, create_graph=True)
 
 
 def test_tensors_need_not_be_contiguous():

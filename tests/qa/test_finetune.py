@@ -16,8 +16,9 @@ from test_questions import parquet, squad, triviaqa
 
 import lineartime
 from lineartime.cli import verbs
+from lineartime.config import model_config
 from lineartime.errors import CheckpointError, Stopped, UsageError
-from lineartime.model import SpanModel
+from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa import finetune
 from lineartime.qa.finetune import FineTuning, Questions, name_of
 from lineartime.qa.metrics import score
@@ -126,6 +127,28 @@ def test_it_learns_what_can_be_learned(folder):
     first, *_, last = [line["loss"] for line in read_metrics(out / "lr-2e-02") if "loss" in line]
     assert last < first - 0.7
     assert result["learning_rates"]["2e-02"]["f1"] > 10
+
+
+@pytest.mark.parametrize(("preset", "fields"), [("flash-quad", {"query_key_dim": 8, "n_layers": 1}),
+                                                 ("transformer++", {"n_heads": 2, "n_layers": 1})])
+def test_flash_alone_is_not_clipped(folder, tmp_path, preset, fields, monkeypatch):
+    """And alone has softmax for [CLS]; a wish of the user's counts for every model."""
+    class Stop(Exception):
+        pass
+
+    def stop_here(config, *args, **kwargs):
+        seen.append(config)
+        raise Stop
+
+    config = model_config(preset, vocab_size=400, d_model=16, context=48, causal=False, **fields)
+    _, tokenizer, facts = lineartime.load_model(folder / "pretrained")
+    monkeypatch.setattr(finetune, "load_model", lambda run: (LanguageModel(config).eval(), tokenizer, facts))
+    monkeypatch.setattr(finetune, "fit_once", stop_here)
+    seen = []
+    for settings in ({}, {"clip": None}):
+        with pytest.raises(Stop):
+            finetune.finetune(plan(folder, tmp_path / preset, settings={"tokens_per_step": 384, **settings}))
+    assert [run.train.clip for run in seen] == [0.1, None] and not any(run.model.cls_softmax for run in seen)
 
 
 def test_the_same_command_says_complete_and_another_is_refused(folder, done, capsys):

@@ -340,7 +340,7 @@ def test_the_papers_settings_are_the_defaults():
     assert span_config(long, 4096, {}) == replace(long.config, context=4096, chunk_size=128, cls_softmax=True)
     assert span_config(pretrained(), 64, {"first_to_all": True}).chunk_size == 8
     quad = LanguageModel(model_config("flash-quad", n_layers=1, d_model=8, vocab_size=11, causal=False))
-    assert span_config(quad, 4096, {}) == replace(quad.config, context=4096, attn_scale_len=512, cls_softmax=True)
+    assert span_config(quad, 4096, {}) == replace(quad.config, context=4096, attn_scale_len=512)
     for preset in ("combiner", "mc-tfm++", "performer"):  # what Section 4.3 changes it changes for FLASH
         other = LanguageModel(model_config(preset, n_layers=1, d_model=24, vocab_size=11, causal=False))
         assert span_config(other, 4096, {}) == replace(other.config, context=4096)
@@ -420,6 +420,13 @@ def test_auto_model_for_question_answering(tmp_path):
     start = -logits[0, :, 0].log_softmax(0)[3]  # the second start lies outside its row and does not count
     end = -(logits[0, :, 1].log_softmax(0)[5] + logits[1, :12, 1].log_softmax(0)[7]) / 2
     assert out.loss.item() == pytest.approx((start + end).item() / 2, rel=1e-5)
+    padded = theirs(ids, attention_mask=mask, start_positions=torch.tensor([3, 12]), end_positions=torch.tensor([5, 7]))
+    assert torch.equal(padded.loss, out.loss)
+    for place in (-1, 20, 40):
+        nothing = theirs(ids, start_positions=torch.tensor([place, 20]), end_positions=torch.tensor([place, 20])).loss
+        nothing.backward()
+        assert nothing == 0 and all((p.grad == 0).all() for p in theirs.parameters() if p.grad is not None)
+        assert (theirs.model.span_head.weight.grad == 0).all()
     theirs.save_pretrained(tmp_path / "again")
     fields = json.loads((tmp_path / "again" / "config.json").read_text())
     assert fields["architectures"] == [QUESTION_ANSWERING]
