@@ -9,6 +9,7 @@ help:
 	@echo "make types   mypy"
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
 	@echo "make gpu     on a GPU: STAGE=tests, kernels, step, decode or tables (the paper's); into OUT=out/gpu, resumable"
+	@echo "make drills  processes killed, files damaged, odd command lines: hours on one core, resumable; DRILLS='kills=100'"
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove environments and caches, not what was trained (out/)"
@@ -43,6 +44,11 @@ docs: .venv-docs/installed
 		$$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
+# Trials are added to the log in out/drills as they come; drills that were cut off go on.
+drills: .venv/installed
+	PYTHONPATH=$(CURDIR):tests:tests/helpers nice .venv/bin/python -m drills \
+		$(or $(DRILLS),kills=1000 corruptions=10000 commands=5000) --into docs/reliability.md $(DRILLS_ARGS)
+
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
 # The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.
 gpu:
@@ -63,4 +69,4 @@ clean:
 	rm -rf .venv .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types bench bench-all gpu docs env clean
+.PHONY: help train test lint types bench bench-all gpu docs drills env clean

@@ -1,0 +1,229 @@
+"""Command lines that make no sense, and some that do: each ends in time, with a documented exit code and at most one
+error line, and touches nothing outside its folder."""
+
+import os
+import re
+import shlex
+import shutil
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from drills import child, folders, odd_files
+
+ODD_NUMBERS = ["0", "-1", "1", "2", "1000000000", "1" + "0" * 400, "-1" + "0" * 400, "nan", "inf", "-inf", "1e-320",
+               "1e400", "0x10",
+               "1_000", "\u0661\u0662", "1.5", "-0.0", "true", "none", "", " 3", "2147483648", "9223372036854775808",
+               "100000"]
+ODD_WORDS = ["", " ", "-", "--", "---", ".", "..", "x" * 6000, "é" * 3000, "\u202e\u0000".replace("\0", ""),
+             "\udcff\udce9", "a\nb\tc",
+             odd_files.ESCAPE, "[red]x[/red]", "[/]", "[bold", "%s%d", "{0}", "$HOME", "~", "'", '"', "\\", "=", "=x",
+             "x=", "a=b=c", "None",
+             "\U0001f600", "\ud800", "-x", "--nope", "@file", "*", "--out", "flash", "NaN"]
+ODD_IN = ["missing", "missing/a/b", "file", "folder", "full", "fifo", "loop", "loop/x", "/dev/zero", "/dev/null",
+          "text.txt", "run", "data",
+          "exported", "masked", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300, "file/below", "run/run.json",
+          "link_to_fifo",
+          "contexts.json", "quality.jsonl", "text.parquet", "run/latest/model.safetensors", "fifo.json", "fifo.toml",
+          "odd"]
+ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "fifo", "loop", "loop/x", "run", "data",
+           "exported", "finetuned",
+           "[red]folder[", odd_files.ESCAPE, "x" * 300, ".", "..", "link_to_fifo", "text.txt", "new.png", "new.json",
+           "unfinished",
+           *odd_files.TRAPS, *odd_files.TRAPS]
+MODELS = ["flash", "flash-quad", "transformer", "transformer+", "transformer++", "mc-tfm++", "combiner", "performer",
+          "performer-matmul"]
+FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim", "expansion_factor", "n_heads",
+          "steps",
+          "tokens_per_step", "micro_batch_tokens", "learning_rate", "seed", "clip", "keep", "save_every", "eval_every",
+          "eval_tokens",
+          "warmup_steps", "weight_decay", "adam_beta2", "adam_epsilon", "init_std", "causal", "gate", "overlap",
+          "compile",
+          "precision", "norm", "chunk_parts", "prefix_sum", "end_of_document", "attn_scale_len", "no_such_field", "",
+          "clip_scope"]
+TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
+OUTPUTS = {"out", "html", "png", "images", "predictions", "into"}
+"""Options whose path is written; of `benchmark` and `reproduce` the rows too."""
+SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
+LONG = {"train", "finetune", "generate", "reproduce", "benchmark"}
+"""Verbs that may take as long as somebody asks for; they are interrupted after a few seconds."""
+SECONDS = 6.0
+
+RECIPES: dict[str, list[list[str]]] = {
+    "prepare": [["text.txt", "--out", "new", "--vocab-size", "280", "--held-out", "0.2", "--jobs", "1"],
+                ["text.jsonl.gz", "--out", "new", "--tokenizer", "bytes", "--validation", "text2.txt"],
+                ["text.txt", "--out", "data", "--vocab-size", "280", "--held-out", "0.2"]],
+    "train": [folders.train("data", "new", steps=3)[1:], folders.train("data", "unfinished")[1:],
+              ["odd/ok.toml", "--steps", "2", "--context", "16", "--tokens-per-step", "32", *TINY, "--set",
+               "warmup_steps=0",
+               "--set", "micro_batch_tokens=16"]],
+    "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--contexts", "8,16", "--out", "new.json"],
+                 ["exported", "--data", "data", "--json", "--batch-rows", "3"],
+                 ["finetuned", "--questions", "dev.json", "--context", "48", "--max-answer-tokens", "6",
+                  "--predictions", "new.json"],
+                 ["--questions", "dev.json", "--score", "predictions.json"]],
+    "finetune": [folders.finetune(Path("."), "new")[1:]],
+    "answer": [["finetuned", "--question", "Town 3?", "--document", "text.txt", "--context", "48",
+                "--max-answer-tokens", "6"]],
+    "generate": [["run", "Reader, I", "--max-new-tokens", "4"],
+                 ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],
+                 ["unfinished", "a", "b", "--max-new-tokens", "3", "--stop", "e"],
+                 ["--model", "small", "I", "--max-new-tokens", "2"]],
+    "export": [["run", "--out", "new", "--prompt", "Reader"]],
+    "info": [["flash"], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
+    "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
+    "report": [["--rows", "quality.jsonl"], ["speed", "--rows", "speed.jsonl"], ["lm_wiki40b", "--html", "new.html"],
+               ["--into", "odd/page.md", "--images", "new"], ["speed", "--targets"]],
+    "reproduce": [["lm_wiki40b", "--plan"], ["gap", "--out", "new", "--texts", "folder"],
+                  ["gap", "--plan", "--rows", "quality.jsonl"]],
+    "benchmark decode": [["flash", "--lengths", "16", *TINY, "--set", "vocab_size=50", "--precision", "float32",
+                          "--repeats", "1"]],
+    "benchmark step": [["flash", "--contexts", "16", "--tokens", "16", *TINY, "--repeats", "1"]],
+    "benchmark memory": [["flash", "--contexts", "16", *TINY, "--repeats", "1"]],
+    "benchmark op": [["add_norm", "--contexts", "16", "--tokens", "16", *TINY, "--repeats", "1"]],
+    "benchmark run": [["bench", "--json", "new.jsonl"]],
+    "benchmark loss": [["--vocab-size", "50", "--d-model", "8", "--tokens", "16", "--many-tokens", "16", "--repeats",
+                        "1"]],
+    "benchmark read": [["flash", "--tokens", "64", *TINY]],
+}
+OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "report", "export", "answer"]
+SPAWNING = {"benchmark step", "benchmark memory", "benchmark op", "benchmark run", "benchmark loss", "benchmark read"}
+"""Verbs that start a fresh Python to measure in: few of these lines are right."""
+
+
+@cache
+def options(verb: str) -> list[tuple[str, str, bool]]:
+    """A verb's options: name, spelling, and whether it is a flag."""
+    import typer
+
+    from lineartime.cli import verbs
+
+    found = typer.main.get_command(verbs.app)
+    for part in verb.split():
+        found = found.commands[part]
+    return [(each.name, each.opts[0], bool(each.is_flag)) for each in found.params if each.opts[0].startswith("--")]
+
+
+@cache
+def odd_names(made: Path) -> list[str]:
+    return [f"odd/{path.name}" for path in sorted((made / "odd").iterdir())]
+
+
+def odd_value(verb: str, name: str, made: Path, random: Random) -> str:
+    """A value that nobody means for an option, or an argument ("")."""
+    if name == "settings":
+        field = random.choice(FIELDS)
+        return random.choice(["=".join([field, random.choice([*ODD_NUMBERS, *ODD_WORDS])]), field,
+                              random.choice(ODD_WORDS)])
+    if name in OUTPUTS or (name == "rows" and verb != "report"):
+        return random.choice([*ODD_OUT, *ODD_OUT, *ODD_OUT, *ODD_WORDS])
+    if name in ("model", "models", "shipped", "task", "split", "precision", "scale", "table", "shape", "only",
+                "device"):
+        return random.choice([*MODELS, *ODD_WORDS, *ODD_NUMBERS, "c4", "pg19", "train", "test", "float32,float32",
+                              "cuda", "meta", "gpu"])
+    numbers = random.random() < (0.2 if name in ("", "questions", "document", "data", "validation", "inputs") else 0.6)
+    if numbers:
+        return random.choice([*ODD_NUMBERS, random.choice(ODD_NUMBERS) + "," + random.choice(ODD_NUMBERS)])
+    return random.choice([*ODD_IN, *odd_names(made), *random.choices(odd_names(made), k=30), *ODD_WORDS])
+
+
+def draw(made: Path, random: Random) -> list[str]:
+    """A command line: a right one with some of its values replaced, options added or taken away."""
+    verb = random.choice([*RECIPES, *OFTEN * 2])
+    arguments = list(random.choice(RECIPES[verb])) if random.random() < 0.85 else []
+    known = options(verb)
+    spelled = {spelling: name for name, spelling, _ in known}
+    changes = random.choice([0, 1, 1, 1, 2, 2, 3, 6])
+    if verb in SPAWNING:
+        changes = max(changes, 1 + (random.random() < 0.95))
+    for _ in range(changes):
+        how = random.random()
+        if how < 0.45 and arguments:
+            at = random.randrange(len(arguments))
+            if not arguments[at].startswith("--"):
+                name = spelled.get(arguments[at - 1], "") if at else ""
+                arguments[at] = odd_value(verb, name or "", made, random)
+        elif how < 0.85:
+            name, spelling, flag = random.choice(known)
+            more = [spelling] if flag else [spelling, odd_value(verb, name, made, random)]
+            at = random.choice([0, len(arguments)])
+            arguments[at:at] = more
+        elif how < 0.92 and arguments:
+            del arguments[random.randrange(len(arguments))]
+        else:
+            arguments.insert(random.randint(0, len(arguments)),
+                             random.choice([*ODD_WORDS, *ODD_IN, "--help", *odd_names(made)]))
+    if verb in SPAWNING | {"benchmark decode"} and "cuda" in arguments:
+        arguments.remove("cuda")
+    return [*verb.split(), *arguments]
+
+
+def draw_streams(random: Random, box: Path) -> tuple[child.Streams, str]:
+    """What the standard streams are, and that in words."""
+    stdin = random.choice([b"", b"", b"Reader, I", b"\xff\xfe\0", b"x" * 1_000_000, None, Path("/dev/zero"),
+                           Path("/dev/null"), b"\x1b[31m"])
+    said = f"stdin {stdin if isinstance(stdin, Path) or stdin is None else stdin[:12]!r}"
+    streams = child.Streams(stdin=stdin)
+    kind = random.choice(["pipe"] * 12 + ["full", "closed", "broken", "ascii", "latin-1", "C"])
+    if kind == "full":
+        streams.stdout = Path("/dev/full")
+    elif kind == "closed":
+        streams.closed = True
+    elif kind == "broken":
+        streams.broken = True
+    elif kind in ("ascii", "latin-1"):
+        streams.encoding = kind
+    elif kind == "C":
+        streams.errors = "surrogateescape"
+    return streams, f"{said}, stdout {kind}"
+
+
+def named(arguments: list[str]) -> set[str]:
+    """The first parts of what may be paths in a command line."""
+    names = {"run2", "text2.txt"} & {text.partition("=")[2] or text for text in arguments}
+    for text in arguments:
+        for each in (text, text.partition("=")[2], text.partition("=")[0]):
+            parts = each.split("/")
+            names.add("/".join(parts[:2]) if parts[0] == "odd" else parts[0])
+    if "odd/ok.toml" in names:
+        names.add("data")
+    return names | {name for name in ("dev.json", "train.json", "masked") if any(name in text for text in arguments)}
+
+
+def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
+    """One command line."""
+    box = folder / "a" / "box"
+    shutil.rmtree(folder, ignore_errors=True)
+    box.mkdir(parents=True)
+    arguments = [text.replace("\0", "") for text in draw(made, random)]
+    streams, said = draw_streams(random, box)
+    given = [text if is_bytes(text) else text.encode(errors="replace").decode() for text in arguments]
+    odd_files.place(made, box, named(given), made.parent / "canary")
+    long = arguments[0] in LONG and not any(huge_size(text) for text in arguments)
+    ended = child.run(child.verb(given), box, streams, seconds=SECONDS if long else child.SECONDS)
+    wrong = child.misbehaviour(ended)
+    if ended.over == "heeded" and long and "Traceback" not in ended.err:
+        wrong = None if ended.mib < 3 * child.MEMORY_MIB else "memory"
+    if wrong is None and "\x1b" in ended.out + ended.err:
+        wrong = "escape"
+    if wrong is None and streams.stdout and ended.code == 0 and arguments[0] in ("info", "evaluate"):
+        wrong = "silent"  # it cannot have said what it was asked for
+    shown = shlex.join(text if len(text) < 80 else f"{text[:20]}...{len(text)}" for text in given)
+    return {"verdict": wrong or "ok", "what": "lineartime " + shown.encode(errors="backslashreplace").decode(),
+            "how": said,
+            "message": ended.err[-500:], "code": ended.code, "over": ended.over, "mib": ended.mib}
+
+
+def is_bytes(text: str) -> bool:
+    """Whether the system could give this to a program: text, or bytes that are no UTF-8 as surrogates."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def huge_size(text: str) -> bool:
+    """Whether a setting asks for a model of a size that cannot be."""
+    name, _, value = text.partition("=")
+    return name in SIZES and bool(re.fullmatch(r"-?\d{5,}", value))

@@ -1,0 +1,415 @@
+"""Files that are damaged, and then read: an error or a warning names the file, or the result is the undamaged one's."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from drills import child, folders
+
+Reader = Callable[[Path, Path, Path], Callable[[], object]]
+"""Of the folders `made`, `it` (or file) and `out`: what a process does."""
+
+
+def command(*arguments: str) -> Reader:
+    """A verb whose arguments name {made}, {it} and {out}."""
+    return lambda made, it, out: child.verb([text.format(made=made, it=it, out=out) for text in arguments])
+
+
+def in_python(function: Callable[[Path], object]) -> Reader:
+    """A function of the folder whose result is printed; an error ends the process as on the command line."""
+    return lambda made, it, out: child.as_verb(lambda: print(json.dumps(function(it))))
+
+
+def loaded(it: Path) -> list[float]:
+    """What a model makes of a few tokens."""
+    import torch
+
+    import lineartime
+
+    model, tokenizer, facts = lineartime.load_model(it)
+    with torch.no_grad():
+        x = model.embed(torch.tensor([tokenizer.encode(folders.PROMPT)])).sum().item()
+    return [x, sum(p.double().sum().item() for p in model.parameters()), tokenizer.vocab_size, facts.get("step", 0)]
+
+
+FOREIGN = "transformers says"
+
+
+def from_pretrained(it: Path) -> list[object]:
+    """What `transformers` makes of a few tokens. It reads the files itself: its errors count as ours would."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import lineartime.hf  # noqa: F401
+    from lineartime.errors import CheckpointError, LineartimeError
+
+    try:
+        tokenizer, model = AutoTokenizer.from_pretrained(it), AutoModelForCausalLM.from_pretrained(it)
+        with torch.no_grad():
+            logits = model.eval()(**tokenizer(folders.PROMPT, return_tensors="pt")).logits
+    except (LineartimeError, MemoryError):
+        raise
+    except Exception as e:
+        raise CheckpointError(FOREIGN, f"{type(e).__name__}: {e}"[:2000]) from None
+    return [logits.double().sum().item(), list(logits.shape), model.generation_config.to_dict().get("eos_token_id")]
+
+
+def latest(it: Path) -> Path:
+    return it / "latest"
+
+
+GENERATE = ("--max-new-tokens", "8", "--temperature", "0.7")
+ASK = ("--questions", "{made}/dev.json", "--context", "48", "--max-answer-tokens", "6", "--json")
+
+
+class Subject(NamedTuple):
+    """Something on the disk, something like it by another run, and what reads it."""
+
+    source: str
+    other: str
+    readers: dict[str, Reader]
+
+
+SUBJECTS = [
+    Subject("run", "run2", {
+        "load_model": in_python(loaded),
+        "from_pretrained": in_python(lambda it: from_pretrained(latest(it))),
+        "evaluate": command("evaluate", "{it}", "--data", "{made}/data", "--json"),
+        "evaluate latest": command("evaluate", "{it}/latest", "--data", "{made}/data", "--json"),
+        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE),
+        "plot": command("plot", "{it}"),
+        "plot side by side": command("plot", "a={it}", "b={made}/run2", "--out", "{out}/both.png"),
+        "export": command("export", "{it}", "--out", "{out}/exported"),
+        "train, complete": lambda made, it, out: child.verb(folders.train(made / "data", it))}),
+    Subject("unfinished", "run2", {
+        "train, resumed": lambda made, it, out: child.verb(folders.train(made / "data", it)),
+        "load_model": in_python(loaded),
+        "plot": command("plot", "{it}")}),
+    Subject("data", "data2", {
+        "train": lambda made, it, out: child.verb(folders.train(it, out / "run")),
+        "evaluate": command("evaluate", "{made}/run", "--data", "{it}", "--json"),
+        "evaluate --contexts": command("evaluate", "{made}/run", "--data", "{it}", "--contexts", "8,32", "--json"),
+        "export": command("export", "{made}/run", "--data", "{it}", "--out", "{out}/exported"),
+        "prepare over": lambda made, it, out: child.verb(folders.prepare(made / "text.txt", it))}),
+    Subject("exported", "exported2", {
+        "load_model": in_python(loaded),
+        "from_pretrained": in_python(from_pretrained),
+        "evaluate": command("evaluate", "{it}", "--data", "{made}/data", "--json"),
+        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE)}),
+    Subject("small", "exported", {
+        "load_model": in_python(loaded),
+        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE)}),
+    Subject("transformers", "transformers2", {
+        "from_pretrained": in_python(from_pretrained),
+        "load_model": in_python(loaded),
+        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE)}),
+    Subject("finetuned", "finetuned2", {
+        "answer": command("answer", "{it}", "--question", "Town 3?", "--document", "{made}/text2.txt", "--context",
+                          "48",
+                          "--max-answer-tokens", "6", "--json"),
+        "evaluate --questions": command("evaluate", "{it}", *ASK),
+        "finetune, complete": lambda made, it, out: child.verb(folders.finetune(made, it)),
+        "load_model": in_python(loaded)}),
+    Subject("old", "run2", {
+        "load_model": in_python(loaded),
+        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE),
+        "plot": command("plot", "{it}")}),
+    Subject("quality.jsonl", "quality2.jsonl", {
+        "report": command("report", "--rows", "{it}"),
+        "report a table": command("report", "lm_wiki40b", "--scale", "cpu", "--rows", "{it}", "--html",
+                                  "{out}/page.html"),
+        "reproduce --plan": command("reproduce", "lm_wiki40b", "--plan", "--rows", "{it}")}),
+    Subject("speed.jsonl", "speed2.jsonl", {
+        "report speed": command("report", "speed", "--rows", "{it}"),
+        "report speed --targets": command("report", "speed", "--rows", "{it}", "--targets")}),
+    Subject("contexts.json", "contexts2.json", {
+        "plot": command("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
+]
+PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
+OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]
+
+
+def files_of(it: Path) -> list[Path]:
+    """The files and links below a folder, or the file itself."""
+    return sorted(path for path in it.rglob("*") if not path.is_dir() or path.is_symlink()) if it.is_dir() else [it]
+
+
+def flip_bit(path: Path, random: Random) -> str:
+    data = bytearray(path.read_bytes())
+    at = place(len(data), random)
+    data[at] ^= 1 << random.randrange(8)
+    path.write_bytes(data)
+    return f"a bit of byte {at}"
+
+
+def set_byte(path: Path, random: Random) -> str:
+    data = bytearray(path.read_bytes())
+    at, value = place(len(data), random), random.choice([0, 10, 34, 48, 123, 255, random.randrange(256)])
+    data[at] = value
+    path.write_bytes(data)
+    return f"byte {at} is {value}"
+
+
+def place(size: int, random: Random) -> int:
+    """A byte of a file, half the time one of the first thousand."""
+    return random.randrange(min(size, 1000) if random.random() < 0.5 else size)
+
+
+def cut(path: Path, random: Random) -> str:
+    size = path.stat().st_size
+    at = random.choice([random.randrange(size), size - 1, size // 2, min(8, size - 1)])
+    os.truncate(path, at)
+    return f"cut at byte {at} of {size}"
+
+
+def extend(path: Path, random: Random) -> str:
+    more = random.choice([b"\0", b"\n", b"{}", b"\0" * 4096, b"{\"step\": 99}\n", path.read_bytes()])
+    path.write_bytes(path.read_bytes() + more)
+    return f"{len(more)} more bytes"
+
+
+def grow(path: Path, random: Random) -> str:
+    os.truncate(path, 100 << 30)
+    return "100 GiB long"
+
+
+def empty(path: Path, random: Random) -> str:
+    path.write_bytes(b"")
+    return "empty"
+
+
+def zero_block(path: Path, random: Random) -> str:
+    """As a file system leaves a file after a power loss."""
+    data = bytearray(path.read_bytes())
+    at = random.randrange(len(data)) // 512 * 512
+    data[at : at + 512] = bytes(len(data[at : at + 512]))
+    path.write_bytes(data)
+    return f"zeros from byte {at}"
+
+
+def delete(path: Path, random: Random) -> str:
+    path.unlink()
+    return "deleted"
+
+
+def replace(path: Path, random: Random) -> str:
+    path.unlink()
+    kind = random.choice(["link to itself", "link to nothing", "link to /dev/null", "pipe", "folder", "full folder"])
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif "folder" in kind:
+        path.mkdir()
+        if kind == "full folder":
+            (path / "file").write_text("x")
+    else:
+        path.symlink_to({"itself": path.name, "nothing": "no-such-file", "/dev/null": "/dev/null"}[kind.split()[-1]])
+    return f"a {kind}"
+
+
+def endless(path: Path, random: Random) -> str:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    return "a link to /dev/zero"
+
+
+def not_text(path: Path, random: Random) -> str:
+    path.write_bytes(random.choice([b"\xff\xfe{}", b"\xef\xbb\xbf" + path.read_bytes(), b"[" * 100_000, b"null", b"[]",
+                                    b"{}",
+                                    b'"text"', b"1e999", b"NaN", path.read_bytes().replace(b"\n", b"\r\n")]))
+    return f"begins with {path.read_bytes()[:10]!r}"
+
+
+def wrong_value(path: Path, random: Random) -> str:
+    """Another value, or a missing one, in a JSON file or a line of one; a manifest with the hash of what it then is."""
+    lines = path.read_text(encoding="utf-8").splitlines(True) if path.suffix == ".jsonl" else [path.read_text("utf-8")]
+    at = random.randrange(len(lines))
+    content = json.loads(lines[at])
+    holders = [each for each in containers(content) if each]
+    holder = random.choice(holders)
+    key = random.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+    old = holder[key]
+    value = random.choice([None, True, -1, 0, 10**9, 10**400, 1.5, -0.0, float("nan"), float("inf"), "", "x",
+                           "../../canary/file",
+                           "\x1b[31m", [], {}, [[]], {"a": 1}, "gone", "more"])
+    if value == "gone":
+        del holder[key]
+    elif value == "more" and isinstance(holder, dict):
+        holder["no_such_field"] = 1
+    else:
+        holder[key] = copy.deepcopy(value)
+    if path.name == "MANIFEST.json":
+        from lineartime import checkpoint
+
+        content.pop("sha256", None)
+        text = checkpoint._manifest(content).decode()
+    elif path.name == "manifest.json" and isinstance(content, dict) and "manifest_sha256" in content:
+        from lineartime.data import tokens
+
+        content.pop("manifest_sha256")
+        text = json.dumps(content | {"manifest_sha256": tokens._digest(content)}, indent=1) + "\n"
+    else:
+        text = json.dumps(content) + "\n"
+    lines[at] = text
+    path.write_text("".join(lines), encoding="utf-8")
+    return f"{key!r} was {str(old)[:40]!r}, is {str(value)[:40]!r} (line {at + 1})"
+
+
+def containers(content: Any) -> list[Any]:
+    if not isinstance(content, dict | list):
+        return []
+    inner = content.values() if isinstance(content, dict) else content[:20]
+    return [content, *(each for value in inner for each in containers(value))]
+
+
+def not_finite(path: Path, random: Random) -> str:
+    """NaN for a tensor's first number, or for all; or a header that says something else."""
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    name = random.choice([each for each in header if each != "__metadata__"])
+    start, stop = (8 + length + at for at in header[name]["data_offsets"])
+    kind = random.choice(["first", "all", "length", "shape", "dtype", "twice", "offsets"])
+    width = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}.get(header[name]["dtype"], 4)
+    nan = {2: b"\xc0\x7f", 4: b"\x00\x00\xc0\x7f", 8: b"\x00" * 6 + b"\xf8\x7f"}[width]
+    if kind in ("first", "all"):
+        stop = start + width if kind == "first" else stop
+        data[start:stop] = nan * ((stop - start) // width)
+    elif kind == "length":
+        data[:8] = struct.pack("<Q", random.choice([0, length + 1, length - 1, 2**32, 2**63, 2**64 - 1]))
+    elif kind == "twice":
+        text = data[8 : 8 + length].decode().replace(f'"{name}"', f'"{random.choice(list(header))}"', 1)
+        data[8 : 8 + length] = text.encode()
+        data[:8] = struct.pack("<Q", len(text.encode()))
+    else:
+        entry = header[name]
+        entry |= {"shape": {"shape": entry["shape"][::-1] if random.random() < 0.5 else [2**40, 2**40]},
+                  "dtype": {"dtype": random.choice(["F16", "I32", "U8", "F99"])},
+                  "offsets": {"data_offsets": random.choice([[0, 0], [-4, 0], [0, 2**63], [5, 3]])}}[kind]
+        text = json.dumps(header).encode()
+        data = bytearray(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    path.write_bytes(data)
+    with_manifest = random.random() < 0.7 and remake_manifest(path.parent)
+    return f"{kind} of {name}" + (", and the manifest agrees" if with_manifest else "")
+
+
+def remake_manifest(folder: Path) -> bool:
+    """Make a checkpoint's manifest agree with what its files are now."""
+    from lineartime import checkpoint
+    from lineartime.atomic_io import hash_of
+
+    path = folder / checkpoint.MANIFEST
+    if not path.exists():
+        return False
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    content["files"] = {name: hash_of(folder / name) for name in content["files"]}
+    path.write_bytes(checkpoint._manifest(content))
+    return True
+
+
+ANY = [flip_bit, flip_bit, set_byte, cut, extend, empty, zero_block, delete, replace, grow]
+
+
+def damage(subject: Subject, reader: str, made: Path, it: Path, random: Random) -> tuple[str, str]:
+    """Damage one file; its name below `it`, and how."""
+    path = random.choice([path for path in files_of(it) if path.is_symlink() or path.stat().st_size] or files_of(it))
+    name = str(path.relative_to(it.parent))
+    if path.is_symlink():
+        path.unlink()
+        return name, "deleted"
+    twin = made / subject.other / path.relative_to(it) if it.is_dir() else made / subject.other
+    old = made / "old" / path.relative_to(it) if it.is_dir() else made / "no-such-file"
+    kinds = [*ANY]
+    if path.suffix in (".json", ".jsonl"):
+        kinds += [wrong_value] * 8 + [not_text] * 2
+    if path.suffix == ".safetensors":
+        kinds += [not_finite] * 5
+    if not reader.startswith(("train", "finetune", "prepare")):
+        kinds.append(endless)  # a reader that may write the file does not get a device
+    chosen = random.choice([*kinds, "twin", "old version"])
+    if chosen == "twin" and twin.is_file():
+        shutil.copyfile(twin, path)
+        return name, "that of another run"
+    if chosen == "old version" and (old := next(iter(sorted((made / "old").rglob(path.name))), old)).is_file():
+        shutil.copyfile(old, path)
+        return name, "that of an old version"
+    if isinstance(chosen, str):
+        chosen = flip_bit
+    return name, f"{chosen.__name__}: {chosen(path, random)}"
+
+
+def begin(made: Path, folder: Path, source: str) -> tuple[Path, Path]:
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "out").mkdir(parents=True)
+    it = folder / "it" / source
+    it.parent.mkdir()
+    if (made / source).is_dir():
+        shutil.copytree(made / source, it, symlinks=True)
+    else:
+        shutil.copyfile(made / source, it)
+    return it, folder / "out"
+
+
+@cache
+def undamaged(made: Path, folder: Path, source: str, reader: str) -> tuple[str, dict[str, object]]:
+    """What a reader prints and writes when nothing is damaged."""
+    it, out = begin(made, folder, source)
+    subject = next(subject for subject in SUBJECTS if subject.source == source)
+    ended = child.run(subject.readers[reader](made, it, out), folder)
+    assert ended.code == 0, (source, reader, ended)
+    return ended.out, folders.left(out) | written(it)
+
+
+def written(it: Path) -> dict[str, object]:
+    """What a reader may write into what it reads: a run that goes on, and its picture."""
+    if not (it / "run.json").is_file():
+        return {}
+    return {name: value for name, value in folders.left(it).items() if not name.startswith("step-")
+            and name in ("result.json", "loss.png", "sample.txt")}
+
+
+def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
+    """One file damaged, one reader of it."""
+    subject, reader = random.choice([*PAIRS, *OFTEN])
+    expected = undamaged(made, folder, subject.source, reader)
+    it, out = begin(made, folder, subject.source)
+    name, how = damage(subject, reader, made, it, random)
+    ended = child.run(subject.readers[reader](made, it, out), folder)
+    words = ended.out + ended.err
+    named = Path(name).name in words or (Path(name).name in ("MANIFEST.json",
+                                                             "latest") and Path(name).parent.name in words)
+    wrong, forged = child.misbehaviour(ended),
+    how.startswith("wrong_value") and Path(name).name.lower() == "manifest.json"
+    if wrong is None and "\x1b" in words:
+        wrong = "escape"
+    if wrong is None and ended.code != 0:
+        wrong = None if named or FOREIGN in ended.err else "unnamed"
+    elif wrong is None and not (named and re.search("warning|note", words)):
+        same = ended.out == expected[0] and unlike(folders.left(out) | written(it), expected[1], Path(name).name) == []
+        wrong = None if same or forged else "silent"
+    message = (ended.err or ended.out)[-500:] if wrong != "silent" else difference(ended.out, expected[0]) or str(
+        unlike(folders.left(out) | written(it), expected[1], Path(name).name))
+    return {"verdict": wrong or "ok", "what": f"{reader} of {name}", "how": how, "message": message, "code": ended.code,
+            "outcome": "refused" if ended.code else "warned" if named else "same"}
+
+
+def unlike(found: dict[str, object], expected: dict[str, object], damaged: str) -> list[str]:
+    """Files that differ, but for the damaged one itself."""
+    return [name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name)
+            and Path(name).name != damaged]
+
+
+def difference(found: str, expected: str) -> str:
+    """The first line that differs."""
+    for a, b in zip([*found.splitlines(), ""], [*expected.splitlines(), ""], strict=False):
+        if a != b:
+            return f"{a[:300]!r}, not {b[:300]!r}"
+    return ""

@@ -1,0 +1,92 @@
+"""Changes of the disk that a process makes: they are counted, and one of them fails or is the process's last."""
+
+import builtins
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+
+from lineartime import checkpoint
+
+EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.truncate")
+"""Audit events of changes, see the documentation of `sys.addaudithook`."""
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Disk:
+    """Stands between this process and its changes below `folder`, from now on.
+
+    at: the change, from 1, at which it happens: `number` is a signal sent to this process, or `error` the errno that
+    the change fails with; with `stays` every change from there on fails. A write that is cut off is half done.
+    `count` is how many changes there were."""
+
+    def __init__(self, folder: Path, *, at: int = 0, number: int = 0, error: int = 0, stays: bool = False):
+        self.folder, self.at, self.number, self.error, self.stays = os.path.realpath(folder), at, number, error, stays
+        self.count = 0
+        self.real = {"write": os.write, "fsync": os.fsync, "open": io.open}
+        sys.addaudithook(self.heard)
+        os.write = checkpoint._write = self.write
+        os.fsync = checkpoint._fsync = self.fsync
+        io.open = builtins.open = self.opened
+
+    def heard(self, event: str, arguments: tuple) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if not (flags or 0) & WRITING or isinstance(path, int):
+                return
+        elif event not in EVENTS or isinstance(arguments[0], int):
+            return
+        elif event == "os.symlink":
+            path = arguments[1]
+        else:
+            path = arguments[0]
+        path = os.fsdecode(path)
+        if not path.startswith("/") or path.startswith(self.folder):
+            self.change()
+
+    def change(self, partly=None) -> None:
+        """One more change. partly: does half of it."""
+        self.count += 1
+        if self.count == self.at or (self.stays and self.count > self.at > 0):
+            if partly is not None and self.count == self.at and (self.error or self.number == signal.SIGKILL):
+                partly()
+            if self.number:
+                os.kill(os.getpid(), self.number)
+            else:
+                raise OSError(self.error, os.strerror(self.error))
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        real = self.real["write"]
+        self.change(lambda: real(descriptor, bytes(data)[: len(data) // 2]))
+        return real(descriptor, data)
+
+    def fsync(self, descriptor) -> None:
+        self.change()
+        self.real["fsync"](descriptor)
+
+    def opened(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):
+        """`open`, whose files for writing count every write that reaches the system."""
+        if not {*mode} & {*"wax+"}:
+            return self.real["open"](file, mode, buffering, encoding, errors, newline, closefd, opener)
+        raw = File(self, file, "".join({*mode} & {*"rwax+"}), closefd, opener)
+        if buffering == 0:
+            return raw
+        binary = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        return binary if "b" in mode else io.TextIOWrapper(binary, encoding, errors, newline)
+
+
+class File(io.FileIO):
+    """A file that tells the disk of its writes."""
+
+    def __init__(self, disk: Disk, *arguments):
+        super().__init__(*arguments)
+        self.disk = disk
+
+    def write(self, data) -> int:
+        write = super().write
+        self.disk.change(lambda: write(bytes(data)[: len(data) // 2]))
+        return write(data)
+
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

@@ -1,0 +1,185 @@
+"""Commands that are disturbed and then run again to the end: what they leave is what an undisturbed one leaves."""
+
+import errno
+import json
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from drills import child, folders
+from drills.disk import SIGNALS, Disk
+
+ROWS = [{"row": number, "text": "é" * number} for number in range(12)]
+
+
+class Scenario(NamedTuple):
+    """A command, which leaves everything in the folder `out`."""
+
+    command: Callable[[Path, Path], Callable[[], object]]
+    """Of the folders `made` and `out`: what a process does."""
+    begins_with: str | None = None
+    """A folder of `made` that is copied to `out`/it first."""
+
+
+def command(*arguments: str) -> Callable[[Path, Path], Callable[[], object]]:
+    """A verb whose arguments name the folders {made} and {out}."""
+    return lambda made, out: child.verb([text.format(made=made, out=out) for text in arguments])
+
+
+def append_rows(made: Path, out: Path) -> Callable[[], object]:
+    """Append the rows that a file lacks, as `reproduce` and `benchmark run` do."""
+    def append() -> None:
+        from lineartime.atomic_io import append_json_lines, read_json_lines
+
+        path = out / "rows.jsonl"
+        there = read_json_lines(path, lambda row: row["row"], "a row") if path.exists() else []
+        for row in ROWS:
+            if row["row"] not in there:
+                append_json_lines(path, [row])
+
+    return child.as_verb(append)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "train": Scenario(lambda made, out: child.verb(folders.train(made / "data", out / "run"))),
+    "train, resumed": Scenario(lambda made, out: child.verb(folders.train(made / "data", out / "it")), "unfinished"),
+    "train, masked": Scenario(lambda made, out: child.verb(
+        folders.train(made / "masked-data", out / "run", causal="false", steps=4))),
+    "prepare": Scenario(lambda made, out: child.verb(folders.prepare(made / "text.txt", out / "data"))),
+    "prepare, compressed lines": Scenario(lambda made, out: child.verb(
+        folders.prepare(made / "text.jsonl.gz", out / "deep/data", "--tokenizer", "bytes"))),
+    "export": Scenario(command("export", "{made}/run", "--out", "{out}/models/it")),
+    "finetune": Scenario(lambda made, out: child.verb(folders.finetune(made, out / "answers"))),
+    "evaluate --contexts": Scenario(command("evaluate", "{made}/run", "--data", "{made}/data", "--contexts", "8,32",
+                                            "--out", "{out}/contexts.json")),
+    "evaluate --predictions": Scenario(command(
+        "evaluate", "{made}/finetuned", "--questions", "{made}/dev.json", "--context", "48", "--max-answer-tokens", "6",
+        "--predictions", "{out}/predictions.json")),
+    "plot": Scenario(command("plot", "{out}/it"), "run"),
+    "plot, side by side": Scenario(command("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
+    "report": Scenario(command("report", "lm_wiki40b", "--rows", "{made}/quality.jsonl", "--html", "{out}/page.html",
+                               "--png", "{out}/pictures")),
+    "rows": Scenario(append_rows),
+}
+OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]
+ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT]
+
+
+class Calm(NamedTuple):
+    """An undisturbed command."""
+
+    left: dict[str, object]
+    seconds: float
+    changes: int
+    largest: int
+    """Bytes of the largest file."""
+
+
+def begin(made: Path, folder: Path, scenario: Scenario) -> Path:
+    """The folder `out` in an empty `folder`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    out = folder / "out"
+    out.mkdir(parents=True)
+    if scenario.begins_with:
+        shutil.copytree(made / scenario.begins_with, out / "it", symlinks=True)
+    return out
+
+
+@cache
+def calm(made: Path, folder: Path, name: str) -> Calm:
+    """What the undisturbed command leaves, how long it takes, and how often it changes the disk."""
+    out = begin(made, folder, SCENARIOS[name])
+    do = SCENARIOS[name].command(made, out)
+
+    def counted() -> None:
+        disk = Disk(out)
+        try:
+            do()
+        finally:
+            (folder / "changes").write_text(str(disk.count))
+
+    first = child.run(counted, folder)
+    assert first.code == 0, first
+    what, changes = folders.left(out), int((folder / "changes").read_text())
+    out = begin(made, folder, SCENARIOS[name])
+    again = child.run(do, folder)
+    assert folders.left(out) == what, f"{name} leaves other bytes the second time"
+    largest = max((path.stat().st_size for path in out.rglob("*") if path.is_file()), default=1)
+    return Calm(what, again.seconds, changes, largest)
+
+
+def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
+    """One command, disturbed up to three times; then it runs to its end."""
+    name = random.choice([*SCENARIOS, *OFTEN * 2])
+    undisturbed = calm(made, folder, name)
+    out = begin(made, folder, SCENARIOS[name])
+    do = SCENARIOS[name].command(made, out)
+    told: list[str] = []
+
+    def result(verdict: str, message: str = "", **more: object) -> dict[str, object]:
+        return {"verdict": verdict, "what": name, "how": "; ".join(told), "message": message, **more}
+
+    for _ in range(random.choice([1, 1, 1, 2, 3])):
+        kind = random.choice(["instant", "instant", "change", "change", "change", "fails", "fails", "full", "two"])
+        number = random.choice([signal.SIGKILL, signal.SIGKILL, *SIGNALS])
+        at = random.randint(1, undisturbed.changes)
+        error, stays, share = random.choice(ERRORS), random.random() < 0.5, random.random()
+        if kind == "instant":
+            told.append(f"{number.name} after {share:.3f} of its time")
+            ended = [child.run(do, folder, at=(share * undisturbed.seconds, number))]
+        elif kind == "change":
+            told.append(f"{number.name} at change {at}")
+            ended = [child.run(disturbed(do, out, at=at, number=number), folder)]
+        elif kind == "fails":
+            told.append(f"{errno.errorcode[error]} at change {at}{' and all later ones' if stays else ''}")
+            ended = [child.run(disturbed(do, out, at=at, error=error, stays=stays), folder)]
+        elif kind == "full":
+            limit = int(share**2 * undisturbed.largest)
+            told.append(f"files of at most {limit} bytes")
+            ended = [child.run(do, folder, child.Streams(limits={resource.RLIMIT_FSIZE: limit}))]
+        else:
+            told.append(f"two at once, the second after {share * 0.5:.3f} of the time")
+            ended = two(do, folder, share * 0.5 * undisturbed.seconds)
+        for each in ended:
+            killed = each.code == -signal.SIGKILL and kind in ("instant", "change")
+            stopped = each.code in (-signal.SIGTERM, -signal.SIGINT) and kind in ("instant", "change")
+            wrong = None if killed or stopped else child.misbehaviour(each)
+            if wrong or (kind in ("fails", "full", "two") and each.code not in (0, 6)):
+                return result(wrong or "code", f"{each.code}: {each.err[-600:]}", code=each.code)
+    last = child.run(do, folder)
+    if last.code != 0:
+        return result("lost", f"the same command again ends in {last.code}: {last.err[-600:]}", code=last.code)
+    found = folders.left(out)
+    if found == undisturbed.left:
+        return result("ok")
+    more, fewer = sorted(found.keys() - undisturbed.left.keys()), sorted(undisturbed.left.keys() - found.keys())
+    other = sorted(path for path in found.keys() & undisturbed.left.keys() if found[path] != undisturbed.left[path])
+    only_more = not fewer and not other
+    return result("leftover" if only_more else "lost", json.dumps({"more": more, "fewer": fewer, "different": other}))
+
+
+def disturbed(do: Callable[[], object], out: Path, **how) -> Callable[[], object]:
+    def call() -> None:
+        Disk(out, **how)
+        do()
+
+    return call
+
+
+def two(do: Callable[[], object], folder: Path, later: float) -> list[child.Ended]:
+    """The command twice at once."""
+    first = child.start(do, folder)
+    time.sleep(later)
+    second = child.start(do, folder)
+    try:
+        return [child.wait(first), child.wait(second)]
+    except BaseException:
+        child.kill_group(second.pid)
+        raise
+

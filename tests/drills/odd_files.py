@@ -1,0 +1,143 @@
+"""Files that nobody means to give to a program: bombs, depths, wrong types, names with escape sequences."""
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+DEEP = 100_000
+ESCAPE = "\x1b[31mred\x1b[0m"
+
+
+def make(made: Path) -> None:
+    """The folder `odd` in `made`."""
+    odd = made / "odd"
+    odd.mkdir()
+    for name, data in {
+        "empty.txt": b"", "blank.txt": b" \n\t\n" * 100, "binary.txt": bytes(range(256)) * 8,
+        "latin.txt": "é".encode("latin-1"),
+        "nul.txt": b"a\0b\n" * 50, "one.txt": b"x", "long_line.txt": b"a" * 3_000_000,
+        "marks.txt": b"\xef\xbb\xbf[MASK] [SEP]\n" * 9,
+        "escape.txt": f"{ESCAPE} text\n".encode() * 20, "not.gz.jsonl.gz": b"this is no gzip",
+        "cut.jsonl.gz": gzip.compress(
+            b'{"text": "a"}\n' * 999, mtime=0)[:-9], "not.parquet": b"PAR1" + bytes(100) + b"PAR1",
+        "nul.toml": b'model = "flash\0"\n', "deep.toml": b"a = " + b"[" * DEEP,
+        "latin.toml": 'model = "é"'.encode("latin-1"),
+        "types.toml": b'model = 3\nsteps = "many"\ndata = []\n',
+        "numbers.toml": b'model = "flash"\nsteps = 1' + b"0" * 400,
+        "floats.toml": b'model = "flash"\ndata = "data"\nout = "new"\nlearning_rate = nan\nclip = inf\n',
+        "section.toml": b'[model]\nname = "flash"\n', "date.toml": b'model = "flash"\nsteps = 1979-05-27\n',
+        "escape.toml": b'model = "\\u001b[31mx"\n', "ok.toml": b'model = "flash"\ndata = "data"\nout = "new"\n',
+        "deep.json": b"[" * DEEP, "deep_object.json": b'{"a":' * DEEP, "deep.jsonl": b"[" * DEEP + b"\n{}\n",
+        "types.json": b'{"data": {"title": 3}}', "null.json": b"null", "list.json": b"[1, 2]",
+        "cut.json": b'{"data": [{"par',
+        "number.json": b"1" + b"0" * 5000, "twice.json": b'{"data": [], "data": 3}',
+        "surrogate.json": b'{"a": "\\ud800"}',
+        "questions.json": json.dumps({"data": [{"paragraphs": [{"context": 7, "qas": [{"id": None}]}]}]}).encode(),
+        "escape.json": json.dumps({"data": [{"paragraphs": [{"context": f"{ESCAPE} is here.", "qas": [{
+            "id": ESCAPE, "question": f"{ESCAPE}?", "answers": [{"text": "is", "answer_start": 13}]}]}]}]}).encode(),
+        "answers.json": b'{"0-0": 3, "x": null}', "rows.jsonl": b'{"kind": "train"}\n{"kind": 3}\n[]\n',
+        "escape.jsonl": (json.dumps({"text": ESCAPE, "kind": ESCAPE, "benchmark": ESCAPE}) + "\n").encode() * 3,
+        "fields.jsonl": b'{"text": 3}\n{"txt": "a"}\n', "halves.jsonl": b'{"text": "\\ud800 \\udc00"}\n' * 9,
+        "page.md": b"<!-- table lm_wiki40b cpu: begin -->\n",
+        "page2.md": b"<!-- table nothing: begin -->\n<!-- table: end -->\n",
+    }.items():
+        (odd / name).write_bytes(data)
+    line = gzip.compress(b"a" * (16 << 20), mtime=0)  # of a gigabyte
+    (odd / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "', mtime=0) + line * 64 + gzip.compress(b'"}\n',
+                                                                                                          mtime=0))
+    (odd / "lines.jsonl.gz").write_bytes(gzip.compress(b"\n" * (16 << 20), mtime=0) * 16)
+    parquet_bomb(odd / "bomb.parquet")
+    tokenizers(json.loads((made / "data/tokenizer.json").read_text()), odd)
+    models(made, odd)
+
+
+def parquet_bomb(path: Path) -> None:
+    """A column of 40 GB in a file of a few megabytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4000, pyarrow.int32()),
+                                                pyarrow.array(["a" * 10_000_000]))
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd")
+
+
+def tokenizers(good: dict, odd: Path) -> None:
+    """Files that are nearly a tokenizer."""
+    vocab = good["model"]["vocab"]
+    first = next(iter(vocab))
+    for name, change in {
+        "types": {"model": good["model"] | {"vocab": list(vocab)}},
+        "no_vocab": {"model": good["model"] | {"vocab": {}, "merges": []}},
+        "id": {"model": good["model"] | {"vocab": vocab | {"zzz": 2**32 - 1}}},
+        "same_id": {"model": good["model"] | {"vocab": {word: 0 for word in vocab}}},
+        "cycle": {"model": good["model"] | {"merges": [[first, first]] * 500}},
+        "added": {"added_tokens": [{**token, "id": 2**32 - 1} for token in good["added_tokens"]]},
+        "none_added": {"added_tokens": []},
+        "null": {"model": None},
+        "decoder": {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 10_000}},
+        "normalizer": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "a" * 100_000}},
+        "escape": {"added_tokens": [{**token, "content": ESCAPE} for token in good["added_tokens"]]},
+    }.items():
+        (odd / f"tokenizer_{name}.json").write_text(json.dumps(good | change))
+
+
+def models(made: Path, odd: Path) -> None:
+    """Exported models whose configuration is not that of the weights."""
+    good = json.loads((made / "exported/config.json").read_text())
+    for name, change in {
+        "layers": {"n_layers": 10**9}, "width": {"d_model": 10**9}, "huge": {"vocab_size": 10**400},
+        "negative": {"d_model": -16},
+        "zero": {"chunk_size": 0}, "text": {"query_key_dim": "x"}, "context": {"context": 10**18},
+        "none": {"n_layers": None},
+        "float": {"expansion_factor": 1e308}, "escape": {"norm": ESCAPE}, "field": {ESCAPE: 1},
+        "end": {"end_of_document": 2**40},
+    }.items():
+        shutil.copytree(made / "exported", odd / f"model_{name}")
+        (odd / f"model_{name}" / "config.json").write_text(json.dumps(good | change))
+
+
+def place(made: Path, box: Path, names: set[str], canary: Path) -> None:
+    """Put into `box` those of the things with these names that there are."""
+    for name in sorted(names):
+        path = box / name
+        if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > 200 or os.path.lexists(path):
+            continue
+        path.parent.mkdir(exist_ok=True)
+        if (made / name).is_dir():
+            shutil.copytree(made / name, path, symlinks=True)
+        elif (made / name).is_file():
+            shutil.copyfile(made / name, path)
+        elif name == "fifo" or name.startswith("fifo."):
+            os.mkfifo(path)
+        elif name == "loop":
+            path.symlink_to("loop")
+        elif name == "file":
+            path.write_text("some text\n")
+        elif name in ("folder", "[red]folder[", ESCAPE):
+            path.mkdir()
+        elif name == "full":
+            path.mkdir()
+            (path / "keep").write_text("keep\n")
+        elif name == "link_to_fifo":
+            os.mkfifo(box / "a_fifo")
+            path.symlink_to("a_fifo")
+    for trap in TRAPS & names:
+        with_trap(box, trap, canary)
+
+
+TRAPS = {"trap_folder", "trap_file"}
+"""Outputs beside which something lies that leads out of the box, under the names of what a killed run leaves."""
+
+
+def with_trap(box: Path, name: str, canary: Path) -> None:
+    for left in (f".{name}.partial", f".{name}.source"):
+        (box / left).symlink_to(canary)
+    (box / f".tmp-{name}").symlink_to(canary / "file")
+    if name == "trap_folder":
+        (box / name).mkdir()
+        for left in (".tmp-step-00000002", ".trash-step-00000001", ".tmp-latest"):
+            (box / name / left).symlink_to(canary)
+        for left in (".tmp-run.json", ".tmp-result.json", ".tmp-metrics.jsonl", ".tmp-loss.png", ".tmp-sample.txt"):
+            (box / name / left).symlink_to(canary / "file")

@@ -1,0 +1,150 @@
+"""A share of the drills, and the drills themselves: they see what they look for, and go on where they were stopped."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from drills import child, kills
+from drills.__main__ import BEGIN, END, fill_page, read_log, snapshot
+from drills.disk import Disk
+
+ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/helpers"]))
+SHARE = ["kills=8", "corruptions=16", "commands=24"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def drills(work, *arguments):
+    return subprocess.Popen([sys.executable, "-m", "drills", *arguments, "--work", work], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": PATHS})
+
+
+def test_a_share_of_the_drills_that_is_stopped_and_goes_on(tmp_path):
+    stopped = drills(tmp_path, *SHARE)
+    deadline = time.monotonic() + 120
+    while len(list(read_log(tmp_path / "log.jsonl"))) < 5 and time.monotonic() < deadline and stopped.poll() is None:
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(10) == 143, stopped.stdout.read()
+    there = (tmp_path / "log.jsonl").read_text()
+    done = drills(tmp_path, *SHARE)
+    said, _ = done.communicate()
+    assert done.returncode == 0, said
+    assert "kills: 8 tried, 0 lost, 0 silent, 0 internal, 0 hung" in said
+    assert (tmp_path / "log.jsonl").read_text().startswith(there)
+    trials = [(each["part"], each["number"]) for each in read_log(tmp_path / "log.jsonl")]
+    assert len(trials) == len({*trials}) == 8 + 16 + 24
+
+
+def test_a_child_that_waits_is_interrupted_and_one_that_does_not_heed_it_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(child, "GRACE", 0.5)
+    ended = child.run(lambda: time.sleep(60), tmp_path, seconds=0.2)
+    assert (ended.over, ended.code) == ("heeded", 130) and child.misbehaviour(ended) == "hung"
+
+    def deaf():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(60)
+
+    ended = child.run(deaf, tmp_path, seconds=0.2)
+    assert (ended.over, ended.code) == ("killed", -signal.SIGKILL)
+
+
+def test_what_a_child_prints_is_kept_and_what_it_starts_is_ended(tmp_path):
+    def fork():
+        print("é" * 100_000)
+        print("error: one", file=sys.stderr)
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+        (tmp_path / "pid").write_text(str(pid))
+        sys.exit(4)
+
+    ended = child.run(fork, tmp_path)
+    assert (ended.code, ended.out, ended.err) == (4, "é" * 100_000 + "\n", "error: one\n")
+    assert child.misbehaviour(ended) is None
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    time.sleep(0.2)
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(("code", "err", "mib", "verdict"), [
+    (0, "", 0, None), (3, "error: no\n", 0, None), (0, "warning: so\n" * 10, 0, None), (0, "a\n" * 11, 0, "noisy"),
+    (1, "error: no\n", 0, "internal"), (-11, "", 0, "internal"), (2, "error: internal: no\n", 0, "internal"),
+    (2, "Traceback\nerror: no\n", 0, "noisy"), (2, "", 0, "noisy"), (0, "", 5000, "memory"), (120, "", 0, "internal")])
+def test_what_no_process_may_do(code, err, mib, verdict):
+    assert child.misbehaviour(child.Ended(code, "", err, 0.1, mib)) == verdict
+
+
+def write_three(folder):
+    (folder / "a").write_text("one")
+    with open(folder / "b", "w") as file:
+        file.write("two")
+    os.rename(folder / "a", folder / "c")
+
+
+@pytest.mark.parametrize(("at", "left"), [
+    (1, {}), (2, {"a": "o"}), (3, {"a": "one"}), (4, {"a": "one", "b": "t"}), (5, {"a": "one", "b": "two"}),
+    (6, {"c": "one", "b": "two"})])
+def test_a_change_of_the_disk_is_the_last(at, left, tmp_path):
+    """Opened, written, opened, written, renamed. A file is there, empty, once it is open."""
+    for how, code in (({"number": signal.SIGKILL}, -signal.SIGKILL), ({"error": errno.ENOSPC, "stays": True}, 1)):
+        folder = tmp_path / str(code)
+        folder.mkdir()
+        ended = child.run(kills.disturbed(partial(write_three, folder), folder, at=at, **how), folder)
+        assert ended.code == (0 if at == 6 else code), ended
+        assert {path.name: path.read_text() for path in folder.iterdir()} == left
+        assert code < 0 or at == 6 or "No space left on device" in ended.err
+
+
+def test_a_disk_counts(tmp_path):
+    def count():
+        disk = Disk(tmp_path)
+        write_three(tmp_path)
+        os.write(2, str(disk.count).encode())
+
+    assert child.run(count, tmp_path).err == "5"
+
+
+def test_a_command_that_loses_rows_is_seen(tmp_path, monkeypatch):
+    """It appends without a look at what a kill has left."""
+    def careless(made, out):
+        def append():
+            path = out / "rows"
+            there = len(path.read_text().splitlines()) if path.exists() else 0
+            for row in range(there, 20):
+                with open(path, "a", buffering=1) as file:
+                    file.write(f"row {row}\n")
+
+        return append
+
+    monkeypatch.setattr(kills, "SCENARIOS", {"careless": kills.Scenario(careless)})
+    monkeypatch.setattr(kills, "OFTEN", [])
+    verdicts = {kills.trial(tmp_path, tmp_path / "trial", Random(number))["verdict"] for number in range(30)}
+    assert "lost" in verdicts and "ok" in verdicts
+
+
+def test_a_change_outside_is_seen(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("a")
+    before = snapshot(tmp_path)
+    assert snapshot(tmp_path) == before
+    (tmp_path / "folder/file").write_text("b")
+    assert snapshot(tmp_path) != before
+
+
+def test_the_figures_go_between_the_marks_of_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
+    fill_page(page, {"kills": [{"verdict": "ok"}, {"verdict": "lost"}, {"verdict": "noisy"}]}, 7, "0123456789abc")
+    text = page.read_text()
+    assert text.startswith("# Page\n\n") and text.endswith(f"\n\n{END}\n\nThe end.\n") and "old" not in text
+    assert "| kills | 3 | 1 | 0 | 0 | 0 | 1 noisy |" in text and "Commit 0123456789, seed 7." in text
