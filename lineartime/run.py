@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lineartime import checkpoint
-from lineartime.atomic_io import read_json, read_json_lines, write_atomically, write_json
+from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
 from lineartime.config import QUESTION_ANSWERING, RunConfig, model_config_from_json, model_config_json, to_dict
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.errors import CheckpointError, UsageError
@@ -106,7 +106,8 @@ class Run:
         self.waiting += json.dumps(record) + "\n"
         end = None
         try:
-            with open(path, "ab", buffering=0) as file:
+            with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(
+                    name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)) as file:
                 end = file.tell()
                 if file.write(self.waiting.encode()) < len(self.waiting):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -133,7 +134,9 @@ def read_run(out: Path) -> dict[str, Any]:
     if not (out / RUN_FILE).exists():
         raise UsageError("not a run", out, "give the --out folder of `lineartime train`")
     description = read_json(out / RUN_FILE)
-    if not isinstance(description.get("id"), str):
+    texts, tables = ("id", "preset", "task", "data"), ("model", "train")
+    if not (all(isinstance(description.get(name), str) for name in texts)
+            and all(isinstance(description.get(name), dict) for name in tables)):
         raise CheckpointError("damaged", out / RUN_FILE, "it is no description of a run")
     return description
 
@@ -263,6 +266,9 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
+    if config.n_layers > len(weights):  # a layer takes milliseconds to build
+        raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
+                              f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
     with torch.device("meta"):
         model = kind(config)
     weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
@@ -300,10 +306,11 @@ def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     files = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:
-            files[name] = (folder / name).read_text(encoding="utf-8")
+            files[name] = read_bytes(folder / name).decode()
         except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError("cannot read", folder / name, str(e)) from None
+            raise CheckpointError("cannot read", folder / name, getattr(e, "strerror", None) or str(e)) from None
     try:
+        open_regular(folder / WEIGHTS_FILE).close()  # the library would wait for a pipe
         weights = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, safetensors.SafetensorError) as e:
         raise CheckpointError("damaged", folder / WEIGHTS_FILE, str(e)) from None

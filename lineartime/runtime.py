@@ -62,6 +62,15 @@ def choose_allocator() -> str:
     return chosen if all([libc.mallopt(name, value) == 1 for name, value in wanted]) else "as it is"
 
 
+def available_bytes() -> int | None:
+    """Memory that processes can have without swapping. None on other systems than Linux."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
 def rss_bytes(name: str = "VmRSS") -> int | None:
     """A field of `/proc/self/status` in bytes: by default the memory of this process. None on other systems."""
     try:

@@ -27,7 +27,7 @@ from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import plot_run
 from lineartime.run import RESULT_FILE, Run, read_result, result_or_none
-from lineartime.runtime import peak_bytes, pick_device
+from lineartime.runtime import available_bytes, peak_bytes, pick_device
 
 Progress = Callable[[str, int, int | None], None]
 """A callback of progress: a description, the amount done, and the total, None if unknown."""
@@ -142,7 +142,12 @@ class StopSignal:
 
 
 def new_model(config: RunConfig) -> LanguageModel:
-    """The run's model, initialised from its seed."""
+    """The run's model, initialised from its seed. Raises ResourceError if its training cannot fit into memory."""
+    per_parameter = 4 if torch.cuda.is_available() else 16  # the weight; on a CPU also its gradient and two moments
+    needed, available = per_parameter * config.model.least_parameters, available_bytes()
+    if available is not None and needed > available:
+        raise ResourceError("the model does not fit into memory", f"{needed / 2**30:,.1f} GiB needed, "
+                            f"{available / 2**30:,.1f} GiB available", "lower n_layers, d_model or vocab_size")
     torch.manual_seed(config.train.seed)
     return LanguageModel(config.model)
 

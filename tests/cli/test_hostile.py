@@ -12,12 +12,17 @@ from typing import Any
 
 import pyarrow
 import pytest
+import torch
 from pyarrow import parquet
 
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
+from lineartime.config import PRESETS, model_config, run_config
+from lineartime.errors import ResourceError
+from lineartime.model import LanguageModel
 from lineartime.release.card import Sample, sample_text
 from lineartime.release.pretrained import model_folder
+from lineartime.training import new_model
 
 LINEARTIME = [sys.executable, "-m", "lineartime"]
 
@@ -38,6 +43,20 @@ def test_sizes_have_limits(call: Call, value: str, words: str) -> None:
     code, _, err = call("info", "flash", "--set", value)
     assert_refused(code, err, 2, words)
     assert time.process_time() - begun < 2 and len(err) < 800
+
+
+def test_a_model_larger_than_memory_is_refused() -> None:
+    config = run_config({"model": "flash", "data": "x", "out": "y", "n_layers": 1024, "d_model": 2**17})
+    with pytest.raises(ResourceError, match=r"the model does not fit into memory: [\d,.]+ GiB needed"):
+        new_model(config)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_lower_bound_of_the_parameters_is_close(preset: str) -> None:
+    config = model_config(preset)
+    with torch.device("meta"):
+        n_parameters = sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+    assert 0.75 * n_parameters < config.least_parameters < n_parameters
 
 
 def tokenizer_with(change: Callable[[dict[str, Any]], None]) -> str:
