@@ -161,7 +161,7 @@ class ModelConfig:
     @property
     def least_parameters(self) -> int:
         """Parameters in the largest matrices: a lower bound of the model's, found without building it."""
-        n_matrices = 2 if self.ffn in ("gau", "mlp") else 3
+        n_matrices = 2 if self.ffn == "mlp" or (self.ffn == "gau" and not self.gate) else 3
         attention = 0 if self.ffn == "gau" else 4 * self.d_model**2
         return self.vocab_size * self.d_model + self.n_layers * (n_matrices * self.d_model * self.d_inner + attention)
 
