@@ -203,7 +203,7 @@ class LineartimeModel(PreTrainedModel):
             n_columns = n_new + (0 if cache is None else cache.n_columns)
             require(mask.shape in ((n_rows, n_new), (n_rows, n_columns)), "wrong attention_mask",
                     f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
-            valid_BT = mask[:, -n_new:].bool()
+            valid_BT = mask[:, mask.shape[1] - n_new :].bool()
         if cache is None:
             return self.model.hidden(ids_BT, padding_mask_BT=None if valid_BT.all() else valid_BT), None
         return cache.extend(self.model, ids_BT, valid_BT), cache

@@ -70,7 +70,7 @@ class RelPosBias(nn.Module):
         """w for `length` queries and as many keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]."""
         if self.n < TOEPLITZ_BELOW:
             return self.weight[self.n - length : self.n + length - 1]
-        return self.at(torch.arange(1 - length, length, device=self.a.device))
+        return self.at(torch.arange(1 - length, max(length, 1), device=self.a.device))
 
 
 class ScaleNorm(nn.Module):
@@ -145,7 +145,10 @@ def one_document_info(x_BTD: Tensor, config: ModelConfig) -> SequenceInfo:
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
-    """Document boundaries in the flattened rows: `[0, ..., B T]`. A run of padding counts as a document."""
+    """Document boundaries in the flattened rows: `[0, ..., B T]`. A run of padding counts as a document; rows without a
+    token are one empty document."""
+    if segment_ids_BT.numel() == 0:
+        return [0, 0]
     starts_BT = torch.ones_like(segment_ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     return [*starts_BT.flatten().nonzero().flatten().tolist(), segment_ids_BT.numel()]

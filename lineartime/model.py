@@ -80,8 +80,7 @@ class LanguageModel(nn.Module):
         if segment_ids_BT is not None and self.config.by_document:
             info.cu_seqlens = cu_seqlens(segment_ids_BT)
         if segment_ids_BT is not None and self.config.chunk_pooling == "attention":
-            last_B1 = segment_ids_BT.amax(1, keepdim=True)
-            if not ((segment_ids_BT == last_B1) | (segment_ids_BT < 0)).all():
+            if not ((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
                 raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
                                  "give each document its own row")
         x_BTD, delta_BTD = self.embed(ids_BT) + self.abs_pos(position_1T), None
@@ -159,6 +158,8 @@ class LanguageModel(nn.Module):
 
         ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids. Raises UsageError past the end of a position
         table."""
+        if ids_BN.numel() == 0:
+            return self.norm(self.embed(ids_BN))
         inputs = DecodeInputs(state.seq_lens_B, state.start_B, n_new_B, self.begins(ids_BN))
         self.check_length(inputs.longest)
         x_BND = self.extend_layers(ids_BN, inputs, state.caches)

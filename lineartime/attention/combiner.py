@@ -56,7 +56,8 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
     seen_GCF = seen_CF.expand(n_rows, -1, -1)
     if causal:
         seen_GCF = seen_GCF & (row_F < row_G[:, None])[:, None, :]
-        a_BGHCJ = a_BGHCJ.masked_fill(~torch.ones_like(a_BGHCJ[0, 0, 0], dtype=torch.bool).tril(), lowest)
+        later_CJ = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu(1)
+        a_BGHCJ = a_BGHCJ.masked_fill(later_CJ, lowest)
     s_BGHCF = at_least_float32(torch.einsum("bgihk,bfihk->bghif", q, ks_BFCHK))
     s_BGHCF = s_BGHCF.masked_fill(~seen_GCF[:, None], lowest)
     w_BGHCW = torch.cat([a_BGHCJ, s_BGHCF], dim=-1).softmax(-1).to(v.dtype)

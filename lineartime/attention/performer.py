@@ -53,6 +53,8 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
     n_rows, n_tokens, n_heads, width = fq_BTHM.shape
     if initial is None:
         initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])
+    if n_tokens == 0:
+        return v_BTHK, initial
     if prefix_sum == "scan":
         state_BTHMK = product("bthm,bthk->bthmk", fk_BTHM, v_BTHK).cumsum(1) + initial[:, None]
         return product("bthm,bthmk->bthk", fq_BTHM, state_BTHMK), state_BTHMK[:, -1]

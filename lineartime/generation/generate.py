@@ -32,7 +32,7 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
     piece = max(PIECE_TOKENS // chunk_size, 1) * chunk_size
     state = model.decoding_state(len(prompts))
     last_BD = model.embed.weight.new_zeros(len(prompts), model.config.d_model)
-    for start in range(0, max(len(prompt) for prompt in prompts), piece):
+    for start in range(0, max((len(prompt) for prompt in prompts), default=0), piece):
         parts = [list(prompt[start : start + piece]) for prompt in prompts]
         width = max(len(part) for part in parts)
         ids_BN = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=device)
@@ -107,6 +107,8 @@ def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_
     see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and
     for a model whose step cannot be captured."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
+    if not prompts:
+        return []
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))

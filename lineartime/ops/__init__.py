@@ -9,7 +9,7 @@ signatures; `impl` selects one of the two:
 | "reference" | the PyTorch reference |
 | "triton" | kernels; `UsageError` where they do not support the inputs |
 
-`dispatch` says which inputs the kernels support."""
+`dispatch` says which inputs the kernels support. Inputs without a token (B or T of 0) go to the reference."""
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
-    module = mixed_chunk if in_kernels else reference
+    module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling)
 
@@ -60,7 +60,7 @@ def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_2S, None)
-    module = quadratic if in_kernels else reference
+    module = quadratic if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_quadratic_attention(uvz_BTF, gamma_2S, beta_2S, sin, cos, w, scale_len=scale_len,
                                             causal=causal, segment_ids_BT=segment_ids_BT)
 

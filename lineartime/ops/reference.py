@@ -231,7 +231,8 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         return read_states(q_BGCS, kv_BGSE, weight_BGC)
 
     # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still rise.
-    turned_BGC = torch.where(segment_ids_BGC >= 0, segment_ids_BGC.amax() - segment_ids_BGC, -1).flip(1, 2)
+    most = torch.iinfo(segment_ids_BGC.dtype).max
+    turned_BGC = torch.where(segment_ids_BGC >= 0, most - segment_ids_BGC, -1).flip(1, 2)
     after = entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
     kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in after)
     seen_after_BGC = (turned_BGC.flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)

@@ -295,6 +295,30 @@ def test_wrong_segment_ids_are_refused(name: str, wrong: list[int]) -> None:
         model(ids_BT, torch.tensor([0, 0, 0, 1, 0, 0]).expand(2, 6), padding_mask_BT=torch.tensor([[True] * 6] * 2))
 
 
+@pytest.mark.parametrize("name", CONFIGS | UNPACKED | BIDIRECTIONAL)
+@pytest.mark.parametrize(("n_rows", "n_tokens"), [(1, 0), (0, 3), (0, 0)])
+def test_no_rows_and_no_tokens(name: str, n_rows: int, n_tokens: int) -> None:
+    """Empty results of the right shape, and gradients of zero for the weights that have one with tokens."""
+    ids_BT = torch.zeros(n_rows, n_tokens, dtype=torch.long)
+    for causal in (True, False) if name in CONFIGS else (None,):
+        config = (CONFIGS | UNPACKED | BIDIRECTIONAL)[name]
+        model = random_model(config if causal is None else replace(config, causal=causal))
+        loss = model(ids_BT, targets=ids_BT).sum()
+        for more in ({}, {"padding_mask_BT": torch.ones_like(ids_BT).bool()}, {"segment_ids_BT": ids_BT}):
+            logits_BTV = model(ids_BT, **more)
+            assert logits_BTV.shape == (n_rows, n_tokens, config.vocab_size)
+            loss = loss + logits_BTV.sum()
+        assert random_model(with_end(model.config))(ids_BT).shape == logits_BTV.shape
+        for layer in model.layers:
+            x_BTD = layer(model.embed(ids_BT))
+            assert x_BTD.shape == (n_rows, n_tokens, config.d_model)
+            loss = loss + x_BTD.sum()
+        used = torch.autograd.grad(model(random_ids(1, 9)).sum(), list(model.parameters()), allow_unused=True)
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        assert loss == 0 and [g is None for g in found] == [g is None for g in used]
+        assert all((g == 0).all() for g in found if g is not None)
+
+
 @ONE_PER_LAYER
 def test_other_shapes_are_refused(name: str) -> None:
     model, ids_BT = random_model(CONFIGS[name]), random_ids(1, 2)

@@ -264,6 +264,26 @@ def test_a_thousand_greedy_tokens(name: str) -> None:
     assert len(set(tokens[-500:])) >= 5
 
 
+@EVERY_MODEL
+def test_nothing_to_decode(name: str) -> None:
+    """No prompts, no rows, no new tokens: empty results, and the state of a row does not change."""
+    model = random_model(DECODERS[name])
+    for temperature in (0.0, 1.0):
+        assert generate.generate(model, [], max_new_tokens=3, temperature=temperature) == []
+    logits_BV, state = generate.prefill(model, [])
+    assert logits_BV.shape == (0, 13)
+    assert generate.decode_step(model, torch.zeros(0, dtype=torch.long), state).shape == (0, 13)
+    prompts = random_ids(2, 7).tolist()
+    expected, same = (generate.prefill(model, prompts)[1] for _ in range(2))
+    with torch.inference_mode():
+        x_BND = model.extend(torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, dtype=torch.long), same)
+    assert x_BND.shape == (2, 0, 8)
+    ids_B = torch.tensor([3, 4])
+    assert torch.equal(generate.decode_step(model, ids_B, same), generate.decode_step(model, ids_B, expected))
+    with pytest.raises(UsageError, match="empty prompt"):
+        generate.generate(model, [[]], max_new_tokens=3)
+
+
 def test_what_cannot_be_decoded_is_refused() -> None:
     with pytest.raises(UsageError, match="causal"):
         random_model(replace(FLASH, causal=False)).decoding_state(1)

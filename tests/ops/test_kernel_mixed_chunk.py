@@ -254,6 +254,20 @@ def test_an_op_is_its_reference_or_its_kernel(op, n_heads: int, how: dict[str, i
     assert (kernel - definition).norm() <= 1e-6 * definition.norm()
 
 
+@pytest.mark.parametrize("op, n_heads, how", [
+    (gated_chunk_attention, 4, {"chunk_size": 128}), (gated_quadratic_attention, 2, {"scale_len": 140})])
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_rows_and_no_tokens(op, n_heads: int, how: dict[str, int], causal: bool) -> None:
+    for n_rows, n_tokens in ((1, 0), (0, 5)):
+        uvz = torch.zeros(n_rows, n_tokens, 2 * 64 + S)
+        heads, angles = torch.ones(2, n_heads, S, requires_grad=True), torch.zeros(1, n_tokens, S // 2)
+        w = torch.zeros(255 if n_heads == 4 else max(2 * n_tokens - 1, 0))
+        out = op(uvz, *heads, angles, angles, w, causal=causal, impl="triton", **how)
+        assert out.shape == (n_rows, n_tokens, 64)
+        out.sum().backward()
+        assert (heads.grad == 0).all()
+
+
 def test_a_layer_is_the_definition_of_its_op() -> None:
     """The reference with a layer's weights, in float64: what the layer makes of parts and heads of its own."""
     torch.manual_seed(0)
