@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS, GRACE, MEMORY_MIB = 20.0, 5.0, 1024
-"""Limits of a trial: waiting, or the processor's time; how long it may take to end after SIGINT; and memory beyond that of
-the imported program."""
+"""Limits of a trial: time, of the processor or waiting; time to end after SIGINT; memory beyond the program's own."""
 ADDRESSES, FILE_BYTES = 3 << 30, 256 << 20
 """What a child can have at most, so that the machine is safe from it."""
 PR_SET_PDEATHSIG = 1
@@ -40,7 +39,9 @@ class Ended(NamedTuple):
     mib: int
     """Memory at the peak beyond that of the imported program."""
     over: str = ""
-    """For a child that was over the time limit: whether it "heeded" the SIGINT that it got, or was "killed"."""
+    """What a child did that was over the time limit, and then got a SIGINT: "working" or "waiting"."""
+    killed: bool = False
+    """Whether it did not heed that."""
 
     @property
     def n_lines(self) -> int:
@@ -189,7 +190,7 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
     `GRACE` a SIGKILL."""
     pid, started = child.pid, time.monotonic()
     baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    over, over_at, ended = "", None, False
+    over, over_at, killed, ended = "", 0.0, False, False
     watched = os.pidfd_open(pid)
     printed = {child.out: bytearray(), child.err: bytearray()}
     poll = select.poll()
@@ -206,11 +207,11 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
             if at and since >= at[0]:
                 send(pid, at[1])
                 at = None
-            elif over_at is not None and since > over_at + GRACE:
-                over = "killed"
+            elif over and since > over_at + GRACE:
+                killed = True
                 send(pid, signal.SIGKILL)
-            elif over_at is None and over_limit(pid, since, seconds):
-                over, over_at = "heeded", since
+            elif not over and (over := over_limit(pid, since, seconds)):
+                over_at = since
                 send(pid, signal.SIGINT)
         _, status, usage = os.wait4(pid, 0)
         for descriptor, text in printed.items():
@@ -226,7 +227,7 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
             os.close(descriptor)
     out, err = (bytes(text).decode(errors="backslashreplace") for text in printed.values())
     return Ended(os.waitstatus_to_exitcode(status), out, err, time.monotonic() - started,
-                 max(usage.ru_maxrss - baseline, 0) // 1024, over)
+                 max(usage.ru_maxrss - baseline, 0) // 1024, over, killed)
 
 
 def take(descriptor: int, text: bytearray) -> bool:
@@ -239,14 +240,16 @@ def take(descriptor: int, text: bytearray) -> bool:
     return bool(data)
 
 
-def over_limit(pid: int, since: float, seconds: float) -> bool:
-    """Whether a child has had its time: of the processor, or waiting. A busy machine does not count as waiting."""
+def over_limit(pid: int, since: float, seconds: float) -> str:
+    """Of a child that has had its time: whether it was "working" on a processor or "waiting"; otherwise nothing.
+
+    A busy machine, which gives it a fourth of a processor, does not count as waiting."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return ""
     used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return used > seconds or since > seconds + 3 * used
+    return "working" if used > seconds else "waiting" if since > seconds + 3 * used else ""
 
 
 def send(pid: int, number: int) -> None:
@@ -292,6 +295,8 @@ def as_verb(function: Callable[[], object]) -> Callable[[], None]:
             sys.exit(verbs.fail(e, e.exit_code, False))
         except MemoryError as e:
             sys.exit(verbs.fail(e, 6, False, "out of memory"))
+        except KeyboardInterrupt as e:
+            sys.exit(verbs.fail(e, 130, False, "interrupted"))
 
     return call
 

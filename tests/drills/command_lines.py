@@ -45,8 +45,10 @@ TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"
 OUTPUTS = {"out", "html", "png", "images", "predictions", "into"}
 """Options whose path is written; of `benchmark` and `reproduce` the rows too."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
-LONG = {"train", "finetune", "generate", "reproduce", "benchmark"}
-"""Verbs that may take as long as somebody asks for; they are interrupted after a few seconds."""
+LONG = {"train", "finetune", "generate", "reproduce", "report", "benchmark"}
+"""Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
+IN_OTHERS = {"reproduce", "benchmark"}
+"""Verbs that wait for processes of theirs, which work."""
 SECONDS = 6.0
 
 RECIPES: dict[str, list[list[str]]] = {
@@ -202,8 +204,8 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
     long = arguments[0] in LONG and not any(huge_size(text) for text in arguments)
     ended = child.run(child.verb(given), box, streams, seconds=SECONDS if long else child.SECONDS)
     wrong = child.misbehaviour(ended)
-    if ended.over == "heeded" and long and "Traceback" not in ended.err:
-        wrong = None if ended.mib < 3 * child.MEMORY_MIB else "memory"
+    if long and not ended.killed and (ended.over == "working" or (ended.over and arguments[0] in IN_OTHERS)):
+        wrong = child.misbehaviour(ended._replace(over=""))
     if wrong is None and "\x1b" in ended.out + ended.err:
         wrong = "escape"
     if wrong is None and streams.stdout and ended.code == 0 and arguments[0] in ("info", "evaluate"):

@@ -48,14 +48,14 @@ def test_a_share_of_the_drills_that_is_stopped_and_goes_on(tmp_path):
 def test_a_child_that_waits_is_interrupted_and_one_that_does_not_heed_it_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "GRACE", 0.5)
     ended = child.run(lambda: time.sleep(60), tmp_path, seconds=0.2)
-    assert (ended.over, ended.code) == ("heeded", 130) and child.misbehaviour(ended) == "hung"
+    assert (ended.over, ended.killed, ended.code) == ("waiting", False, 130) and child.misbehaviour(ended) == "hung"
 
     def deaf():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         time.sleep(60)
 
     ended = child.run(deaf, tmp_path, seconds=0.2)
-    assert (ended.over, ended.code) == ("killed", -signal.SIGKILL)
+    assert (ended.over, ended.killed, ended.code) == ("waiting", True, -signal.SIGKILL)
 
 
 def test_what_a_child_prints_is_kept_and_what_it_starts_is_ended(tmp_path):
