@@ -34,6 +34,10 @@ MAX_BYTES = 64 << 20
 """Largest file that is read whole: configurations, tokenizers, results, prompts."""
 
 
+MAX_LINES_BYTES = 1 << 30
+"""Largest file of JSON lines that is read."""
+
+
 def open_regular(path: Path) -> io.FileIO:
     """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device or a folder, which
     are not waited for."""
@@ -50,10 +54,9 @@ def open_regular(path: Path) -> io.FileIO:
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     """The bytes of a regular file. Raises OSError, also for a file of more than `limit` bytes."""
     with open_regular(path) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
-    return data
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+        return file.readall()
 
 
 @contextlib.contextmanager
@@ -102,7 +105,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`. A locked file beside it tells others that its process lives."""
     made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _remove_leftovers(path):
+    if remove_leftovers(path):
         raise ResourceError("another process is writing this folder", path, "wait for it")
     lock, descriptor = _locked_file(path, ".lock")
     folder = lock.with_suffix(".tmp")
@@ -141,7 +144,7 @@ def _locked_file(path: Path, ending: str) -> tuple[Path, int]:
         os.close(descriptor)  # another process took it for a leftover before it was locked
 
 
-def _remove_leftovers(path: Path) -> bool:
+def remove_leftovers(path: Path) -> bool:
     """Remove the temporary files of killed processes beside `path`. Returns whether a living one writes `path`."""
     busy = False
     for entry in path.parent.iterdir():
@@ -187,7 +190,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             with open(path, "wb", buffering=0) as file:
                 yield file
             return
-        _remove_leftovers(path)
+        remove_leftovers(path)
         aside, descriptor = _locked_file(path, ".tmp")
         try:
             with os.fdopen(descriptor, "r+b") as file:
@@ -273,14 +276,17 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
 
     what: a noun for a line, for the message ("a row of a run")."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path, MAX_LINES_BYTES).split(b"\n")
     except OSError as e:
         raise DataError("cannot read the rows", path, e.strerror) from None
     parsed = []
     for number, line in enumerate(lines, 1):
+        whole = number < len(lines)
         try:
-            parsed.append(parse(json.loads(line.decode())))
+            row = json.loads(line.decode())
+            whole = True  # what is cut off from an object is not JSON
+            parsed.append(parse(row))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            if number < len(lines):
+            if whole:
                 raise DataError(f"not {what}", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
     return parsed

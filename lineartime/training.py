@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.atomic_io import write_atomically, write_json
+from lineartime.atomic_io import read_bytes, write_atomically, write_json
 from lineartime.config import RunConfig, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import config_for_data, open_split, read_manifest
@@ -301,7 +301,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     if not already:
         plot_run(out)
     sample = out / SAMPLE_FILE
-    return TrainResult(out, settings, result, sample.read_text(encoding="utf-8") if sample.exists() else "", already)
+    return TrainResult(out, settings, result, read_bytes(sample).decode(errors="replace") if sample.exists() else "", already)
 
 
 def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progress: Progress | None) -> dict[str, Any]:

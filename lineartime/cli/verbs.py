@@ -544,7 +544,7 @@ def run_verb(arguments: list[str], *, debug: bool) -> int:
         with shown_log():
             code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
             sys.stdout.flush()
-        return code or 0
+        return fail(KeyboardInterrupt(), 130, debug, "interrupted") if code == 130 else code or 0
     except LineartimeError as e:
         return fail(e, e.exit_code, debug)
     except KeyboardInterrupt as e:

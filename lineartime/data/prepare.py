@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import hash_of, hashed_file, written_aside
+from lineartime.atomic_io import hash_of, hashed_file, remove_leftovers, written_aside
 from lineartime.config import TASKS
 from lineartime.data import corpora
 from lineartime.data.read_text import MAX_LINE_BYTES, PIECE, Piece, read_pieces
@@ -153,6 +153,7 @@ def _refuse_shared_text(sources: list[dict[str, Any]]) -> None:
 
 
 def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[str, Any]] | None) -> Manifest:
+    remove_leftovers(out)
     require((out / DATA_MANIFEST).is_file(), "the output exists and is not a prepared folder", str(out),
             "choose another")
     manifest = read_manifest(out)

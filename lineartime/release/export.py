@@ -2,13 +2,14 @@
 
 The card's scores are of the exported bfloat16 weights, not of the float32 weights of training."""
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
 import safetensors.torch
 import torch
 
-from lineartime.atomic_io import written_aside
+from lineartime.atomic_io import remove_leftovers, written_aside
 from lineartime.benchmark.measure import provenance
 from lineartime.checkpoint import MANIFEST, manifest_of
 from lineartime.config import TrainConfig, model_config_json, to_dict
@@ -23,6 +24,7 @@ from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, 
 from lineartime.settings import replace_fields, require
 from lineartime.training import Progress, StopSignal
 
+logger = logging.getLogger(__name__)
 CARD_FILE = "README.md"
 SPLITS = ("validation", "test")
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
@@ -49,6 +51,7 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     Markdown. prompt: the prompt of the card's sample. strict: see `load_model`. progress counts scored tokens. Raises
     UsageError if `out` exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
     damage, ResourceError for the disk."""
+    remove_leftovers(out)
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
     description = read_run(run)
     description["train"] = to_dict(replace_fields(TrainConfig(), description["train"]))  # raises for damage
@@ -67,6 +70,8 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
                               progress=StopSignal().watch("", progress, "evaluating", stream.n_tokens))
               for split, stream in streams.items()}
     file = safetensors.torch.save(weights, {"format": "pt"})
+    if not (run / METRICS_FILE).exists():
+        logger.warning(f"{run / METRICS_FILE} is missing: the card has no training time")
     lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
     metrics = [line for line in lines if line["step"] <= facts["step"]]
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
