@@ -67,7 +67,8 @@ def cost_panels(results: Results) -> list[Panel]:
     held-out loss, against steps x time. The dashed line is the best of the reference's mean curve.
 
     Only cells that were both trained and timed are in it. The first third of every curve, where quality rises so fast
-    that the rest would be pressed together, is left out. Costs ten times apart are on a logarithmic scale."""
+    that the rest would be pressed together, is left out up to the dashed line. Costs ten times apart are on a
+    logarithmic scale."""
     seconds, panels = seconds_per_step(results), latency_panels(results)
     longest = (seconds * results.trained.steps.groupby(level=CELL).first()).max()
     unit_s, units = (60.0, "minutes") if longest < 7200 else (3600.0, "hours")
@@ -76,9 +77,10 @@ def cost_panels(results: Results) -> list[Panel]:
         drawn, rings, clocks = [], [], []
         for row in (row for row in results.rows if (row, column) in seconds):
             cost, curve = seconds[row, column] / unit_s, curve_of(results, row, column)
-            drawn.append(line(row, results.table.models,
-                              over_seeds(-curve).set_axis(cost * curve.index)[len(curve) // 3:]))
             reached = cost * steps_to(best, curve.mean(axis=1))
+            n_before = sum(cost * curve.index < reached) if reached > 0 else len(curve)
+            start = min(len(curve) // 3, max(n_before - 1, 0))
+            drawn.append(line(row, results.table.models, over_seeds(-curve).set_axis(cost * curve.index)[start:]))
             rings += [(float(reached), -float(best))] if row != results.table.reference and reached > 0 else []
             timed = results.steps.record[row, column]
             clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")

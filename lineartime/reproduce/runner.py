@@ -136,9 +136,11 @@ def prepare(text: Text, place: Place, stop: StopSignal) -> None:
     """Tokenise a text, unless that is done."""
     source, out = "--hub" if text.folder is None else place.below_texts(text.folder), place.data(text)
     out.parent.mkdir(parents=True, exist_ok=True)
-    call(["prepare", source, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out", str(out),
-          *(["--mlm"] if text.mlm else [])], f"text {text.name}", out.with_suffix(".log"), place, stop)
+    failed = call(["prepare", source, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out", str(out),
+                   *(["--mlm"] if text.mlm else [])], f"text {text.name}", out.with_suffix(".log"), place, stop)
     stop.check(STOPPED)
+    if failed:
+        raise ResourceError("a text cannot be prepared", text.name, failed)
 
 
 def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSignal) -> int:

@@ -87,6 +87,16 @@ def test_the_dashed_line_is_the_references_best_and_rings_are_where_others_are_a
     assert {y for _, y in rings} == {panel.level}
 
 
+def test_a_ring_is_on_its_curve():
+    rows = made_rows("lm_wiki40b")
+    for row in rows:
+        if row["kind"] == "train" and row["settings"]["model"] == "flash":
+            row["curve"] = [[step, loss - 9] for step, loss in row["curve"]]
+    panel = panels_of(results_of("lm_wiki40b", "cpu", rows), "cost")[-1]
+    assert line_of(panel, "FLASH").points[0][0] == min(x for x, _ in line_of(panel, "reaches it").points)
+    assert len(line_of(panel, "FLASH").points) == 10 and len(line_of(panel, "Transformer").points) == 7
+
+
 def test_a_cell_that_was_not_timed_has_no_cost_and_a_reference_that_was_not_trained_no_line():
     results = made("lm_wiki40b", keep=lambda row: row["kind"] == "train" or row["settings"]["model"] != "flash-quad")
     panel = panels_of(results, "cost")[-1]
