@@ -203,6 +203,13 @@ def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
 
 
+def test_a_text_that_memory_is_too_small_for_ends_the_table(tiny, monkeypatch):
+    place, _ = tiny
+    monkeypatch.setattr(runner, "call", lambda *arguments: "out of memory: text")
+    with pytest.raises(ResourceError, match="cannot be prepared: books-300; out of memory"):
+        runner.prepare(cells_of("speedup", "cpu")[0].text, place, StopSignal())
+
+
 def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypatch):
     """One job gives two rows; where a kill took the second, the first is not made again."""
     place, _ = tiny
