@@ -5,8 +5,7 @@ import itertools
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,21 +14,20 @@ import numpy as np
 
 from lineartime.atomic_io import replaced
 from lineartime.config import ModelConfig
-from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
+from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.info import describe, millions
 from lineartime.run import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
 from lineartime.settings import replace_fields
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
+DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 """Told apart by people with any colour vision (Okabe and Ito)."""
 DASHED: dict[str, Any] = {"color": "#555555", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
-TRAINING = {"color": COLOURS[0], "marker": ""}
 
 
 @dataclass(frozen=True)
@@ -45,27 +43,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines; or dots, which are names below each other, each with the numbers of its seeds, perhaps none."""
+    """Lines; or dots, which are names below each other."""
 
     title: str
     x_label: str
     y_label: str = ""
     lines: tuple[Line, ...] = ()
-    dots: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    notes: tuple[str, ...] = ()
-    """Right of the dots."""
+    dots: tuple[tuple[str, tuple[float, ...], str], ...] = ()
+    """Of each name the numbers of its seeds, perhaps none, and what is written at the right."""
     x_scale: Literal["linear", "log", "positions"] = "linear"
     """"positions" are powers of two."""
     contexts: tuple[tuple[int, str], ...] = ()
     """What is written along the bottom, which then has powers of two."""
     log_heights: bool = False
-    x_limits: tuple[float, float | None] | None = None
-    y_limits: tuple[float, float] | None = None
     level: float | None = None
     """Height of a dashed line; among dots, its place."""
     level_name: str = ""
-    crossings: tuple[float, ...] = ()
-    """Where lines reach that height."""
 
 
 @dataclass(frozen=True)
@@ -81,58 +74,29 @@ def digest(picture: Picture) -> str:
     return hashlib.sha256(json.dumps(asdict(picture)).encode()).hexdigest()
 
 
-def draw_into(folder: Path, pictures: Mapping[str, Picture]) -> list[Path]:
-    """Draw pictures into a folder, which is made if need be; returns their paths. Raises ResourceError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ResourceError("cannot make the folder", folder, e.strerror) from None
-    for name, picture in pictures.items():
-        draw_picture(picture, folder / name)
-    return [folder / name for name in pictures]
-
-
-def draw_picture(picture: Picture, path: Path) -> None:
-    """Write a picture as PNG. Raises ResourceError."""
-    n_columns, n_rows = grid(picture.panels)
-    height = max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in picture.panels)
-    with drawing(path, width=max(0.3 + 4.2 * n_columns, 8), height=0.3 + height * n_rows,
-                 metadata={"Rows": digest(picture)}) as figure:
-        draw_panels(figure, picture.panels)
-        words = textwrap.fill(picture.caption, round(13.5 * figure.get_figwidth()))
-        figure.suptitle(words, fontsize=9.5, x=0.008, ha="left", color="#555555")
-
-
-@contextmanager
-def drawing(path: Path, *, width: float, height: float, metadata: dict[str, str] | None = None) -> Iterator["Figure"]:
-    """An empty figure, in inches, that is written to `path` when all is drawn: whole or not at all.
-
-    metadata: texts for the file's header.
-    Raises ResourceError."""
+def draw(picture: Picture, path: Path) -> None:
+    """Write a picture as PNG, whole or not at all. Raises ResourceError."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     with matplotlib.rc_context({
             "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "axes.spines.top": False,
             "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True, "axes.axisbelow": True,
-            "grid.color": "#e8e8e8", "legend.frameon": False}):
-        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure
-        with replaced(path) as file:
-            figure.savefig(file, format="png", facecolor="white", metadata=metadata)
+            "grid.color": "#e8e8e8", "legend.frameon": False}), replaced(path) as file:
+        figure_of(picture).savefig(file, format="png", facecolor="white", metadata={"Rows": digest(picture)})
 
 
-def grid(panels: Sequence[Panel]) -> tuple[int, int]:
-    """Columns and rows."""
+def figure_of(picture: Picture) -> "Figure":
+    """Panels beside each other, in at most three columns, and one legend for all of them below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = picture.panels
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
-    return n_columns, math.ceil(len(panels) / n_columns)
-
-
-def draw_panels(figure: "Figure", panels: Sequence[Panel]) -> list["Axes"]:
-    """Panels beside each other, and one legend for all of them below, which makes the figure higher."""
-    n_columns, n_rows = grid(panels)
+    n_rows = math.ceil(len(panels) / n_columns)
+    width = max(0.3 + 4.2 * n_columns, 8)
+    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in panels)
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
         axes.remove()
@@ -146,16 +110,17 @@ def draw_panels(figure: "Figure", panels: Sequence[Panel]) -> list["Axes"]:
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label if left is None or left.y_label != panel.y_label else "")
         if left and left.dots:
-            axes.tick_params(labelleft=[name for name, _ in left.dots] != [name for name, _ in panel.dots])
+            axes.tick_params(labelleft=[name for name, *_ in left.dots] != [name for name, *_ in panel.dots])
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
-        inches = max(1.9, 0.6 + 0.095 * max(map(len, handles)))
-        n_legend_rows = math.ceil(len(handles) / max(1, figure.get_figwidth() // inches))
-        figure.set_figheight(figure.get_figheight() + 0.25 * n_legend_rows)
+        n_legend_rows = math.ceil(len(handles) / max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles)))))
+        figure.set_figheight(height + 0.25 * n_legend_rows)
         figure.legend(list(handles.values()), list(handles), loc="outside lower center",
                       ncols=math.ceil(len(handles) / n_legend_rows))
-    return places[:len(panels)]
+    figure.suptitle(textwrap.fill(picture.caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left",
+                    color="#555555")
+    return figure
 
 
 def draw_lines(axes: "Axes", panel: Panel) -> None:
@@ -173,24 +138,21 @@ def draw_lines(axes: "Axes", panel: Panel) -> None:
             axes.fill_between(x, reach[0], reach[1], color=style["color"], alpha=0.18, linewidth=0)
     if panel.level is not None:
         (axes.axvline if panel.dots else axes.axhline)(panel.level, label=panel.level_name, **DASHED)
-        if panel.crossings:
-            axes.plot(panel.crossings, [panel.level] * len(panel.crossings), "o", markersize=7, markerfacecolor="white",
-                      markeredgecolor="#444444", markeredgewidth=1.2, zorder=4, label="reaches it")
 
 
 def draw_dots(axes: "Axes", panel: Panel) -> None:
-    """Every seed a ring, the mean a dot with its number at the right, a bar from the least to the most."""
-    for place, (_, values) in enumerate(panel.dots):
+    """Every seed a ring, the mean a dot with its words at the right, a bar from the least to the most."""
+    for place, (_, values, note) in enumerate(panel.dots):
         axes.axhline(place, color="#e8e8e8", linewidth=0.8, zorder=0)
         if values:
             axes.plot([min(values), max(values)], [place, place], color=COLOURS[0], linewidth=2, alpha=0.5)
             if len(values) > 1:
                 axes.plot(values, [place] * len(values), "o", color=COLOURS[0], markerfacecolor="none", label="a seed")
             axes.plot([sum(values) / len(values)], [place], "o", color=COLOURS[0], markersize=8, label="mean")
-        axes.annotate(panel.notes[place], (1.02, place), va="center", xycoords=("axes fraction", "data"),
-                      color="#333333" if values else "#888888", fontsize=9.5)
+        axes.annotate(note, (1.02, place), va="center", xycoords=("axes fraction", "data"), fontsize=9.5,
+                      color="#333333" if values else "#888888")
     if panel.dots:
-        axes.set_yticks(range(len(panel.dots)), [name for name, _ in panel.dots])
+        axes.set_yticks(range(len(panel.dots)), [name for name, *_ in panel.dots])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(len(panel.dots) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
@@ -198,45 +160,28 @@ def draw_dots(axes: "Axes", panel: Panel) -> None:
 
 
 def scale_axes(axes: "Axes", panel: Panel, panels: Sequence[Panel]) -> None:
-    """Scales, limits and what is written along a panel's axes. Logarithmic heights are those of all panels."""
+    """Scales of a panel and what is written along its axes. Logarithmic heights are those of all panels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    logarithmic: list[Axis] = [axes.yaxis] if panel.log_heights else []
     if panel.contexts or panel.x_scale == "positions":
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K"))
-    elif panel.x_scale == "log":
-        axes.set_xscale("log")
-        logarithmic.append(axes.xaxis)
     if panel.contexts:
         axes.set_xticks(*zip(*panel.contexts, strict=True))
     if panel.log_heights:
-        axes.set_yscale("log")
         heights = [height for each in panels if each.log_heights
                    for line in each.lines for point in line.points for height in point[1:]]
         low, high = min(heights), max(heights)
         room = max(1.15, 2.3 * (low / high) ** 0.5)  # two round numbers are between limits that are 5 times apart
-        axes.set_ylim(low / room, high * room)
-    for axis in logarithmic:
+        axes.set(yscale="log", ylim=(low / room, high * room))
+    if panel.x_scale == "log":
+        axes.set_xscale("log")
+    for axis in [axes.xaxis] * (panel.x_scale == "log") + [axes.yaxis] * panel.log_heights:
         axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
         axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
         axis.set_minor_formatter(NullFormatter())
-    if panel.x_limits:
-        axes.set_xlim(*panel.x_limits)
-    if panel.y_limits:
-        axes.set_ylim(*panel.y_limits)
-
-
-def around(values: Sequence[float], below: float = 1.0) -> tuple[float, float] | None:
-    """Limits of an axis with a little room, below several times as much; None where no value is finite."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return None
-    low, high = min(finite), max(finite)
-    room = 0.06 * (high - low) or 0.1
-    return low - below * room, high + room
 
 
 def middle(first: int, last: int) -> float:
@@ -246,23 +191,17 @@ def middle(first: int, last: int) -> float:
 
 @dataclass(frozen=True)
 class Curves:
-    """What the pictures show of a run; losses are in nats per token, or per masked token."""
+    """What the pictures show of a run: losses in nats per token, or per masked token (`unit`), of training and with
+    their steps held out; held-out bits per byte over nats, which is the tokenizer's; the result, when it is over."""
 
     title: str
     unit: str
-    """Of the losses."""
     tokens_per_step: int
     step: np.ndarray
     loss: np.ndarray
-    learning_rate: np.ndarray
-    held_out_step: list[int]
-    held_out_loss: list[float]
+    held_out: list[tuple[int, float]]
+    final: dict[str, Any]
     bits_per_nat: float | None
-    """Held-out bits per byte over held-out nats per token; one number, for it is the tokenizer's."""
-    bits_per_byte: float | None
-    """Of all held-out text, when the run is over."""
-    xz_bits_per_byte: float | None
-    loss_by_position: list[dict[str, Any]]
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -276,54 +215,39 @@ def read_curves(run_dir: Path) -> Curves:
         raise UsageError("nothing to plot yet", run_dir, "let the training make a step")
     try:
         scores = [(line["step"], line["held_out"]) for line in lines if "held_out" in line]
-        result: dict[str, Any] = {}
+        final: dict[str, Any] = {}
         if (run_dir / RESULT_FILE).exists():
-            result = read_result(run_dir)
-            if not scores or scores[-1][0] < result["steps"]:  # else it would be a second point, of other tokens
-                scores.append((result["steps"], result["held_out"]))
-        final = result["held_out"] if result else {}
+            final = read_result(run_dir)
+            if not scores or scores[-1][0] < final["steps"]:  # else it would be a second point, of other tokens
+                scores.append((final["steps"], final["held_out"]))
         config = replace_fields(ModelConfig(), run["model"])
-        whole = final or (scores[-1][1] if scores else None)
+        whole = final["held_out"] if final else scores[-1][1] if scores else None
         return Curves(
-            title=f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
-            unit="nats per token" if config.causal else "nats per masked token",
-            tokens_per_step=run["train"]["tokens_per_step"],
-            step=np.array([line["step"] for line in training]),
-            loss=np.array([line["loss"] for line in training]),
-            learning_rate=np.array([line["learning_rate"] for line in training]),
-            held_out_step=[step for step, _ in scores],
-            held_out_loss=[score["loss"] for _, score in scores],
-            bits_per_nat=whole["bits_per_byte"] / whole["loss"] if whole and config.causal else None,
-            bits_per_byte=final.get("bits_per_byte"),
-            xz_bits_per_byte=result.get("xz_bits_per_byte"),
-            loss_by_position=final.get("loss_by_position", []),
-        )
+            f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
+            "nats per token" if config.causal else "nats per masked token", run["train"]["tokens_per_step"],
+            np.array([line["step"] for line in training]), np.array([line["loss"] for line in training]),
+            [(step, score["loss"]) for step, score in scores], final,
+            whole["bits_per_byte"] / whole["loss"] if whole and config.causal else None)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError("damaged run", run_dir, f"{type(e).__name__}: {e}") from None
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw a run's loss into its folder and return the picture's path.
+    """Draw a run's loss into its folder and return the picture's path: training loss thin and smoothed, held-out loss
+    as points.
 
-    Training loss thin and smoothed, held-out loss as points, bits per byte on the right, the learning rate as a shadow.
     Raises UsageError where nothing has been trained, CheckpointError for a damaged run."""
     curves = read_curves(run_dir)
-    smooth, bits, xz = smoothed(curves.loss), curves.bits_per_nat, curves.xz_bits_per_byte
-    at_end = f", {curves.bits_per_byte:.3f} bits per byte at the end" if curves.bits_per_byte is not None else ""
-    level = xz / bits if bits and xz is not None else None
-    shown = [*after_start(smooth), curves.loss.min(), *after_start(curves.held_out_loss)]
+    xz, at_end = curves.final.get("xz_bits_per_byte"), curves.final.get("held_out", {}).get("bits_per_byte")
+    style = {"color": COLOURS[0], "marker": ""}
     panel = Panel(curves.title, f"step of {curves.tokens_per_step:,} tokens", f"loss, {curves.unit}", (
-        Line("", pairs(curves.step, curves.loss), {**TRAINING, "alpha": 0.25, "linewidth": 0.7}),
-        Line("training", pairs(curves.step, smooth), {**TRAINING, "linewidth": 1.8}),
-        Line(f"held-out{at_end}", pairs(curves.held_out_step, curves.held_out_loss), {"color": COLOURS[1]})),
-        y_limits=around(shown if level is None else [*shown, level], below=3), level=level,
-        level_name=f"xz -9e, {xz:.3f} bits per byte" if level is not None else "")
-    with drawing(run_dir / PLOT_FILE, width=9, height=5) as figure:
-        (axes,) = draw_panels(figure, [panel])
-        draw_learning_rate(axes, curves)
-        if bits:
-            scale = (lambda loss: loss * bits, lambda heights: heights / bits)
-            axes.secondary_yaxis("right", functions=scale).set_ylabel("bits per byte of held-out text")
+        Line("", after_start(curves.step, curves.loss), {**style, "alpha": 0.25, "linewidth": 0.7}),
+        Line("training", after_start(curves.step, smoothed(curves.loss)), {**style, "linewidth": 1.8}),
+        Line("held-out" + (f", {at_end:.3f} bits per byte at the end" if at_end is not None else ""),
+             tuple(curves.held_out), {"color": COLOURS[1]})),
+        level=xz / curves.bits_per_nat if curves.bits_per_nat and xz is not None else None,
+        level_name="" if xz is None else f"xz -9e, {xz:.3f} bits per byte")
+    draw(Picture("", (panel,)), run_dir / PLOT_FILE)
     return run_dir / PLOT_FILE
 
 
@@ -333,23 +257,20 @@ def plot_comparison(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
     run_dirs: label to run. Losses compare where the tokenizer is the same. Raises UsageError where nothing has been
     trained."""
     runs = {label: read_curves(run_dir) for label, run_dir in run_dirs.items()}
-    losses, places, shown = [], [], []
+    losses, places = [], []
     for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
-        smooth, scored, look = smoothed(curves.loss), bool(curves.held_out_step), {"color": colour}
-        millions_per_step = curves.tokens_per_step / 1e6
-        losses += [Line("" if scored else label, pairs(curves.step * millions_per_step, smooth),
-                        {**look, "marker": "", "linewidth": 1.2, "alpha": 0.45 if scored else 1}),
-                   Line(label, pairs(np.array(curves.held_out_step) * millions_per_step, curves.held_out_loss), look)]
-        places.append(Line(label, by_position(curves.loss_by_position, "loss"), look))
-        shown += [*after_start(smooth), *after_start(curves.held_out_loss)]
-    panels = [Panel("held-out loss (points) and training loss (smoothed)", "million tokens of training",
-                    ", ".join(sorted({curves.unit for curves in runs.values()})), tuple(losses),
-                    y_limits=around(shown, below=3))]
-    if any(line.points for line in places):
-        panels.append(Panel("held-out loss by position in the context", "position, tokens", panels[0].y_label,
-                            tuple(places), x_scale="positions"))
-    with drawing(out_png, width=12 if len(panels) > 1 else 7.5, height=4.7) as figure:
-        draw_panels(figure, panels)
+        scored, millions_per_step = bool(curves.held_out), curves.tokens_per_step / 1e6
+        losses += [Line("" if scored else label, after_start(curves.step * millions_per_step, smoothed(curves.loss)),
+                        {"color": colour, "marker": "", "linewidth": 1.2, "alpha": 0.45 if scored else 1}),
+                   Line(label, tuple((step * millions_per_step, loss) for step, loss in curves.held_out),
+                        {"color": colour})]
+        blocks = curves.final.get("held_out", {}).get("loss_by_position", [])
+        places += [Line(label, by_position(blocks, "loss"), {"color": colour})] if blocks else []
+    unit = ", ".join(sorted({curves.unit for curves in runs.values()}))
+    panels = [Panel("held-out loss (points) and training loss", "million tokens of training", unit, tuple(losses))]
+    if places:
+        panels.append(Panel("held-out loss by position", "position, tokens", unit, tuple(places), x_scale="positions"))
+    draw(Picture("", tuple(panels)), out_png)
     return out_png
 
 
@@ -361,23 +282,19 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
     uses = {label: read_context_use(path) for label, path in files.items()}
     gains, losses = [], []
     for colour, (label, use) in zip(itertools.cycle(COLOURS), uses.items(), strict=False):
-        contexts, errors = use["contexts"], [error or 0.0 for error in use["gain_errors"]]
-        gains.append(Line(f"{label}, {use['n_tokens']:,} tokens of {len(use['documents'])} documents, contexts "
-                          f"{contexts[0]:,} to {contexts[-1]:,}",
+        errors = [error or 0.0 for error in use["gain_errors"]]
+        gains.append(Line(f"{label}, trained at {use['trained_context']:,}; {use['n_tokens']:,} tokens of "
+                          f"{len(use['documents'])} documents",
                           tuple((context, gain, gain - error, gain + error) for context, gain, error in zip(
-                              contexts, use["gains"], errors, strict=True)), {"color": colour}))
+                              use["contexts"], use["gains"], errors, strict=True)), {"color": colour}))
         losses += [Line("", by_position(use["loss_by_position"], which), {"color": colour, "linestyle": dashes})
                    for which, dashes in (("shortest", ":"), ("longest", "-"))]
-    with drawing(out_png, width=12, height=4.7) as figure:
-        panels = draw_panels(figure, [
-            Panel("gain from context, the same tokens (dashed: trained context)", "context, tokens",
-                  "nats per token below the shortest context", tuple(gains), level=0,
-                  contexts=tuple((context, f"{context:,}") for context in dict.fromkeys(
-                      context for use in uses.values() for context in use["contexts"]))),
-            Panel("loss by position at the longest context (dotted: the shortest)", "tokens of the document so far",
-                  "nats per token", tuple(losses), x_scale="positions")])
-        for axes, (line, use) in itertools.product(panels, zip(gains, uses.values(), strict=True)):
-            axes.axvline(use["trained_context"], **DASHED | line.style | {"alpha": 0.6})
+    contexts = sorted({context for use in uses.values() for context in use["contexts"]})
+    draw(Picture("Gain from context, the same tokens; loss by position at the longest context (dotted: the shortest)", (
+        Panel("gain from context", "context, tokens", "nats per token below the shortest", tuple(gains), level=0,
+              contexts=tuple((context, f"{context:,}") for context in contexts)),
+        Panel("loss by position", "tokens of the document so far", "nats per token", tuple(losses),
+              x_scale="positions"))), out_png)
     return out_png
 
 
@@ -385,34 +302,12 @@ def read_context_use(path: Path) -> dict[str, Any]:
     """What `lineartime evaluate --contexts` wrote. Raises DataError."""
     try:
         use = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("contexts", "gains", "gain_errors", "documents", "loss_by_position"):
-            len(use[name])
-        for name in ("n_tokens", "trained_context"):
-            int(use[name])
-        return use
+        return {name: use[name] for name in ("contexts", "gains", "gain_errors", "documents", "loss_by_position",
+                                             "n_tokens", "trained_context")}
     except OSError as e:
         raise DataError("cannot read", path, e.strerror) from None
     except (ValueError, KeyError, TypeError):
         raise DataError("not a file of `lineartime evaluate --contexts`", path) from None
-
-
-def draw_learning_rate(axes: "Axes", curves: Curves) -> None:
-    """A grey shadow along the bottom, a sixth of the height at its peak."""
-    rate = curves.learning_rate
-    shadow = axes.twinx()
-    shadow.set_zorder(axes.get_zorder() - 1)
-    axes.patch.set_visible(False)
-    shadow.fill_between(curves.step, rate, color="#000000", alpha=0.06, linewidth=0)
-    shadow.set_ylim(0, 6 * max(rate.max(), 1e-30))
-    shadow.set_axis_off()
-    peak = int(rate.argmax())
-    shadow.annotate(f"learning rate, peak {rate[peak]:g}", (curves.step[peak], rate[peak]), xytext=(4, 3),
-                    textcoords="offset points", color="#999999", fontsize=9)
-
-
-def pairs(x: Any, y: Any) -> tuple[tuple[float, float], ...]:
-    """Points of a line."""
-    return tuple(zip(x, y, strict=True))
 
 
 def by_position(blocks: Sequence[Mapping[str, Any]], which: str) -> tuple[tuple[float, float], ...]:
@@ -420,9 +315,9 @@ def by_position(blocks: Sequence[Mapping[str, Any]], which: str) -> tuple[tuple[
     return tuple((middle(block["first"], block["last"]), block[which]) for block in blocks)
 
 
-def after_start(values: Any) -> Any:
-    """All but the first thirtieth, where the loss falls so fast that the rest would be pressed together."""
-    return values[len(values) // 30 :]
+def after_start(x: np.ndarray, y: np.ndarray) -> tuple[tuple[float, float], ...]:
+    """Points of a line but the first thirtieth, where the loss falls so fast that the rest would be pressed flat."""
+    return tuple(zip(x.tolist(), y.tolist(), strict=True))[len(x) // 30:]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -18,68 +18,53 @@ PACKAGE = Path(__file__).parents[1]
 
 def report(
     table: Annotated[str | None, typer.Argument(
-        help=f"A table or figure: {', '.join(TABLES)}; or {SPEED}, for speed and memory as measured by `lineartime "
-             "benchmark`. By default all tables.")] = None,
+        help=f"A table or figure: {', '.join(TABLES)}, by default all; or {SPEED}, for speed and memory.")] = None,
     scale: Annotated[str | None, typer.Option(help="paper, gpu or cpu; by default each that has rows.")] = None,
     rows: Annotated[Path | None, typer.Option(
         help="Rows of `lineartime reproduce`, or for speed of `lineartime benchmark --json`; by default "
              "the package's.")] = None,
     html: Annotated[Path | None, typer.Option(help="Page that gets all tables and their pictures in one file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Folder that gets the pictures.")] = None,
     into: Annotated[list[Path] | None, typer.Option(
         help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin --> or <!-- speed: begin -->; "
              "may be given again.")] = None,
     images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
-    targets: Annotated[bool, typer.Option(
-        "--targets", help="Speed: print the goals beside what was reached.")] = False,
-    targets_file: Annotated[Path | None, typer.Option(
-        help="Speed: the goals; by default the package's.")] = None,
+    targets: Annotated[bool, typer.Option("--targets", help="Speed: print the goals beside what was reached.")] = False,
 ) -> None:
-    """The paper's numbers beside ours, as Markdown, PNG or one HTML page; or `speed`.
+    """The paper's numbers beside ours, as Markdown or one HTML page; or `speed`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
+    given = {"TABLE": table, "--scale": scale, "--html": html, "--targets": targets}
     if table == SPEED:
-        refuse(table, {"--scale": scale, "--html": html, "--png": png})
-        written = report_speed(rows, targets, targets_file, into, images)
+        what, refused = SPEED, ["--scale", "--html"]
+    elif into:
+        what, refused = "--into, whose places name their tables,", [*given]
     else:
-        refuse("a table of the paper", {"--targets": targets or None, "--targets-file": targets_file})
-        if table is not None:
-            require_name("table", table, [*TABLES, SPEED])
-        if scale is not None:
-            require_name("scale", scale, SCALE_NAMES)
-        if into:
-            refuse("--into, whose places name their tables,", {"TABLE": table, "--scale": scale, "--html": html,
-                                                               "--png": png})
-        written = report_tables(table, cast(ScaleName | None, scale), rows, html, png, into, images)
+        what, refused = "a table of the paper", ["--targets"]
+    for name in refused:
+        if given[name]:
+            raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
+    require_name("table", table or SPEED, [*TABLES, SPEED])
+    require_name("scale", scale or "cpu", SCALE_NAMES)
+    if find_spec("pandas") is None:
+        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
+    if table == SPEED:
+        written = report_speed(rows or PACKAGE / "results" / "speed.jsonl", targets, into, images)
+    else:
+        rows = rows or PACKAGE / "results" / "quality.jsonl"
+        written = report_tables(table, cast(ScaleName | None, scale), rows, html, into, images)
     for path in written:
         say(f"written  {path}")
 
 
-def refuse(what: str, given: dict[str, object]) -> None:
-    """Raise UsageError for the first that was given."""
-    for name, value in given.items():
-        if value is not None:
-            raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
-
-
-def require_pandas() -> None:
-    """Raise UsageError where it is not installed."""
-    if find_spec("pandas") is None:
-        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
-
-
-def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, into: list[Path] | None,
-                 images: Path) -> list[Path]:
+def report_speed(rows: Path, targets: bool, into: list[Path] | None, images: Path) -> list[Path]:
     """`lineartime report speed`; returns the files that were written."""
-    require_pandas()
     from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
 
-    rows = rows or PACKAGE / "results" / "speed.jsonl"
     measured, n_old = read_rows(rows)
     if not measured and not n_old:
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    goals = read_goals(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
+    goals = read_goals(PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
         from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
 
@@ -88,37 +73,33 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
     return []
 
 
-def report_tables(table: str | None, scale: ScaleName | None, rows: Path | None, html: Path | None, png: Path | None,
-                  into: list[Path] | None, images: Path) -> list[Path]:
+def report_tables(table: str | None, scale: ScaleName | None, rows: Path, html: Path | None, into: list[Path] | None,
+                  images: Path) -> list[Path]:
     """`lineartime report` of one table or all; returns the files that were written."""
-    require_pandas()
     from lineartime.reproduce.markdown import table_section, tables_shown
-    from lineartime.reproduce.records import RECORDS
-    from lineartime.reproduce.results import read_results
+    from lineartime.reproduce.records import read_records
 
-    records = read_results(rows or RECORDS)
+    if not rows.is_file():
+        raise DataError("no rows to report", rows, "`lineartime reproduce` writes them")
+    records = read_records(rows)
     if into:
         from lineartime.report.pages import fill_pages, table_places
 
         return fill_pages(into, images, table_places(records))
     shown = tables_shown(records, [table] if table else [], [scale] if scale else [])
-    if html is None and png is None:
+    if html is None:
         print("\n".join(map(table_section, shown)), end="")
         return []
     from lineartime.atomic_io import write_atomically
-    from lineartime.plot import Picture, draw_into
+    from lineartime.plot import Picture, draw
     from lineartime.report.html import page
     from lineartime.report.pages import illustrated
 
-    drawn: dict[str, Picture] = {}
-
-    def show(name: str, picture: Picture) -> str:
-        drawn[name] = picture
-        return name
-
-    text = "\n".join(illustrated(results, show) for results in shown)
     with tempfile.TemporaryDirectory() as scratch:
-        written = draw_into(png or Path(scratch), drawn)
-        if html is not None:
-            write_atomically(html, page("The paper's tables and figures, and ours", text, png or Path(scratch)))
-    return [*(written if png else []), *([html] if html else [])]
+        def show(name: str, picture: Picture) -> str:
+            draw(picture, Path(scratch) / name)
+            return name
+
+        text = "\n".join(illustrated(results, show) for results in shown)
+        write_atomically(html, page("The paper's tables and figures, and ours", text, Path(scratch)))
+    return [html]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from lineartime.atomic_io import write_atomically
-from lineartime.errors import DataError, UsageError
-from lineartime.plot import Picture, draw_into
+from lineartime.errors import DataError, ResourceError, UsageError
+from lineartime.plot import Picture, draw
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require_name
@@ -22,8 +22,6 @@ Show = Callable[[str, Picture], str]
 """A picture's file name and the picture -> the link to it."""
 Place = Callable[[list[str], Show], str]
 """What a kind of place shows, given the names in its mark."""
-
-EXAMPLES = {"speed": "speed", "targets": "targets", "table": "table lm_wiki40b cpu"}
 
 
 def speed_places(rows: Sequence[Any], n_old: int, goals: Sequence[Any]) -> dict[str, Place]:
@@ -44,13 +42,11 @@ def table_places(records: Sequence[Record]) -> dict[str, Place]:
     from lineartime.reproduce.results import results_of
 
     def table(names: list[str], show: Show) -> str:
-        if len(names) != 2:
-            raise UsageError("no table and scale", " ".join(["table", *names]),
-                             f"a place has a table's name and a scale's, such as <!-- {EXAMPLES['table']}: begin -->")
-        require_name("table", names[0], TABLES)
-        require_name("scale", names[1], SCALE_NAMES)
+        name, scale = [*names, "", ""][:2]
+        require_name("table", name, TABLES)
+        require_name("scale", scale, SCALE_NAMES)
         # One heading below that of the question it answers.
-        return "#" + illustrated(results_of(names[0], cast(ScaleName, names[1]), records), show)
+        return "#" + illustrated(results_of(name, cast(ScaleName, scale), records), show)
 
     return {"table": table}
 
@@ -82,9 +78,8 @@ def filled(text: str, page: Path, images: Path, places: Mapping[str, Place]) -> 
     place = re.compile(rf"(<!-- ({kinds})((?: [\w.+-]+)*): begin -->\n)(.*?)(<!-- \2(?:\3)?: end -->)", re.DOTALL)
     made, n_places = place.subn(fill, text)
     if not n_places or len(re.findall(rf"<!-- (?:{kinds})\b[^>]*-->", text)) != 2 * n_places:
-        example = EXAMPLES[next(iter(places))]
-        raise UsageError("no whole place for the tables", page, f"it needs a line <!-- {example}: begin --> and under "
-                         f"it <!-- {example}: end -->")
+        raise UsageError("no whole place for the tables", page, "it needs a line such as <!-- speed: begin --> or <!-- "
+                         "table lm_wiki40b cpu: begin -->, and under it the same with end")
     return made, drawn
 
 
@@ -100,7 +95,12 @@ def fill_pages(pages: Iterable[Path], images: Path, places: Mapping[str, Place])
             raise DataError("cannot read the page", page, getattr(e, "strerror", None) or str(e)) from None
         made[page], pictures = filled(text, page, images, places)
         drawn.update(pictures)
-    written = draw_into(images, drawn) if drawn else []
+    try:
+        images.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ResourceError("cannot make the folder", images, e.strerror) from None
+    for name, picture in drawn.items():
+        draw(picture, images / name)
     for page, text in made.items():
         write_atomically(page, text)
-    return [*written, *made]
+    return [*(images / name for name in drawn), *made]

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
 import pandas as pd
 
-from lineartime.benchmark.markdown import joined, number, tokens, unique
-from lineartime.plot import COLOURS, Line, Panel, Picture, around, middle
+from lineartime.benchmark.markdown import number, tokens, unique
+from lineartime.plot import COLOURS, Line, Panel, Picture, middle
 from lineartime.reproduce.markdown import GAPS
-from lineartime.reproduce.paper import read_paper
 from lineartime.reproduce.results import (
     CELL,
     Results,
@@ -24,39 +22,18 @@ from lineartime.reproduce.results import (
     step_speedups,
     steps_to,
 )
+from lineartime.reproduce.tables import value
 
-PICTURES = {
-    "gau_vs_transformer": ("sizes",), "gau_ablation": ("perplexity",), "mhsa_ablation": ("perplexity",),
-    "mlm_c4": ("cost", "positions"), "lm_wiki40b": ("cost", "positions"), "lm_pg19": ("cost", "positions"),
-    "triviaqa": ("answers",), "flash_ablation": ("cost", "positions"), "gap": ("gap",),
-    "chunk_size": ("cost", "positions"), "gpu_latency": ("latency",), "speedup": ("speedup",),
-    "more_tokens": ("cost", "positions")}
-OF_OTHERS = ("perplexity",)
-"""What is drawn of each of the paper's tables, and of a study that is not the paper's."""
-
-SAME_COLOUR = (
-    ("FLASH", "GAU", "C = 256", "to the same quality"),
-    ("Transformer++", "MHSA+GLU", "C = 128"),
-    ("FLASH-Quad", "FLASH (GlobalOnly)", "C = T"),
-    ("MC-TFM++", "Combiner", "Performer-Matmul", "Transformer++, 2e-3", "C = 1"),
-    ("Transformer+", "MHSA+MLP", "C = 16"),
-    ("Performer", "FLASH (LocalOnly)", "C = 64", "by the time of a step"),
-    ("Transformer", "C = 512", "the paper's"))
-COLOUR_OF = {name: colour for colour, names in zip(COLOURS, SAME_COLOUR, strict=True) for name in names}
-"""A line's, the same in every picture; others take one after the other of all."""
-IN_FRONT = SAME_COLOUR[0]
-
-UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-FAR_APART = 10.0
-"""Times: what training costs in one panel, from which on a linear scale hides the cheapest."""
+IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
+RING = {"marker": "o", "linestyle": "", "markersize": 7, "color": "#444444", "markerfacecolor": "white", "zorder": 4}
 
 
 def pictures_of(results: Results) -> dict[str, Picture]:
     """A table's pictures by file name; none of what nothing is known of."""
     pictures = {}
-    for what in PICTURES.get(results.table.name, OF_OTHERS):
+    for what in PICTURES.get(results.table.name, ("perplexity",)):
         shows, panels_of = KINDS[what]
-        panels = tuple(panel for panel in panels_of(results) if panel.lines or any(dict(panel.dots).values()))
+        panels = tuple(panel for panel in panels_of(results) if panel.lines or any(dot[1] for dot in panel.dots))
         words = f"{results.table.title}, {results.scale.name} scale. {shows}"
         seeds = sorted(set(results.trained.groupby(level=CELL).size()))
         if seeds and what != "latency":
@@ -66,16 +43,18 @@ def pictures_of(results: Results) -> dict[str, Picture]:
     return pictures
 
 
-def line(name: str, heights: pd.DataFrame, **style: Any) -> Line:
-    """heights: by place, height, least and most."""
-    style |= {"color": COLOUR_OF.get(name), **({"zorder": 3, "linewidth": 2.2} if name in IN_FRONT else {})}
-    return Line(name, tuple(heights.astype(float).itertuples(name=None)), style)
+def line(name: str, names: Iterable[str], heights: pd.DataFrame) -> Line:
+    """heights: by place, height, least and most. names: of all lines a picture may have, for their colours."""
+    ordered = sorted(names, key=lambda each: each not in IN_FRONT)
+    style = {"color": COLOURS[ordered.index(name) % len(COLOURS)]}
+    return Line(name, tuple(heights.astype(float).itertuples(name=None)),
+                style | ({"zorder": 3, "linewidth": 2.2} if name in IN_FRONT else {}))
 
 
 def lines(names: Iterable[str], heights: pd.DataFrame) -> tuple[Line, ...]:
     """heights: by row and place, height, least and most."""
     known = {name: of_cell(heights, name).droplevel("row").sort_index() for name in unique(names)}
-    return tuple(line(name, found) for name, found in known.items() if len(found))
+    return tuple(line(name, known, found) for name, found in known.items() if len(found))
 
 
 def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
@@ -84,42 +63,34 @@ def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def cost_panels(results: Results) -> list[Panel]:
-    """Figures 5 to 8: the time of a step by context, then a panel for each context, quality against steps x time.
+    """Figures 5 to 8: the time of a step by context, then a panel for each context: quality, which is minus the
+    held-out loss, against steps x time. The dashed line is the best of the reference's mean curve.
 
-    Only cells that were both trained and timed are in it."""
-    seconds = seconds_per_step(results)
-    if seconds.empty:
-        return []
+    Only cells that were both trained and timed are in it. The first third of every curve, where quality rises so fast
+    that the rest would be pressed together, is left out up to the dashed line. Costs ten times apart are on a
+    logarithmic scale."""
+    seconds, panels = seconds_per_step(results), latency_panels(results)
     longest = (seconds * results.trained.steps.groupby(level=CELL).first()).max()
-    unit = next(unit for unit in UNITS if longest >= 2 * unit[0] or unit == UNITS[-1])
-    return [*latency_panels(results), *(cost_panel(results, column, seconds, *unit) for column in own_columns(results)
-                                        if column in seconds.index.get_level_values("column"))]
-
-
-def cost_panel(results: Results, column: str, seconds: pd.Series, unit_s: float, units: str) -> Panel:
-    """One context. Quality is minus the held-out loss; the dashed line is the best of the reference's mean curve.
-
-    The first third of every curve, where quality rises so fast that the rest would be pressed together, is out of the
-    panel. Costs that are far apart are on a logarithmic scale."""
-    reference = results.table.reference
-    best = curve_of(results, reference, column).mean(axis=1).min() if reference else math.nan
-    drawn, crossings, clocks = [], [], []
-    for row in (row for row in results.rows if (row, column) in seconds):
-        s, curve = seconds[row, column] / unit_s, curve_of(results, row, column)
-        drawn.append(line(row, over_seeds(-curve).set_axis(s * curve.index), marker=""))
-        crossings += [s * steps_to(best, curve.mean(axis=1))] if row != reference else []
-        timed = results.steps.record[row, column]
-        clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
-    level = None if math.isnan(best) else -float(best)
-    late = [point for each in drawn for point in each.points[len(each.points) // 3:]]
-    costs = [each.points[-1][0] for each in drawn]
-    far_apart = max(costs) > FAR_APART * min(costs)
-    return Panel(title_of(results, column), f"{joined(unique(clocks))}, {units}", "minus log perplexity", tuple(drawn),
-                 x_scale="log" if far_apart else "linear",
-                 x_limits=(0.9 * min(point[0] for point in late), 1.1 * max(costs)) if far_apart else (0, None),
-                 y_limits=around([*(height for point in late for height in point[1:]), level or late[-1][1]]),
-                 level=level, level_name=f"best of {reference}",
-                 crossings=tuple(float(place) for place in crossings if not math.isnan(place)))
+    unit_s, units = (60.0, "minutes") if longest < 7200 else (3600.0, "hours")
+    for column in own_columns(results):
+        best = curve_of(results, results.table.reference, column).mean(axis=1).min()
+        drawn, rings, clocks = [], [], []
+        for row in (row for row in results.rows if (row, column) in seconds):
+            cost, curve = seconds[row, column] / unit_s, curve_of(results, row, column)
+            reached = cost * steps_to(best, curve.mean(axis=1))
+            n_before = sum(cost * curve.index < reached) if reached > 0 else len(curve)
+            start = min(len(curve) // 3, max(n_before - 1, 0))
+            drawn.append(line(row, results.table.models, over_seeds(-curve).set_axis(cost * curve.index)[start:]))
+            rings += [(float(reached), -float(best))] if row != results.table.reference and reached > 0 else []
+            timed = results.steps.record[row, column]
+            clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
+        costs = [each.points[-1][0] for each in drawn]
+        drawn += [Line("reaches it", tuple(rings), RING)] if rings else []
+        panels.append(Panel(title_of(results, column), f"{', '.join(unique(clocks))}, {units}", "minus log perplexity",
+                            tuple(drawn), level=None if math.isnan(best) else -float(best),
+                            level_name=f"best of {results.table.reference}",
+                            x_scale="log" if costs and max(costs) > 10 * min(costs) else "linear"))
+    return panels if len(seconds) else []
 
 
 def latency_panels(results: Results) -> list[Panel]:
@@ -133,7 +104,7 @@ def latency_panels(results: Results) -> list[Panel]:
         return []
     ms = steps[["median", "q1", "q3"]].div(1.0 if of_step else steps.tokens / 1000, axis=0)
     return [Panel("Time of a training step", "tokens of context" + (" x rows" if of_step else ""),
-                  "ms" if of_step else "ms per 1,000 tokens", lines(results.rows, by_context(ms, contexts)),
+                  "ms" if of_step else "ms per 1,000 tokens", lines(results.table.models, by_context(ms, contexts)),
                   contexts=tuple((context, column if of_step else tokens(context))
                                  for column, context in contexts.items()), log_heights=True)]
 
@@ -148,7 +119,7 @@ def position_panels(results: Results) -> list[Panel]:
     panels = []
     for column in own_columns(results):
         losses = {row: positions_of(results, row, column) for row in results.rows}
-        drawn = [line(row, over_seeds(found).set_axis([middle(*span) for span in found.index]))
+        drawn = [line(row, results.table.models, over_seeds(found).set_axis([middle(*span) for span in found.index]))
                  for row, found in losses.items() if len(found)]
         panels.append(Panel(title_of(results, column), "position, tokens", "held-out nats per token", tuple(drawn),
                             x_scale="positions"))
@@ -160,8 +131,8 @@ def size_panels(results: Results) -> list[Panel]:
     quality = -spread(results.trained.loss)[["mean", "max", "min"]].astype(float)
     quality["ms"] = 1000 * results.steps["median"] / results.steps.tokens
     points = quality.dropna().rename(index=lambda row: row.split()[0], level="row").set_index("ms", append=True)
-    return [Panel(title_of(results, column, True), "ms per 1,000 tokens of training", "minus log perplexity",
-                  lines((row.split()[0] for row in results.rows),
+    return [Panel(title_of(results, column), "ms per 1,000 tokens of training", "minus log perplexity",
+                  lines((row.split()[0] for row in results.table.models),
                         points[points.index.isin([column], level="column")].droplevel("column")))
             for column in results.columns]
 
@@ -173,9 +144,8 @@ def speedup_panels(results: Results) -> list[Panel]:
         quality, step = (of_cell(found, "FLASH").droplevel("row")
                          for found in (speedups(results, rival), step_speedups(results, rival)))
         quality = quality.dropna()
-        each = pd.DataFrame([[value, *seeds] for value, seeds in zip(quality.value, quality.seeds, strict=True)],
-                            quality.index)
-        paper = pd.Series({name: read_paper()[results.table.name].value("speedup", rival, name) for name in contexts})
+        each = pd.DataFrame(quality.seeds.tolist(), quality.index)
+        paper = pd.Series({name: value("speedup", "speedup", rival, name) for name in contexts})
         heights = {"to the same quality": pd.DataFrame({"value": quality.value, "low": each.min(axis=1),
                                                         "high": each.max(axis=1)}),
                    "by the time of a step": step,
@@ -195,7 +165,7 @@ def perplexity_dots(results: Results) -> list[Panel]:
     for column in results.columns:
         values = values_of(results, results.trained.perplexity, column)
         level = fmean(values[first]) if values[first] else None
-        panels.append(dots(title_of(results, column, True), "perplexity per token", values, level, first))
+        panels.append(dots(title_of(results, column), "perplexity per token", values, level, first))
     return panels
 
 
@@ -214,7 +184,8 @@ def gap_dots(results: Results) -> list[Panel]:
     panels = []
     for task in ("LM", "MLM"):
         gaps = {f"{whole} to {mixed}, {column.context:,}": paired(results, (mixed, name), (whole, name), "perplexity")
-                for whole, mixed in GAPS for name, column in results.table.columns.items() if name.split()[0] == task}
+                for whole, mixed in GAPS.values() for name, column in results.table.columns.items()
+                if name.split()[0] == task}
         panels.append(dots(task, "perplexity per token", {name: gap.tolist() for name, gap in gaps.items() if len(gap)},
                            0.0, "no difference"))
     return panels
@@ -223,9 +194,8 @@ def gap_dots(results: Results) -> list[Panel]:
 def dots(title: str, x_label: str, values: Mapping[str, Sequence[float]], level: float | None = None,
          level_name: str = "") -> Panel:
     """values: of each name the numbers of its seeds, perhaps none."""
-    return Panel(title, x_label, dots=tuple((name, tuple(each)) for name, each in values.items()),
-                 notes=tuple(number(fmean(each)) if each else "not run" for each in values.values()), level=level,
-                 level_name=level_name)
+    return Panel(title, x_label, dots=tuple((name, tuple(each), number(fmean(each)) if each else "not run")
+                                            for name, each in values.items()), level=level, level_name=level_name)
 
 
 def values_of(results: Results, values: pd.Series, column: str) -> dict[str, list[float]]:
@@ -234,15 +204,15 @@ def values_of(results: Results, values: pd.Series, column: str) -> dict[str, lis
 
 
 def own_columns(results: Results) -> list[str]:
-    """Those with a cell that the scale runs and has records of: not where runs of other tables are all there is."""
-    own = results.cells[results.cells.planned & results.cells.known]
-    return [column for column in results.columns if column in own.index.get_level_values("column")]
+    """Those that the scale runs: not where runs of other tables are all there is."""
+    planned = {column for _, column in results.table.cells[results.scale.name]}
+    return [column for column in results.columns if column in planned]
 
 
-def title_of(results: Results, column: str, named: bool = False) -> str:
-    """With the column's name, if it is asked for and says more than its context."""
+def title_of(results: Results, column: str) -> str:
+    """With the column's name, if it says more than its context."""
     context = f"ontext {results.table.columns[column].context:,}"
-    return f"{column}, c{context}" if named and not column.isdigit() else f"C{context}"
+    return f"C{context}" if column.isdigit() else f"{column}, c{context}"
 
 
 KINDS: dict[str, tuple[str, Callable[[Results], list[Panel]]]] = {
@@ -255,3 +225,7 @@ KINDS: dict[str, tuple[str, Callable[[Results], list[Panel]]]] = {
     "answers": ("Pretraining and answers", answer_dots),
     "gap": ("What mixed chunks add to the perplexity, left is better", gap_dots)}
 """What a picture shows, and its panels; one of which nothing is known is left out."""
+PICTURES = {**dict.fromkeys(("mlm_c4", "lm_wiki40b", "lm_pg19", "flash_ablation", "chunk_size", "more_tokens"),
+                            ("cost", "positions")), "gau_vs_transformer": ("sizes",), "triviaqa": ("answers",),
+            "gap": ("gap",), "gpu_latency": ("latency",), "speedup": ("speedup",)}
+"""What is drawn of a table; of others their perplexity."""

@@ -1,45 +1,67 @@
 """The records of a table's runs: one JSON object per line, added when a run ends and never changed.
 
 "kind" is "train", "finetune" or "step". A record holds the settings it was made with, so a cell finds its records by
-them: `text` and `settings` are equal, but for the seed. What failed has "failed" and no results.
+them: text, settings and questions are equal, but for the seed. What failed has "failed" and no results.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lineartime.atomic_io import read_json_lines
-from lineartime.reproduce.scales import Cell, key_of
+from lineartime.errors import DataError
+from lineartime.reproduce.scales import Cell, Kind, key_of
 
 Record = dict[str, Any]
-Kind = Literal["train", "finetune", "step"]
 RECORDS = Path(__file__).parents[1] / "results" / "quality.jsonl"
 """Those that come with the package."""
+COLUMNS: dict[Kind, list[str]] = {
+    "train": ["seed", "loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens"],
+    "finetune": ["seed", "f1", "step_ms"],
+    "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters"]}
+
+
+def numbers_of(row: Record) -> list[Any]:
+    """What a record that did not fail has in these columns. Losses are in nats per token of the whole held-out split
+    after training, F1 in percent, a step's times in milliseconds of one micro-batch of "tokens"."""
+    if row["kind"] == "train":
+        held_out = row["held_out"]
+        return [int(row["settings"]["seed"]), held_out["loss"], math.exp(held_out["loss"]),
+                held_out["word_perplexity"] if held_out.get("n_words") else None, row["n_parameters"],
+                row["curve"][-1][0], row["tokens"]]
+    if row["kind"] == "finetune":
+        clock = "cpu" if row["device"] == "cpu" else "wall"
+        return [int(row["settings"]["seed"]), row["f1"], row["step_ms"][clock]["median"]]
+    ms = row[f"{row['clock']}_ms"]
+    return [row["run"], row["time"], ms["median"], ms["q1"], ms["q3"], row["tokens_per_step"], row.get("peak_mib"),
+            row.get("n_parameters")]
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file; none where there is no file. A last line that a kill cut off is left out.
+    """The records of a file, oldest first; none where there is no file. A last line that a kill cut off is left out.
 
     Raises DataError for a file that holds something else."""
-    def parse(record: Record) -> Record:
-        if not {"kind", "text", "settings"} <= record.keys():
-            raise ValueError("it has no kind, text or settings")
-        return record
-
-    return read_json_lines(path, parse, "a row of a run") if path.exists() else []
-
-
-def records_of(cell: Cell, records: Sequence[Record], kind: Kind, seed: int | None = None) -> list[Record]:
-    """A cell's records of one kind, in the order of the file; of all seeds where none is named."""
-    key = cell.key
-    questions = asdict(cell.questions) if kind == "finetune" and cell.questions else None
-    return [record for record in records
-            if record["kind"] == kind and seed in (None, record["settings"].get("seed"))
-            and record.get("questions") == questions and key_of(record["text"], record["settings"]) == key]
+    records = read_json_lines(path, dict, "a row of a run") if path.exists() else []
+    for number, record in enumerate(records, 1):
+        try:
+            key_of(record["kind"], record["text"], record["settings"])
+            if not record.get("failed"):
+                numbers_of(record)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
+            raise DataError("not a row of a run", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
+    return records
 
 
-def measured_together(cells: Sequence[Cell], records: Sequence[Record]) -> str | None:
-    """The newest run of `lineartime benchmark` that timed a step of every one of these cells; None without one."""
-    runs = [dict.fromkeys(record["run"] for record in records_of(cell, records, "step")) for cell in cells]
-    return next((run for run in reversed(runs[0]) if all(run in each for each in runs)), None) if runs else None
+def by_key(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records in their order, by `key_of`."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        key = key_of(record["kind"], record["text"], record["settings"], record.get("questions"))
+        found.setdefault(key, []).append(record)
+    return found
+
+
+def records_of(cell: Cell, records: Mapping[str, list[Record]], kind: Kind, seed: int | None = None) -> list[Record]:
+    """A cell's records of one kind, from those of `by_key`; of all seeds where none is named."""
+    return [record for record in records.get(cell.key(kind), ()) if seed in (None, record["settings"].get("seed"))]

@@ -6,10 +6,13 @@ import json
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from lineartime.benchmark.cells import shaped_config
 from lineartime.config import ModelConfig, TrainConfig, model_config
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, Column, Model, ScaleName, Settings, Table
+
+Kind = Literal["train", "finetune", "step"]
 
 
 @dataclass(frozen=True)
@@ -28,24 +31,13 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Questions:
-    """What a model is fine-tuned on, and how."""
-
-    train: str
-    validation: str
-    context: int
-    options: Settings = field(default_factory=dict)
-    settings: Settings = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Scale:
     """Text, size and training of every run at one scale; `scales.toml` says what its fields are."""
 
     name: ScaleName
     caption: str
     texts: dict[str, Text]
-    questions: Questions
+    questions: Settings
     seeds: int = 1
     shape: Settings = field(default_factory=dict)
     train: Settings = field(default_factory=dict)
@@ -55,11 +47,8 @@ class Scale:
 def read_scales() -> dict[ScaleName, Scale]:
     """The scales of `scales.toml` by name."""
     entries = tomllib.loads(Path(__file__).with_name("scales.toml").read_text(encoding="utf-8"))
-    scales = {}
-    for name in SCALE_NAMES:
-        texts = {task: Text(**text) for task, text in entries[name].pop("texts").items()}
-        scales[name] = Scale(name, texts=texts, questions=Questions(**entries[name].pop("questions")), **entries[name])
-    return scales
+    texts = {name: {task: Text(**text) for task, text in entries[name].pop("texts").items()} for name in entries}
+    return {name: Scale(name, texts=texts[name], **entries[name]) for name in SCALE_NAMES}
 
 
 SCALES = read_scales()
@@ -88,49 +77,46 @@ class Cell:
         return replace(text, vocab_size=own) if own and self.scale.name == "cpu" else text
 
     @property
-    def questions(self) -> Questions | None:
-        """What the model is fine-tuned on after it was trained."""
+    def questions(self) -> Settings | None:
+        """What the model is fine-tuned on after it was trained, and how."""
         return self.scale.questions if self.where.task == "triviaqa" else None
 
     @property
     def seeds(self) -> range:
-        return range(1 if self.row in self.table.one_seed else self.scale.seeds)
+        return range(1 if self.table.one_seed == "all" or self.row in self.table.one_seed else self.scale.seeds)
 
     def settings(self, seed: int | None = 0) -> Settings:
         """What `lineartime train` is given but for the folders; seed None leaves the seed out."""
         scale, model, column = self.scale, self.model, self.where
-        own = scale.of_task.get(column.task, {})
-        task = "wiki40b" if column.task == "triviaqa" else column.task
+        own, task = scale.of_task.get(column.task, {}), "wiki40b" if column.task == "triviaqa" else column.task
         plain = model_config(model.preset, task)
         shaped = shaped_config(model.preset, task, {**scale.shape, **own.get("shape", {})})
+        family = scale.train.get("gau" if plain.ffn == "gau" else "pairs", {})
         chosen = {each.name: getattr(shaped, each.name) for each in fields(ModelConfig)
                   if getattr(shaped, each.name) != getattr(plain, each.name)}
-        chosen["context"] = own.get("context", column.context)
-        if column.task == "triviaqa":
-            chosen["causal"] = False
-        train = {**scale.train, **scale.train.get("gau" if plain.ffn == "gau" else "pairs", {}), **own.get("train", {})}
-        chosen |= {name: value for name, value in train.items() if name not in ("gau", "pairs")}
-        chosen |= model.fields | {"paper": model.paper, "cpu": model.cpu}.get(scale.name, {})
-        if column.tokens is not None:
-            chosen["tokens_per_step"] = column.tokens
+        chosen |= {"context": own.get("context", column.context), **({"causal": False} if self.questions else {})}
+        chosen |= {**scale.train, **family, **own.get("train", {}), **model.fields,
+                   **model.at_scale.get(scale.name, {})}
+        chosen |= {"tokens_per_step": column.tokens} if column.tokens else {}
         micro = chosen.get("micro_batch_tokens", TrainConfig.micro_batch_tokens)
         chosen["micro_batch_tokens"] = column.tokens or max(micro, chosen["context"])
-        return {"model": model.preset, "task": task, **chosen, **({} if seed is None else {"seed": seed})}
+        chosen |= {"model": model.preset, "task": task, **({} if seed is None else {"seed": seed})}
+        return {name: value for name, value in chosen.items() if name not in ("gau", "pairs")}
 
-    @property
-    def key(self) -> str:
-        """What two cells have in common that share their runs, and what a record has that is the cell's."""
-        return key_of(self.text.name, self.settings(None))
+    def key(self, kind: Kind) -> str:
+        """What cells have in common that share their runs, and what a record of this kind has that is the cell's."""
+        return key_of(kind, self.text.name, self.settings(None), self.questions if kind == "finetune" else None)
 
 
-def key_of(text: str, settings: Settings) -> str:
-    """The same for runs of one text and of equal settings but for the seed."""
-    return json.dumps([text, {name: value for name, value in settings.items() if name != "seed"}], sort_keys=True)
+def key_of(kind: str, text: str, settings: Settings, questions: Settings | None = None) -> str:
+    """The same for runs of one kind on one text, of equal settings but for the seed."""
+    settings = {name: value for name, value in settings.items() if name != "seed"}
+    return json.dumps([kind, text, settings, questions], sort_keys=True)
 
 
 def cells_of(table: str, scale: ScaleName) -> list[Cell]:
     """The cells of a table that are run at a scale, in the order they are run."""
-    return [Cell(TABLES[table], row, column, SCALES[scale]) for row, column in TABLES[table].cells(scale)]
+    return [Cell(TABLES[table], row, column, SCALES[scale]) for row, column in TABLES[table].cells[scale]]
 
 
 def caption_of(table: Table, scale: Scale) -> str:

@@ -1,8 +1,9 @@
 """The paper's tables and figures as cells, read from `tables.toml`: a model of a row in a column, and which of them
-each scale runs."""
+each scale runs; and the paper's numbers, from `paper.toml`."""
 
 import tomllib
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,19 +12,15 @@ from lineartime.config import TASKS
 ScaleName = Literal["paper", "gpu", "cpu"]
 SCALE_NAMES: tuple[ScaleName, ...] = ("paper", "gpu", "cpu")
 Settings = dict[str, Any]
-Cells = tuple[tuple[str, ...], tuple[str, ...]]
-"""Rows and columns: every one of the first in every one of the second."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A row: a preset with fields of the model or of its training replaced."""
+    """A row: a preset with fields of the model or of its training replaced, at every scale and at one."""
 
     preset: str
-    fields: Settings = field(default_factory=dict)
-    """At every scale."""
-    paper: Settings = field(default_factory=dict)
-    cpu: Settings = field(default_factory=dict)
+    fields: Settings
+    at_scale: dict[str, Settings]
 
 
 @dataclass(frozen=True)
@@ -44,19 +41,13 @@ class Table:
     title: str
     models: dict[str, Model]
     columns: dict[str, Column]
-    paper: tuple[Cells, ...]
-    gpu: tuple[Cells, ...]
-    cpu: tuple[Cells, ...]
+    cells: dict[ScaleName, list[tuple[str, str]]]
+    """Row and column of what each scale runs."""
+    measures: list[str]
     kind: Literal["train", "step"] = "train"
     reference: str | None = None
-    measures: tuple[str, ...] = ()
-    one_seed: tuple[str, ...] = ()
+    one_seed: list[str] | Literal["all"] = field(default_factory=list)
     cpu_caption: str = ""
-
-    def cells(self, scale: ScaleName) -> list[tuple[str, str]]:
-        """Row and column of each cell that is run, without repetition."""
-        return list(dict.fromkeys((row, column) for rows, columns in getattr(self, scale)
-                                  for column in columns for row in rows))
 
 
 def read_tables() -> dict[str, Table]:
@@ -72,19 +63,41 @@ def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     models = {}
     for label, own in ({label: presets[label] for label in entry.pop("also", [])} | entry.pop("models", {})).items():
         own = dict(own) if isinstance(own, dict) else {"preset": own}
-        preset, scaled = own.pop("preset"), {scale: fields | own.pop(scale, {}) for scale, fields in every.items()}
-        models[label] = Model(preset, own, **scaled)
+        at_scale = {scale: fields | own.pop(scale, {}) for scale, fields in every.items()}
+        models[label] = Model(own.pop("preset"), own, at_scale)
     columns = {label: Column(**own) for label, own in entry.pop("columns", {}).items()}
     columns |= {f"{each.get('prefix', '')}{length}": Column(each["task"], length)
                 for each in entry.pop("contexts", []) for length in each["lengths"]}
-    for scale in SCALE_NAMES:
-        entry[scale] = tuple((tuple(part.get("models", models)), tuple(part.get("columns", columns)))
-                             for part in entry.get(scale, [{}]))
-    one_seed = entry.pop("one_seed", ())
-    return Table(**{**entry, "name": name, "models": models, "columns": columns,
-                    "measures": tuple(entry.get("measures", ())),
-                    "one_seed": tuple(models if one_seed is True else one_seed)})
+    cells = {scale: list(dict.fromkeys(
+        (row, column) for part in entry.pop(scale, [{}]) for column in part.get("columns", columns)
+        for row in part.get("models", models))) for scale in SCALE_NAMES}
+    return Table(name, models=models, columns=columns, cells=cells, **entry)
 
 
 TABLES = read_tables()
 assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}
+
+
+@cache
+def read_paper() -> dict[str, dict[str, Any]]:
+    """By name of the table: numbers, with the digits they were printed with, by measure, row and column; perhaps
+    "hardware" and "note"."""
+    text = Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text, parse_float=str)
+
+
+def printed(table: str, measure: str, row: str | None, column: str) -> str:
+    """A number, "--" or "OOM"; "" where the paper prints nothing."""
+    return str(read_paper()[table].get(measure, {}).get(row, {}).get(column, ""))
+
+
+def value(table: str, measure: str, row: str | None, column: str) -> float | None:
+    """The number that the paper prints; None where it prints none."""
+    text = printed(table, measure, row, column)
+    return None if text in ("", "--", "OOM") else float(text)
+
+
+def step_speedup(table: str, row: str, reference: str | None, column: str) -> float | None:
+    """The reference's time of a step over the row's, worked out from the times that are printed."""
+    theirs, ours = value(table, "step_ms", reference, column), value(table, "step_ms", row, column)
+    return theirs / ours if theirs and ours else None

@@ -14,7 +14,7 @@ from lineartime.benchmark.figures import pictures_of
 from lineartime.benchmark.goals import Goal, goals_table, reach, read_goals
 from lineartime.benchmark.markdown import number, ratio_table, speed_section
 from lineartime.benchmark.rows import compare, read_rows, tables_of
-from lineartime.cli.report import report_speed
+from lineartime.cli.report import report
 from lineartime.errors import DataError, UsageError
 from lineartime.plot import digest
 from lineartime.report.pages import fill_pages, filled, speed_places
@@ -402,7 +402,7 @@ def test_the_command(tmp_path):
 def test_without_pandas_it_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError) as raised:
-        report_speed(None, False, None, None, ROOT)
+        report("speed")
     assert str(raised.value) == ("pandas is not installed: tables are made with it; "
                                  "pip install 'lineartime[report]'")
 

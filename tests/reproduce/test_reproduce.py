@@ -15,10 +15,10 @@ from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config, run_config
 from lineartime.data.prepare import SAMPLE
 from lineartime.data.tokens import read_manifest
-from lineartime.errors import DataError, NumericsError, ResourceError, Stopped, UsageError
+from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.reproduce import runner, scales
-from lineartime.reproduce.records import measured_together, read_records, records_of
-from lineartime.reproduce.scales import SCALES, Cell, Questions, Scale, Text, cells_of
+from lineartime.reproduce.records import by_key, read_records, records_of
+from lineartime.reproduce.scales import SCALES, Cell, Scale, Text, cells_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES
 from lineartime.training import StopSignal
 from made_questions import write_questions
@@ -74,7 +74,7 @@ def test_two_cores_have_at_most_eight_cells_a_table_and_three_seeds():
 
 def test_cells_of_one_model_on_one_text_share_their_run():
     def key(table, row, column, scale="cpu"):
-        return next(cell for cell in cells_of(table, scale) if (cell.row, cell.column) == (row, column)).key
+        return next(cell for cell in cells_of(table, scale) if (cell.row, cell.column) == (row, column)).key("train")
 
     assert key("chunk_size", "C = T", "512") == key("lm_wiki40b", "FLASH-Quad", "512")
     assert key("chunk_size", "C = 64", "2048") == key("gap", "FLASH", "LM 2048")
@@ -82,7 +82,7 @@ def test_cells_of_one_model_on_one_text_share_their_run():
     assert key("gau_ablation", "original GAU", "MLM") == key("mlm_c4", "FLASH-Quad", "512")
     assert key("speedup", "Transformer", "2048") == key("lm_wiki40b", "Transformer", "2048")
     assert key("gap", "FLASH", "LM 2048") != key("gap", "FLASH", "MLM 2048")
-    distinct = [cell.key for table in TABLES for cell in cells_of(table, "cpu") if cell.table.kind == "train"]
+    distinct = [cell.key("train") for table in TABLES for cell in cells_of(table, "cpu") if cell.table.kind == "train"]
     assert len(distinct) > len([k for i, k in enumerate(distinct) if k not in distinct[:i]])
     seeds = [cell.settings(seed) for cell in cells_of("gap", "cpu")[:1] for seed in (0, 1)]
     assert seeds[0] != seeds[1]
@@ -104,8 +104,9 @@ def test_a_table_has_a_script_that_names_it():
 
 TINY = Scale("cpu", "tiny", {task: Text("pg19", 300, "books", mlm=task in ("c4", "triviaqa"))
                              for task in ("wiki40b", "c4", "pg19", "triviaqa")},
-             Questions("q/train.json", "q/dev.json", 64, {"learning_rates": "1e-3", "epochs": 1},
-                       {"tokens_per_step": 128, "micro_batch_tokens": 128}), seeds=2,
+             {"train": "q/train.json", "validation": "q/dev.json", "context": 64,
+              "options": {"learning_rates": "1e-3", "epochs": 1},
+              "settings": {"tokens_per_step": 128, "micro_batch_tokens": 128}}, seeds=2,
              shape={"d_model": 16, "chunk_size": 8, "gau": {"n_layers": 1, "query_key_dim": 8},
                     "pairs": {"n_layers": 1, "n_heads": 2}},
              train={"tokens_per_step": 1024, "micro_batch_tokens": 512, "steps": 6, "warmup_steps": 2, "eval_every": 2,
@@ -121,8 +122,8 @@ def tiny(tmp_path, monkeypatch):
                                          "books/validation/2.txt": book[50_000:54_000]})
     monkeypatch.setitem(scales.SCALES, "cpu", TINY)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    cells = ((("Transformer++", "FLASH"), ("512",)),)
-    monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(TABLES["speedup"], cpu=cells))
+    cells = {"cpu": [("Transformer++", "512"), ("FLASH", "512")]}
+    monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(TABLES["speedup"], cells=cells))
     told = []
     place = runner.Place(tmp_path / "texts", tmp_path / "out", tmp_path / "rows.jsonl", "cpu", 2, None, told.append)
     return place, told
@@ -133,7 +134,7 @@ def test_a_table_is_made_and_only_once(tiny):
     first = dataclasses.replace(place, seeds=1)
     assert runner.reproduce("speedup", "cpu", first, StopSignal()) == 4  # two runs, two step times
     before = place.rows.read_text()
-    rows, cells = read_records(place.rows), cells_of("speedup", "cpu")
+    rows, cells = by_key(read_records(place.rows)), cells_of("speedup", "cpu")
     for cell in cells:
         (row,) = records_of(cell, rows, "train", 0)
         assert [step for step, _ in row["curve"]] == [2, 4, 6] and all(2 < loss < 7 for _, loss in row["curve"])
@@ -144,7 +145,7 @@ def test_a_table_is_made_and_only_once(tiny):
         assert row["command"] == "lineartime reproduce speedup --scale cpu"
         described = json.loads(next(place.out.glob(f"runs/{row['settings']['model']}-*/run/run.json")).read_text())
         assert described["train"]["seed"] == 0 and described["model"]["d_model"] == 16
-    assert measured_together(cells, rows) is not None
+    assert runner.missing_times(cells, rows) == []
     assert str(place.out) not in before and str(place.texts) not in before  # rows are made to be given away
     assert runner.reproduce("speedup", "cpu", first, StopSignal()) == 0
     assert place.rows.read_text() == before
@@ -153,47 +154,60 @@ def test_a_table_is_made_and_only_once(tiny):
 
     def stop_soon(line):
         told.append(line)
-        if line.startswith("["):
+        if ", train: " in line:
             stop.number = 15
 
     with pytest.raises(Stopped, match="goes on"):
         runner.reproduce("speedup", "cpu", dataclasses.replace(place, tell=stop_soon), stop)
     assert place.rows.read_text() == before
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 2
-    assert [len(records_of(cell, read_records(place.rows), "train")) for cell in cells] == [2, 2]
+    assert [len(records_of(cell, by_key(read_records(place.rows)), "train")) for cell in cells] == [2, 2]
     assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_records(place.rows))[1:])
 
 
-def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch):
-    place, _ = tiny
-    log = place.out / "log"
+@pytest.mark.parametrize(("code", "said", "result"), [
+    (0, "", None), (5, "error: the loss is not finite: step 3", "the loss is not finite: step 3"),
+    (6, "error: out of memory: context = 8192", "out of memory: context"), (-9, "a line", "out of memory: a run"),
+    (6, "error: the disk is full: x", ResourceError), (3, "error: no such text: x", DataError),
+    (1, "", LineartimeError)])
+def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said, result):
+    place, told = tiny
     place.out.mkdir()
-    arguments = ["train", "flash", "--data", str(place.out), "--out", str(place.out / "x")]
-    failed = runner.call(arguments, "a run", log, place, lambda: False)
-    assert isinstance(failed, DataError) and "a run" in str(failed) and str(log) in str(failed)
-    with pytest.raises(DataError):
-        runner.as_result(failed)
-    assert runner.as_result(NumericsError("the loss is not finite", "step 3")) == {
-        "failed": "the loss is not finite: step 3"}
-    assert "out of memory" in runner.as_result(ResourceError("out of memory", "context = 8192"))["failed"]
-    with pytest.raises(ResourceError):
-        runner.as_result(ResourceError("the disk is full", "x"))
-    killed = runner.call(["info", "flash"], "a run", log, dataclasses.replace(place, tell=print), lambda: False)
-    assert (killed is None and "FLASH" in log.read_text()) or "flash" in log.read_text()
+    program = place.out / "program"
+    program.write_text(f"#!/bin/sh\necho '{said}'\n" + ("kill -9 $$\n" if code == -9 else f"exit {code}\n"))
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    arguments = ["train"], "a run", place.out / "log", place, StopSignal()
+    if isinstance(result, type):
+        with pytest.raises(result) as raised:
+            runner.call(*arguments)
+        assert type(raised.value) is result and f"a run; all it said is in {place.out / 'log'}" in str(raised.value)
+    else:
+        ended = runner.call(*arguments)
+        assert ended == result if result is None else ended.startswith(result)
+    assert told == ["  a run: starts"]
 
 
 def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny, monkeypatch):
     place, _ = tiny
     diverging = dataclasses.replace(TINY, seeds=1, train={**TINY.train, "learning_rate": 1e30})
     monkeypatch.setitem(scales.SCALES, "cpu", diverging)
-    jobs = runner.missing_jobs(cells_of("speedup", "cpu")[1:], [])
+    jobs = runner.missing_jobs(cells_of("speedup", "cpu")[1:], {})
     runner.prepare(jobs[0].cell.text, place, StopSignal())
-    (row,) = runner.run_all(jobs, [], place, StopSignal())
+    assert runner.run_all(jobs, {}, place, StopSignal()) == 1
+    (row,) = read_records(place.rows)
     assert "not finite" in row["failed"] and "curve" not in row and row["settings"]["learning_rate"] == 1e30
     with pytest.raises(UsageError, match="texts"):
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=None), StopSignal())
     with pytest.raises(DataError, match="no/books"):
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
+
+
+def test_a_text_that_memory_is_too_small_for_ends_the_table(tiny, monkeypatch):
+    place, _ = tiny
+    monkeypatch.setattr(runner, "call", lambda *arguments: "out of memory: text")
+    with pytest.raises(ResourceError, match="cannot be prepared: books-300; out of memory"):
+        runner.prepare(cells_of("speedup", "cpu")[0].text, place, StopSignal())
 
 
 def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypatch):
@@ -202,14 +216,14 @@ def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypa
     (place.texts / "q").mkdir()
     for name, first, n in (("train", 0, 8), ("dev", 100, 3)):
         write_questions(place.texts / "q" / f"{name}.json", first, n)
-    asked = dataclasses.replace(TINY, seeds=1, questions=dataclasses.replace(
-        TINY.questions, options={"learning_rates": "1e-2,1e-3", "epochs": 1, "max_answer_tokens": 6}))
+    asked = dataclasses.replace(TINY, seeds=1, questions={
+        **TINY.questions, "options": {"learning_rates": "1e-2,1e-3", "epochs": 1, "max_answer_tokens": 6}})
     monkeypatch.setitem(scales.SCALES, "cpu", asked)
     cell = next(cell for cell in cells_of("triviaqa", "cpu") if cell.row == "FLASH s=512 + first-to-all")
     job = runner.Job(cell, 0)
     runner.prepare(cell.text, place, StopSignal())
     assert read_manifest(place.data(cell.text)).tokenizer["mask"] is not None
-    pretrained, answered = runner.run_job(job, [], place, lambda: False)
+    pretrained, answered = runner.run_job(job, {}, place, StopSignal())
     assert (pretrained["kind"], answered["kind"]) == ("train", "finetune") and "curve" in pretrained
     folder = place.out / "runs" / job.folder / "questions"
     result = json.loads((folder / "result.json").read_text())
@@ -218,7 +232,7 @@ def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypa
     assert answered["f1"] == scores["f1"] == max(each["f1"] for each in result["learning_rates"].values())
     described = json.loads((folder / answered["best"] / "run.json").read_text())
     assert described["train"]["tokens_per_step"] == 128 and answered["train_s"]["cpu"] > 0
-    assert [row["kind"] for row in runner.run_job(job, [pretrained], place, lambda: False)] == ["finetune"]
+    assert [row["kind"] for row in runner.run_job(job, by_key([pretrained]), place, StopSignal())] == ["finetune"]
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_ends(tiny):
@@ -229,9 +243,13 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(tiny):
     (place.out / "settings.toml").write_text(runner.toml(settings))
 
     metrics = place.out / "run" / "metrics.jsonl"
-    failed = runner.call(["train", str(place.out / "settings.toml")], "a run", place.out / "log", place,
-                         lambda: metrics.exists() and "loss" in metrics.read_text())
-    assert failed is not None and "saved" in str(failed)
+
+    class Soon(StopSignal):
+        number = property(lambda self: 15 if metrics.exists() and "loss" in metrics.read_text() else None,
+                          lambda self, number: None)
+
+    assert runner.call(["train", str(place.out / "settings.toml")], "a run", place.out / "log", place, Soon()) is None
+    assert "saved" in (place.out / "log").read_text().splitlines()[-1]
     assert (metrics.parent / "latest").exists() and not (metrics.parent / "result.json").exists()
 
 
@@ -239,11 +257,11 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
     place, _ = tiny
     ended = []
 
-    def run_job(job, rows, place, over):
+    def run_job(job, records, place, stop):
         if job.cell.row == "FLASH":
             raise DataError("no such text", "x")
         for _ in range(400):
-            if over():
+            if stop.number is not None:
                 ended.append(job.cell.row)
                 return []
             time.sleep(0.05)
@@ -251,13 +269,13 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
     monkeypatch.setattr(runner, "run_job", run_job)
     jobs = [runner.Job(cell, 0) for cell in cells_of("speedup", "cpu")]
     with pytest.raises(DataError, match="no such text"):
-        list(runner.run_all(jobs, [], place, StopSignal()))
+        runner.run_all(jobs, {}, place, StopSignal())
     assert ended == ["Transformer++"]
 
 
 def test_rows_are_of_runs_and_nothing_else(tmp_path):
     path = tmp_path / "rows.jsonl"
-    row = {"kind": "train", "text": "t", "settings": {"seed": 0}}
+    row = {"kind": "train", "text": "t", "settings": {"seed": 0}, "failed": "out of memory"}
     assert read_records(path) == []
     path.write_text(json.dumps(row) + '\n{"kind": "tr')
     assert read_records(path) == [row]
@@ -270,12 +288,13 @@ def test_rows_belong_to_a_cell_by_text_and_settings():
     cell = cells_of("gap", "cpu")[0]
     row = {"kind": "train", "text": cell.text.name, "settings": cell.settings(1)}
     others = [{**row, "kind": "step"}, {**row, "text": "other"}, {**row, "settings": cell.settings(1) | {"steps": 7}}]
-    assert records_of(cell, [row, *others], "train") == [row] == records_of(cell, [row, *others], "train", 1)
-    assert records_of(cell, [row, *others], "train", 0) == []
-    steps = [{"kind": "step", "text": each.text.name, "settings": each.settings(None), "run": run}
-             for run, each in (("a", cell), ("a", cells_of("gap", "cpu")[1]), ("b", cell))]
-    assert measured_together(cells_of("gap", "cpu")[:2], steps) == "a" and measured_together([cell], steps) == "b"
-    assert measured_together(cells_of("gap", "cpu")[:3], steps) is None
+    records = by_key([row, *others])
+    assert records_of(cell, records, "train") == [row] == records_of(cell, records, "train", 1)
+    assert records_of(cell, records, "train", 0) == []
+    cells = cells_of("gap", "cpu")[:3]  # of one column
+    steps = by_key({"kind": "step", "text": each.text.name, "settings": each.settings(None), "run": run}
+                   for run, each in (("a", cells[0]), ("a", cells[1]), ("b", cells[0])))
+    assert runner.missing_times(cells[:2], steps) == [] and runner.missing_times(cells, steps) == [cells]
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [

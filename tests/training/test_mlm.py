@@ -342,4 +342,4 @@ def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
 
 def test_masked_runs_are_drawn_beside_each_other(whole, tmp_path):
     picture = plot_comparison({"a": whole[0], "b": whole[0]}, tmp_path / "two.png")
-    assert imread(picture).shape[1] == 1800
+    assert imread(picture).shape[1] == 1305

@@ -42,23 +42,24 @@ def test_curves_are_those_of_the_run(tmp_path):
     curves = read_curves(make_run(tmp_path / "run"))
     assert curves.step.tolist() == list(range(1, 61))
     assert curves.loss[[0, 59]].tolist() == [7.0, 4.05]
-    assert curves.held_out_step == [20, 40, 60] and curves.held_out_loss == pytest.approx([4.35, 4.275, 4.25])
-    assert (curves.bits_per_nat, curves.bits_per_byte, curves.xz_bits_per_byte) == (0.5, 2.125, 2.3)
-    assert curves.loss_by_position == POSITIONS
+    assert curves.held_out == [(20, pytest.approx(4.35)), (40, pytest.approx(4.275)), (60, 4.25)]
+    assert curves.bits_per_nat == 0.5 and curves.final["xz_bits_per_byte"] == 2.3
+    assert curves.final["held_out"]["bits_per_byte"] == 2.125
+    assert curves.final["held_out"]["loss_by_position"] == POSITIONS
     assert curves.title == "flash, 17,475 parameters, context 64"
 
 
 def test_a_last_step_that_was_scored_has_one_point_and_the_label_of_all_text(tmp_path):
     curves = read_curves(make_run(tmp_path / "run", last=True))
-    assert curves.held_out_step == [20, 40, 60] and curves.held_out_loss == pytest.approx([4.35, 4.275, 4.2 + 3 / 60])
-    assert curves.bits_per_byte == 2.125
+    assert curves.held_out == [(20, pytest.approx(4.35)), (40, pytest.approx(4.275)), (60, pytest.approx(4.25))]
+    assert curves.held_out[-1][1] == 4.2 + 3 / 60 and curves.final["held_out"]["bits_per_byte"] == 2.125
 
 
 def test_plot_run_draws_training_and_held_out_loss(tmp_path):
     run = make_run(tmp_path / "run")
     before = dict(matplotlib.rcParams)
     path = plot_run(run)
-    assert path == run / "loss.png" and imread(path).shape[1] == 1350
+    assert path == run / "loss.png" and imread(path).shape[1] == 1200
     assert coloured(path, "#0072B2") > 500 and coloured(path, "#D55E00") > 200 and coloured(path, "#555555") > 200
     assert sorted(p.name for p in run.iterdir()) == ["loss.png", "metrics.jsonl", "result.json", "run.json"]
     assert dict(matplotlib.rcParams) == before
@@ -85,7 +86,7 @@ def test_plot_comparison_draws_every_run_in_both_panels(tmp_path):
     runs = {f"model {i}": make_run(tmp_path / f"{i}", result=i != 2) for i in range(3)}
     picture = plot_comparison(runs, tmp_path / "out.png")
     width = imread(picture).shape[1]
-    assert width == 1800
+    assert width == 1305
     # A third colour is nowhere in the right panel, above the legend: that run has no result.
     right = imread(picture)[:-100, width // 2 :, :3]
     third = np.array(matplotlib.colors.to_rgb("#009E73"))
