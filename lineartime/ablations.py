@@ -35,7 +35,7 @@ from lineartime.ops.ablations import (
 )
 from lineartime.ops.dispatch import use_kernels
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import chunk_ids, read_states, rope, to_chunks
+from lineartime.ops.reference import chunk_ids, from_chunks, read_states, rope, to_chunks
 
 CHUNK_BIAS_LEN = 512
 """n of the position bias between chunks. It selects the rotated form, which has no limit on the distance."""
@@ -119,7 +119,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             q_all, k_all = first
             first_BGE = first_to_all_attention(q_all[:, :, 0], k_all, v_BGCE, segment_ids_BGC)
             out_BGCE = torch.cat([out_BGCE[:, :, :1] + first_BGE[:, :, None], out_BGCE[:, :, 1:]], dim=2)
-        return out_BGCE.flatten(1, 2)[:, :n_tokens]
+        return from_chunks(out_BGCE, n_tokens)
 
     def chunk_weights(self, z_BGCS: Tensor, segment_ids_BGC: Tensor) -> Tensor:
         """The learned weight of chunk h for chunk g, `[B, G, G]`, from the mean z of each chunk. When causal, the query

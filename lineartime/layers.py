@@ -207,6 +207,8 @@ class ResidualLayer(nn.Module):
         is one document that starts at position 0. Raises UsageError for wrong segment ids."""
         if info is not None and info.segment_ids_BT is not None:
             check_segment_ids(info.segment_ids_BT)
+            if self.config.by_document and info.cu_seqlens is None:
+                info = dataclasses.replace(info, cu_seqlens=cu_seqlens(info.segment_ids_BT))
         x_BTD, delta_BTD = self.add(x_BTD, None, info or one_document_info(x_BTD, self.config))
         return x_BTD + delta_BTD
 

@@ -77,7 +77,8 @@ class LanguageModel(nn.Module):
             check_segment_ids(segment_ids_BT)
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         info = SequenceInfo(self.rotary(position_1T), segment_ids_BT)
-        if segment_ids_BT is not None and self.config.by_document:
+        masks = self.config.attn_kernel == "softmax" and self.config.attn_type == "quadratic"
+        if segment_ids_BT is not None and self.config.by_document and not (torch.compiler.is_compiling() and masks):
             info.cu_seqlens = cu_seqlens(segment_ids_BT)
         if segment_ids_BT is not None and self.config.chunk_pooling == "attention":
             if not ((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():

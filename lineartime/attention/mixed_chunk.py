@@ -10,7 +10,7 @@ from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
-from lineartime.ops.reference import chunk_ids, to_chunks
+from lineartime.ops.reference import chunk_ids, from_chunks, to_chunks
 
 
 @dataclasses.dataclass
@@ -32,7 +32,7 @@ class MixedChunk:
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)
         out_BGCK = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, to_chunks(v_BTK, c), self.rel_pos_bias,
                                     chunk_ids(ids_BT, v_BTK, c, config.causal))
-        return unfold_heads(out_BGCK.flatten(1, 2)[:, :n_tokens], h)
+        return unfold_heads(from_chunks(out_BGCK, n_tokens), h)
 
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> Tensor:
         """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`."""

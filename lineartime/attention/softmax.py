@@ -20,8 +20,14 @@ class Softmax:
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """The heads concatenated: `[B, T, D]`. x_BTD is unused. On CUDA in bfloat16 and float16, all documents run in
-        one call of variable-length attention."""
+        one call of variable-length attention. Documents without `cu_seqlens`, as in compiled models, take a mask."""
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        if info.cu_seqlens is None and info.segment_ids_BT is not None:
+            seen_B1TT = (info.segment_ids_BT[:, :, None] == info.segment_ids_BT[:, None])[:, None]
+            seen_B1TT = seen_B1TT.tril() if self.config.causal else seen_B1TT
+            out_BHTK = F.scaled_dot_product_attention(q_BTHK.transpose(1, 2), k_BTHK.transpose(1, 2),
+                                                      v_BTHK.transpose(1, 2), attn_mask=seen_B1TT)
+            return out_BHTK.transpose(1, 2).flatten(2)
         if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
             return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
         parts = []

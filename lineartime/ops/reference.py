@@ -42,15 +42,31 @@ def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
 def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
     """b[i, j] = w[j - i + n_queries - 1] as a matrix `[n_queries, n_keys]`, square by default."""
     n_keys = n_keys or n_queries
+    if torch.compiler.is_exporting():  # unfold takes no symbolic length
+        return w[torch.arange(n_keys, device=w.device) - torch.arange(1 - n_queries, 1, device=w.device)[:, None]]
     return w[: n_queries - 1 + n_keys].unfold(0, n_keys, 1).flip(0)
 
 
 def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
-    """`[B, T, ...]` as `[B, G, C, ...]`, the last chunk padded with `fill`."""
+    """`[B, T, ...]` as `[B, G, C, ...]`, the last chunk padded with `fill`; in `torch.export` two more chunks."""
+    if torch.compiler.is_exporting():
+        # T may be symbolic: G is then known to be more than 2, and unfold, unlike unflatten, does not compare lengths.
+        n_chunks = (x_BT.shape[1] + chunk_size - 1) // chunk_size + 2
+        missing = n_chunks * chunk_size - x_BT.shape[1]
+        x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
+        return x_BT.unfold(1, chunk_size, chunk_size).movedim(-1, 2)
     missing = -x_BT.shape[1] % chunk_size
     if missing:
         x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
     return x_BT.unflatten(1, (-1, chunk_size))
+
+
+def from_chunks(x_BGC: Tensor, n_tokens: int) -> Tensor:
+    """`[B, G, C, ...]` as `[B, T, ...]`, without the padding of `to_chunks`."""
+    x_BT = x_BGC.flatten(1, 2)
+    if torch.compiler.is_exporting():  # a copy: the strides of a slice would be compared with a symbolic length
+        return x_BT.index_select(1, torch.arange(n_tokens, device=x_BT.device))
+    return x_BT[:, :n_tokens]
 
 
 def chunk_ids(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, causal: bool) -> Tensor | None:
@@ -150,7 +166,7 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
         return add_up((entering_BP[..., None] == last_BG[:, None]) & earlier_PG, kv_BGSE)
 
     n_places, n_chunks = entering_BP.shape[1], last_BG.shape[1]
-    if n_places <= SCAN_BLOCK:
+    if torch.compiler.is_exporting() or n_places <= SCAN_BLOCK:
         return add_up_earlier(kv_BGSE, last_BG, entering_BP)
     n_blocks = -(-n_places // SCAN_BLOCK)
     in_blocks = (n_blocks, SCAN_BLOCK)
@@ -299,7 +315,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
         causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling)
-    return u_BTE * out_BGCE.flatten(1, 2)[:, : u_BTE.shape[1]]
+    return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,

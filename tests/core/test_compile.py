@@ -5,13 +5,15 @@ PyTorch's compiler writes C++ for a CPU, so these take seconds each and need a c
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lineartime.config import model_config
+from lineartime.layers import cu_seqlens, one_document_info
 from lineartime.model import token_losses
-from tiny_models import random_model
+from tiny_models import CONFIGS, random_ids, random_model, with_end
 
 SMALL = {"d_model": 64, "n_layers": 2, "vocab_size": 97, "context": 512}
 MODELS = {
@@ -66,3 +68,36 @@ def test_a_copy_of_a_compiled_model_runs_on_its_own_weights():
     made = copy.deepcopy(model)
     assert all("add" in vars(layer) for layer in model.layers)
     assert all("add" not in vars(layer) and layer.add.__self__ is layer for layer in made.layers)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["transformer", "transformer++", "transformer++ gate"])
+def test_packed_transformers_compile_to_one_graph(name, causal):
+    model, ids_BT = random_model(replace(with_end(CONFIGS[name]), causal=causal)), random_ids(2, 23)
+    valid_BT = torch.arange(23) < torch.tensor([[23], [15]])
+    torch._dynamo.reset()  # other models have compiled the same code
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for more in ({}, {"padding_mask_BT": valid_BT}):
+        difference = (compiled(ids_BT, **more) - model(ids_BT, **more))[valid_BT]
+        assert (ids_BT[:, 1:] == 0).any() and difference.abs().max() < 1e-12
+    with torch.no_grad():  # a layer on its own splits the rows too
+        info, x_BTD = one_document_info(model.embed(ids_BT), model.config), model.embed(ids_BT)
+        info.segment_ids_BT = (ids_BT == 0).cumsum(1)
+        layer = model.layers[0]
+        expected = layer(x_BTD, replace(info, cu_seqlens=cu_seqlens(info.segment_ids_BT)))
+        assert torch.equal(layer(x_BTD, info), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["flash", "flash-quad", "flash-quad rotated bias"])
+def test_exported_with_any_length(name, causal):
+    """One program for rows of 2 to 400 tokens in several documents, to the bit."""
+    model = random_model(replace(with_end(CONFIGS[name]), causal=causal, context=400,
+                                 **({"chunk_size": 16} if name == "flash" else {})))
+    lengths = {1: torch.export.Dim("T", min=2, max=400)}
+    program = torch.export.export(model, (random_ids(2, 37),), dynamic_shapes=(lengths,))
+    for length in (2, 15, 16, 17, 33, 400):
+        ids_BT = random_ids(2, length, seed=length)
+        assert torch.equal(program.module()(ids_BT), model(ids_BT))
