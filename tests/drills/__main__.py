@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("out/drills"), help="folder for the trials and the log")
     parser.add_argument("--into", type=Path, help="page that gets the figures")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     work, version = given.work.resolve(), commit()
     child.warm_up()

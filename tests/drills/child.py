@@ -191,6 +191,7 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
     pid, started = child.pid, time.monotonic()
     baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     over, over_at, killed, ended = "", 0.0, False, False
+    since = used = waited = 0.0
     watched = os.pidfd_open(pid)
     printed = {child.out: bytearray(), child.err: bytearray()}
     poll = select.poll()
@@ -198,20 +199,21 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
         poll.register(descriptor, select.POLLIN)
     try:
         while not ended:
-            since = time.monotonic() - started
-            for descriptor, _ in poll.poll(1000 * (max(at[0] - since, 0) if at else 0.5)):
+            for descriptor, _ in poll.poll(1000 * min(max(at[0] - since, 0) if at else 0.5, 0.5)):
                 ended = ended or descriptor == watched
                 if descriptor in printed and not take(descriptor, printed[descriptor]):
                     poll.unregister(descriptor)
-            since = time.monotonic() - started
+            before, since = since, time.monotonic() - started
+            used_before, (used, sleeps) = used, used_by(pid)
+            waited += since - before if sleeps and used == used_before else 0
             if at and since >= at[0]:
                 send(pid, at[1])
                 at = None
             elif over and since > over_at + GRACE:
                 killed = True
                 send(pid, signal.SIGKILL)
-            elif not over and (over := over_limit(pid, since, seconds)):
-                over_at = since
+            elif not over and max(used, waited) > seconds:
+                over, over_at = "working" if used > seconds else "waiting", since
                 send(pid, signal.SIGINT)
         _, status, usage = os.wait4(pid, 0)
         for descriptor, text in printed.items():
@@ -240,16 +242,14 @@ def take(descriptor: int, text: bytearray) -> bool:
     return bool(data)
 
 
-def over_limit(pid: int, since: float, seconds: float) -> str:
-    """Of a child that has had its time: whether it was "working" on a processor or "waiting"; otherwise nothing.
-
-    A busy machine, which gives it a fourth of a processor, does not count as waiting."""
+def used_by(pid: int) -> tuple[float, bool]:
+    """A child's processor time in seconds, and whether it sleeps: not while it only waits for its turn on a busy
+    machine."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return "working" if used > seconds else "waiting" if since > seconds + 3 * used else ""
+        return 0.0, False
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "S"
 
 
 def send(pid: int, number: int) -> None:

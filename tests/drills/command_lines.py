@@ -45,7 +45,7 @@ TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"
 OUTPUTS = {"out", "html", "png", "images", "predictions", "into"}
 """Options whose path is written; of `benchmark` and `reproduce` the rows too."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
-LONG = {"train", "finetune", "generate", "reproduce", "report", "benchmark"}
+LONG = {"train", "finetune", "generate", "answer", "reproduce", "report", "benchmark"}
 """Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
 IN_OTHERS = {"reproduce", "benchmark"}
 """Verbs that wait for processes of theirs, which work."""

@@ -56,7 +56,8 @@ SCENARIOS: dict[str, Scenario] = {
     "prepare": Scenario(lambda made, out: child.verb(folders.prepare(made / "text.txt", out / "data"))),
     "prepare, compressed lines": Scenario(lambda made, out: child.verb(
         folders.prepare(made / "text.jsonl.gz", out / "deep/data", "--tokenizer", "bytes"))),
-    "export": Scenario(command("export", "{made}/run", "--out", "{out}/models/it"), None, "the output is there already"),
+    "export": Scenario(command("export", "{made}/run", "--out", "{out}/models/it"),
+                       when_done="the output is there already"),
     "finetune": Scenario(lambda made, out: child.verb(folders.finetune(made, out / "answers"))),
     "evaluate --contexts": Scenario(command("evaluate", "{made}/run", "--data", "{made}/data", "--contexts", "8,32",
                                             "--out", "{out}/contexts.json")),

@@ -18,7 +18,7 @@ from drills.disk import Disk
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/helpers"]))
-SHARE = ["kills=8", "corruptions=16", "commands=24"]
+SHARE = ["kills=6", "corruptions=16", "commands=24"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -30,19 +30,20 @@ def drills(work, *arguments):
 
 def test_a_share_of_the_drills_that_is_stopped_and_goes_on(tmp_path):
     stopped = drills(tmp_path, *SHARE)
-    deadline = time.monotonic() + 120
-    while len(list(read_log(tmp_path / "log.jsonl"))) < 5 and time.monotonic() < deadline and stopped.poll() is None:
+    deadline = time.monotonic() + 300
+    while len(list(read_log(tmp_path / "log.jsonl"))) < 2 and time.monotonic() < deadline and stopped.poll() is None:
         time.sleep(0.05)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(10) == 143, stopped.stdout.read()
     there = (tmp_path / "log.jsonl").read_text()
     done = drills(tmp_path, *SHARE)
     said, _ = done.communicate()
+    stopped.stdout.close()
     assert done.returncode == 0, said
-    assert "kills: 8 tried, 0 lost, 0 silent, 0 internal, 0 hung" in said
+    assert "kills: 6 tried, 0 lost, 0 silent, 0 internal, 0 hung" in said
     assert (tmp_path / "log.jsonl").read_text().startswith(there)
     trials = [(each["part"], each["number"]) for each in read_log(tmp_path / "log.jsonl")]
-    assert len(trials) == len({*trials}) == 8 + 16 + 24
+    assert len(trials) == len({*trials}) == 6 + 16 + 24
 
 
 def test_a_child_that_waits_is_interrupted_and_one_that_does_not_heed_it_killed(tmp_path, monkeypatch):
