@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lineartime.atomic_io import replaced
+from lineartime.atomic_io import read_bytes, replaced
 from lineartime.config import ModelConfig
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.info import describe, millions
@@ -301,12 +301,19 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
 def read_context_use(path: Path) -> dict[str, Any]:
     """What `lineartime evaluate --contexts` wrote. Raises DataError."""
     try:
-        use = json.loads(path.read_text(encoding="utf-8"))
-        return {name: use[name] for name in ("contexts", "gains", "gain_errors", "documents", "loss_by_position",
-                                             "n_tokens", "trained_context")}
+        use = json.loads(read_bytes(path))
+        numbers = [*use["contexts"], *use["gains"], *(error or 0.0 for error in use["gain_errors"]), use["n_tokens"],
+                   use["trained_context"], len(use["documents"])]
+        places = ("first", "last", "shortest", "longest")
+        numbers += [block[name] for block in use["loss_by_position"] for name in places]
+        if not (all(type(number) in (int, float) and 0 <= abs(number) < 1e15 for number in numbers)
+                and len(use["contexts"]) == len(use["gains"]) == len(use["gain_errors"]) > 0
+                and min(use["contexts"]) >= 1):
+            raise ValueError
+        return use
     except OSError as e:
         raise DataError("cannot read", path, e.strerror) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError("not a file of `lineartime evaluate --contexts`", path) from None
 
 

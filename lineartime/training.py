@@ -300,8 +300,9 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
                                lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
     if not already:
         plot_run(out)
-    sample = out / SAMPLE_FILE
-    return TrainResult(out, settings, result, read_bytes(sample).decode(errors="replace") if sample.exists() else "", already)
+    path = out / SAMPLE_FILE
+    sample = read_bytes(path).decode(errors="replace") if path.exists() else ""
+    return TrainResult(out, settings, result, sample, already)
 
 
 def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progress: Progress | None) -> dict[str, Any]:

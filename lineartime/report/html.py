@@ -15,7 +15,16 @@ from lineartime.errors import DataError
 from lineartime.plot import DPI
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
+
+
+class Renderer(MarkdownIt):
+    """Markdown whose links go to http(s), to a fragment or to a file beside the page; any other is left as text."""
+
+    def validateLink(self, url: str) -> bool:
+        return re.match("https?://|(?!//)[^:]*([#?/]|$)", url.strip(), re.IGNORECASE) is not None
+
+
+MARKDOWN = Renderer("commonmark", {"html": False}).enable("table")
 CSS_DPI = 96
 
 

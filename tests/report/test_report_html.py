@@ -70,6 +70,14 @@ def test_every_heading_is_in_the_contents_once_and_has_a_place_of_its_own():
     assert made.index("<nav>") < made.index("<main>") < made.index("words before")
 
 
+@pytest.mark.parametrize(("target", "is_link"), [
+    ("https://a.b/c:d", True), ("HTTP://a.b", True), ("#part", True), ("docs/x.md#a:b", True), ("?q=a:b", True),
+    ("javascript:alert(1)", False), ("jAvaScript:x", False), ("java%0ascript:x", False), ("data:text/html,x", False),
+    ("file:///etc/passwd", False), ("//other.host/x", False), ("mailto:x", False)])
+def test_links_go_to_pages_alone(target, is_link):
+    assert ('href="' in page("T", f"[text]({target})", ".")) == is_link
+
+
 @pytest.mark.parametrize(("text", "html"), [
     ("a < b & c > d", "a &lt; b &amp; c &gt; d"),
     ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
