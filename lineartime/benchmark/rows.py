@@ -134,8 +134,8 @@ def newest(table: "DataFrame") -> "DataFrame":
         [*KIND, "context"], keep="last")
 
 
-def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant: str | None = None,
-            rival_variant: str | None = None) -> "DataFrame":
+def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool,
+            variant: str | None = None) -> "DataFrame":
     """Two sides at each context (by_type: and in each type), in the newest run that has both: each in its fastest
     variant, or in the one that is given; without by_type, each in its fastest type.
 
@@ -149,7 +149,7 @@ def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant
         found = table[(table.side == side) & (True if variant is None else table.variant == variant)]
         return found.sort_values("ms", kind="stable").drop_duplicates(["n_run", *keys])
 
-    both = fastest(ours, variant).merge(fastest(rival, rival_variant or variant), on=["n_run", *keys],
+    both = fastest(ours, variant).merge(fastest(rival, variant), on=["n_run", *keys],
                                         suffixes=("", "_rival"))
     both = both.sort_values("n_run").drop_duplicates(keys, keep="last").sort_values("context")
     variants = table.groupby(["side", "n_run", "context"]).variant.unique()

@@ -30,18 +30,13 @@ def report(
         help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin --> or <!-- speed: begin -->; "
              "may be given again.")] = None,
     images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
-    targets: Annotated[bool, typer.Option(
-        "--targets", help="Speed: print the goals beside what was reached.")] = False,
-    targets_file: Annotated[Path | None, typer.Option(
-        help="Speed: the goals; by default the package's.")] = None,
 ) -> None:
     """The paper's numbers beside ours, as Markdown, PNG or one HTML page; or `speed`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
     if table == SPEED:
         refuse(table, {"--scale": scale, "--html": html, "--png": png})
-        written = report_speed(rows, targets, targets_file, into, images)
+        written = report_speed(rows, into, images)
     else:
-        refuse("a table of the paper", {"--targets": targets or None, "--targets-file": targets_file})
         if table is not None:
             require_name("table", table, [*TABLES, SPEED])
         if scale is not None:
@@ -67,11 +62,9 @@ def require_pandas() -> None:
         raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
 
 
-def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, into: list[Path] | None,
-                 images: Path) -> list[Path]:
+def report_speed(rows: Path | None, into: list[Path] | None, images: Path) -> list[Path]:
     """`lineartime report speed`; returns the files that were written."""
     require_pandas()
-    from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
 
@@ -79,12 +72,11 @@ def report_speed(rows: Path | None, targets: bool, targets_file: Path | None, in
     measured, n_old = read_rows(rows)
     if not measured and not n_old:
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    goals = read_goals(targets_file or PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
         from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
 
-        return fill_pages(into, images, speed_places(measured, n_old, goals))
-    print(goals_table(goals, measured) if targets else speed_section(measured, n_old), end="")
+        return fill_pages(into, images, speed_places(measured, n_old))
+    print(speed_section(measured, n_old), end="")
     return []
 
 
