@@ -6,17 +6,14 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 
 from lineartime.benchmark import Row
-from lineartime.benchmark.loss import measure_loss
-from lineartime.benchmark.measure import measure_gemm
-from lineartime.benchmark.memory import read_prompt
+from lineartime.benchmark.decode import read_prompt
 from lineartime.benchmark.op import measure_op
 from lineartime.benchmark.step import reference, training_steps
 from lineartime.errors import LineartimeError
 from lineartime.training import out_of_memory
 
 JOBS: dict[str, Callable[..., Iterator[Row]]] = {
-    "gemm": measure_gemm, "loss": measure_loss, "op": measure_op, "read": read_prompt, "reference": reference,
-    "step": training_steps}
+    "op": measure_op, "read": read_prompt, "reference": reference, "step": training_steps}
 
 
 def main() -> None:

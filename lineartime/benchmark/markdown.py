@@ -33,8 +33,6 @@ VALUES: dict[str, tuple[str, Callable[[Row], str]]] = {
     "time": ("Milliseconds per token, and of the slowest",
              lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}"),
     "memory": ("Peak memory, MiB", lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}"),
-    "mfu": ("Share of the peak rate that the model's FLOPs take; causal squares are counted whole, and fused attention "
-            "skips half of them", lambda row: f"{row['row']['mfu']:.0%}" if row["row"].get("mfu") else "-"),
     "state": ("Decoding state, MiB", lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"),
 }
 """What can be shown of every row of a table: a heading, and the text of a number."""
@@ -75,8 +73,7 @@ def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
         parts.append(f"Peak memory, MiB:\n\n{value_table(table, 'memory')}")
     parts.append(ratio_table(table))
     folds = {"tokens": benchmark in STEPS, "time": benchmark not in STEPS,
-             "memory": benchmark != "memory" and table.peak_mib.notna().any(), "mfu": "mfu" in known,
-             "state": "state_bytes" in known}
+             "memory": benchmark != "memory" and table.peak_mib.notna().any(), "state": "state_bytes" in known}
     parts += [folded(VALUES[what][0], value_table(table, what)) for what, there in folds.items() if there]
     return [*parts, caption(table)]
 

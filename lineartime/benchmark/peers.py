@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lineartime.attention.softmax import Softmax
 from lineartime.benchmark.measure import installed_version
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.info import describe
 from lineartime.layers import SequenceInfo, rotate_heads
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
@@ -91,11 +90,6 @@ def peer_version(label: Label) -> dict[str, str] | None:
         return None
     package = PEERS[label.model][2]
     return {"package": package, "version": installed_version(package) or "not installed"}
-
-
-def flops_per_token(label: Label, config: ModelConfig) -> float | None:
-    """Of a training step, forward and backward, by the one count there is. FLASH-pytorch multiplies what FLASH does."""
-    return None if label.model.startswith("fla:") else describe(config).flops.training
 
 
 def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":

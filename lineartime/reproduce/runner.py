@@ -22,7 +22,8 @@ from typing import Any
 
 from lineartime import checkpoint
 from lineartime.atomic_io import append_json_lines, read_json, write_atomically
-from lineartime.benchmark.measure import ROOT, provenance, spread
+from lineartime.benchmark import ROOT
+from lineartime.benchmark.measure import provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
 from lineartime.config import ModelConfig, run_config
