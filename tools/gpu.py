@@ -16,9 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,23 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lineartime.atomic_io import read_json_lines, write_atomically  # noqa: E402
-from lineartime.benchmark import environment  # noqa: E402
-from lineartime.benchmark.cells import (  # noqa: E402
-    DONE,
-    LINEARTIME,
-    Calls,
-    last_line,
-    measure_call,
-    named_calls,
-    run,
-    run_calls,
-)
+from lineartime.benchmark import cells  # noqa: E402
 
 CALLS = Path(__file__).with_name("gpu.toml")
 STAGES = ("tests", "kernels", "step", "decode", "tables")
 COMMITTED_ROWS = ROOT / "lineartime" / "results" / "quality.jsonl"
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
-FOR_TESTS, FOR_TABLES, PEERS = ("pytest", "hypothesis"), ("pyarrow",), ("flash_pytorch", "fla")
+FOR_TESTS, FOR_TABLES, PEERS = ("pytest", "xdist", "hypothesis"), ("pyarrow",), ("flash_pytorch", "fla")
 
 AT_ONCE = 8
 """Processes that tests are run in side by side: most of their time a processor compiles kernels."""
@@ -57,7 +45,7 @@ SAVE_S = 40.0
 
 def calls_of(stage: str, tiny: bool = False) -> dict[str, list[str]]:
     """What gpu.toml lists for a stage, or its dry run; what compares with peers only where there is one."""
-    calls = named_calls([f"tiny-{stage}" if tiny else stage], CALLS)
+    calls = cells.named_calls([f"tiny-{stage}" if tiny else stage], CALLS)
     return {name: words for name, words in calls.items()
             if not name.startswith("gpu-peers/") or len(absent(PEERS)) < len(PEERS)}
 
@@ -70,21 +58,21 @@ def rows_in(path: Path) -> list[dict]:
 def done_in(out: Path) -> set[str]:
     """The calls that need not be made again: those whose rows are there, and tables that have every row."""
     return {*(row["cell"] for row in rows_in(out / "rows.jsonl") if row.get("cell")),
-            *(line["cell"] for line in rows_in(out / "calls.jsonl") if line["ended"] == DONE)}
+            *(line["cell"] for line in rows_in(out / "calls.jsonl") if line["ended"] == cells.DONE)}
 
 
 def make_table(name: str, words: Sequence[str], seconds: float, *, out: Path, more: Sequence[str]) -> str:
     """As many of a table's missing rows as there is time for; how it ended."""
     (out / "reproduce").mkdir(exist_ok=True)
-    return run([*LINEARTIME, *words, "--rows", str(out / "tables.jsonl"), "--out", str(out / "reproduce"), *more],
-               seconds, out / "reproduce" / f"{name}.log", SAVE_S)
+    command = [*cells.LINEARTIME, *words, "--rows", str(out / "tables.jsonl"), "--out", str(out / "reproduce"), *more]
+    return cells.run(command, seconds, out / "reproduce" / f"{name}.log", SAVE_S)
 
 
-def run_stage(stage: str, calls: Calls, out: Path, device: str, deadline: float, guess_s: float,
+def run_stage(stage: str, calls: cells.Calls, out: Path, device: str, deadline: float, guess_s: float,
               texts: Path | None) -> bool:
     """A stage's calls; True where none failed. texts: of the tables, the folder with those of the scale; None where
     nothing is trained."""
-    call = partial(measure_call, rows=out / "rows.jsonl", more=["--device", device], log=out / "log.txt")
+    call = partial(cells.measure_call, rows=out / "rows.jsonl", more=["--device", device], log=out / "log.txt")
     if stage == "tables":
         missing = absent(FOR_TABLES) if texts else []
         if missing or (texts and not texts.is_dir()):
@@ -94,7 +82,7 @@ def run_stage(stage: str, calls: Calls, out: Path, device: str, deadline: float,
         if COMMITTED_ROWS.exists() and not (out / "tables.jsonl").exists():
             shutil.copyfile(COMMITTED_ROWS, out / "tables.jsonl")
         call = partial(make_table, out=out, more=["--device", device, *(["--texts", str(texts)] if texts else [])])
-    return run_calls(calls, call, done_in(out), out / "calls.jsonl", say, deadline=deadline, guess_s=guess_s)
+    return cells.run_calls(calls, call, done_in(out), out / "calls.jsonl", say, deadline=deadline, guess_s=guess_s)
 
 
 def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
@@ -102,29 +90,13 @@ def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
     if missing := absent(FOR_TESTS):
         say(f"tests: not run, {', '.join(missing)} is missing here")
         return False
-    started, text = time.monotonic(), out / "tests.txt"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    ended = run([*command, "tests/ops/test_gpu.py", "--collect-only"], seconds, text)
-    tests = [line for line in text.read_text(encoding="utf-8").splitlines() if "::" in line]
-    if tiny or ended != DONE or not tests:
-        say(f"tests: only collected: {last_line(text).strip('= ')}")
-        return bool(tests) and ended == DONE
-    n = max(min(AT_ONCE, (os.cpu_count() or 2) // 2, len(tests)), 1)
-    parts, left = [out / f".tests-{i}.txt" for i in range(n)], seconds - (time.monotonic() - started)
-    with ThreadPoolExecutor(n) as pool:
-        [*pool.map(lambda i: run([*command, *tests[i::n]], left, parts[i]), range(n))]
-    counts = Counter({"passed": 0})
-    for number, word in re.findall(r"(\d+) (passed|failed|error)", " ".join(map(last_line, parts))):
-        counts[word] += int(number)
-    said = "".join(part.read_text(encoding="utf-8") for part in parts)
-    for part in parts:
-        part.unlink()
-    summary = ", ".join(f"{number} {word}" for word, number in counts.items()) + f" of {len(tests)}"
-    text.write_text(f"{said}{summary}\n", encoding="utf-8")
-    for line in re.findall(r"^(?:FAILED|ERROR).*", said, re.MULTILINE)[:20]:
+    text, how = out / "tests.txt", ["--collect-only"] if tiny else ["-v", "-n", str(AT_ONCE)]
+    ended = cells.run([sys.executable, "-m", "pytest", "tests/ops/test_gpu.py", "-m", "gpu", "-p", "no:cacheprovider",
+                       *how], seconds, text)
+    for line in re.findall(r"^(?:FAILED|ERROR) .*", text.read_text(encoding="utf-8"), re.MULTILINE)[:20]:
         say(f"tests: {line}")
-    say(f"tests: {summary}")
-    return counts["passed"] == len(tests)
+    say(f"tests: {cells.last_line(text).strip('= ')}")
+    return ended == cells.DONE
 
 
 def summarise(out: Path, tiny: bool) -> None:
@@ -136,12 +108,13 @@ def summarise(out: Path, tiny: bool) -> None:
         lines.append(f"- {stage}: {len(calls) - len(left)} of {len(calls)} done"
                      + (f"; left: {', '.join(left)}" if left else ""))
     if (out / "tests.txt").exists():
-        lines.append(f"- tests: {last_line(out / 'tests.txt').strip('= ')}")
+        lines.append(f"- tests: {cells.last_line(out / 'tests.txt').strip('= ')}")
     reports = [["speed", "--rows", str(out / "rows.jsonl")]] if rows_in(out / "rows.jsonl") else []
     if any(row["scale"] == "gpu" for row in rows_in(out / "tables.jsonl")):
         reports.append(["--scale", "gpu", "--rows", str(out / "tables.jsonl")])
     for arguments in reports:
-        made = subprocess.run([*LINEARTIME, "report", *arguments], env=environment(), capture_output=True, text=True)
+        made = subprocess.run([*cells.LINEARTIME, "report", *arguments], env=cells.environment(), capture_output=True,
+                              text=True)
         lines += ["", made.stdout or made.stderr]
     write_atomically(out / "summary.md", "\n".join(lines) + "\n")
 
@@ -154,21 +127,14 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def check(stages: Sequence[str], before: Path | None, device: str) -> str:
+def check(stages: Sequence[str], device: str) -> str:
     """What stands in the way of measuring, in one line; "" for nothing."""
     if unknown := [stage for stage in stages if stage not in STAGES]:
         return f"unknown stage: {unknown[0]}; it is one of {', '.join(STAGES)}"
-    if before is not None and not before.is_file():
-        return f"cannot read the rows: {before}"
     if missing := absent(NEEDED):
         return f"missing here: {', '.join(missing)}; name a Python that has them"
-    code = "import torch; print(torch.__version__, torch.cuda.is_available())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
-    if not found:
-        return "torch cannot be imported"
-    if tuple(int(part) for part in found[0].split(".")[:2]) < (2, 11):
-        return f"torch 2.11 or newer is needed: this is {found[0]}"
-    if device == "cuda" and found[1] != "True":
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if device == "cuda" and subprocess.run([sys.executable, "-c", code]).returncode:
         return "no CUDA device here; --device cpu --tiny tries this script without one"
     return ""
 
@@ -177,7 +143,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Tests and measurements on one GPU, resumable, from a checkout.")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all by default")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for rows and summary")
-    parser.add_argument("--before", type=Path, help="rows of an earlier call, taken where OUT has none")
     parser.add_argument("--texts", type=Path, default=ROOT / "out" / "texts",
                         help="folder with the texts of the tables, out/texts of the checkout by default")
     parser.add_argument("--minutes", type=float, default=9.0, help="of each stage")
@@ -186,13 +151,11 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a dry run of models of a few weights")
     given = parser.parse_args()
     started = time.monotonic()
-    if wrong := check(given.stages, given.before, given.device):
+    if wrong := check(given.stages, given.device):
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     out, texts = given.out.resolve(), None if given.tiny else given.texts.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if given.before and not (out / "rows.jsonl").exists():
-        shutil.copyfile(given.before, out / "rows.jsonl")
     os.chdir(ROOT)
     if given.commit:
         os.environ["LINEARTIME_COMMIT"] = given.commit

@@ -48,19 +48,19 @@ def read_cells(path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict
 def named_calls(names: Sequence[str], path: Path | None = None) -> dict[str, list[str]]:
     """The calls of lists, and those for a table. Raises UsageError for an unknown name."""
     _, lists = read_cells(path)
-    tables: dict[str, dict[str, list[str]]] = {}
+    known = {name: dict(calls) for name, calls in lists.items()}
     for call, words in (each for calls in lists.values() for each in calls.items()):
-        tables.setdefault(call.partition("/")[0], {})[call] = words
+        known.setdefault(call.partition("/")[0], {})[call] = words
     for name in names:
-        require_name("name of cells", name, [*lists, *tables])
-    return {call: words for name in names for call, words in lists.get(name, tables.get(name, {})).items()}
+        require_name("name of cells", name, known)
+    return {call: words for name in names for call, words in known[name].items()}
 
 
-def shape_named(name: str | None, path: Path | None = None) -> dict[str, Any]:
-    """The fields of a shape of a file; none where no name is given. Raises UsageError for an unknown one."""
+def shape_named(name: str | None) -> dict[str, Any]:
+    """The fields of a shape of the package's file; none without a name. Raises UsageError for an unknown one."""
     if name is None:
         return {}
-    shapes, _ = read_cells(path)
+    shapes, _ = read_cells()
     require_name("shape", name, shapes)
     return shapes[name]
 

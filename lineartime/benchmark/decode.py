@@ -3,7 +3,7 @@
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -223,12 +223,12 @@ def benchmark_read(config: ModelConfig, n_tokens: int = 1_000_000, *, threads: i
     measure.require_positive(tokens=n_tokens, threads=threads)
     progress(f"reading {n_tokens:,} tokens")
     asked = {"config": to_dict(config), "n_tokens": n_tokens, "threads": threads, "device": device, "seed": seed}
-    answer = measure.measured_alone("read", asked, "reading the prompt", f"{n_tokens:,} tokens")
+    answer = measure.measured_alone(read_prompt, asked, "reading the prompt", f"{n_tokens:,} tokens")
     return {"benchmark": "read", "prompt_tokens": n_tokens, **answer, "threads": threads, "device": device,
             "dtype": "float32", "config": to_dict(config), **measure.provenance()}
 
 
-def read_prompt(config: Row, n_tokens: int, threads: int, device: str, seed: int) -> Iterator[Row]:
+def read_prompt(config: Row, n_tokens: int, threads: int, device: str, seed: int) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_read`."""
     on, _ = measure.set_up(threads, device, seed)
     model = LanguageModel(ModelConfig(**config)).to(on).eval()

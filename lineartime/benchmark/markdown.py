@@ -49,7 +49,7 @@ Pictures = Callable[["DataFrame"], Sequence[str]]
 """The paths of a table's pictures."""
 
 
-def speed_section(rows: Sequence[Row], n_old: int = 0, *, shown: Sequence[str] = (),
+def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (),
                   pictures: Pictures = lambda table: ()) -> str:
     """All tables of `read_rows`' measurements; with names in `shown`, a summary of the tables that have them."""
     tables = tables_of(rows)
@@ -60,8 +60,6 @@ def speed_section(rows: Sequence[Row], n_old: int = 0, *, shown: Sequence[str] =
     parts = [part for table in models for part in table_parts(table, pictures(table))]
     parts += ["### Parts alone"] * bool(others)
     parts += [part for table in others for part in (part_table(table), caption(table))]
-    if n_old:
-        parts.append(f"Left out: {n_old} rows of an older form, which say neither their run nor their quartiles.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -145,7 +143,7 @@ def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[t
     of `compare`."""
     texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
     unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
-    note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
+    note = f"\n\n\\* FLASH was measured {joined(unmatched)} too, the other was not." if unmatched else ""
     return by_context(["FLASH's speed over", *words], contexts, texts) + note
 
 
@@ -215,14 +213,9 @@ def caption(table: "DataFrame") -> str:
     more = f" and {len(commands) - 3} more like them, which the rows have" if len(commands) > 3 else ""
     text = f"<sub>{'; '.join(word for word in words if word)}. Made by {made_by}{more}.</sub>"
     last = newest(table).sort_index()
-    failed = unique(f"{kind_text(row)}, at {tokens(row['context'])}: {row['failed']}"
-                    for row in last[last.failed != ""].to_dict("records"))
+    failed = unique(f"{side_name(row.side)}, {row.variant}, {row.dtype}, at {tokens(row.context)}: {row.failed}"
+                    for row in last[last.failed != ""].itertuples())
     return text + (f"\n\nFailed: {'; '.join(failed)}." if failed else "")
-
-
-def kind_text(row: Row) -> str:
-    """A measurement's side, variant and type."""
-    return f"{side_name(row['side'])}, {row['variant']}, {row['dtype']}"
 
 
 def machine_text(row: Row) -> str:
@@ -243,10 +236,7 @@ def provenance_words(rows: Sequence[Row]) -> list[str]:
 
 def short(commit: str | None) -> str:
     """Enough of a commit to find it; what was changed beside it stays said."""
-    if commit is None:
-        return "unknown"
-    name, plus, changes = commit.partition("+")
-    return name[:10] + plus + changes
+    return re.sub(r"^(\w{10})\w*", r"\1", commit or "unknown")
 
 
 def parameters(n: int) -> str:
@@ -270,10 +260,6 @@ def span_of(texts: Iterable[str]) -> str:
     """`8,192`, or `8,192 to 16,384` for the first and last of several."""
     known = unique(texts)
     return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
-
-
-def listed(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def joined(texts: Iterable[str]) -> str:

@@ -6,8 +6,8 @@ processor time of the process stands beside the time on the clock: on a CPU, oth
 
 import importlib.metadata
 import itertools
-import json
 import math
+import multiprocessing
 import os
 import platform
 import shlex
@@ -15,11 +15,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,17 +28,20 @@ from rich.console import Console
 from torch import Tensor
 
 from lineartime.atomic_io import read_json_lines
-from lineartime.benchmark import ROOT, Row, environment
-from lineartime.errors import NumericsError, ResourceError
+from lineartime.benchmark import ROOT, Row
+from lineartime.errors import LineartimeError, NumericsError, ResourceError
 from lineartime.info import table
 from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
 from lineartime.settings import require
+from lineartime.training import out_of_memory
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""
 OnRows = Callable[[list[Row]], None]
 """Gets the rows that were measured together, as soon as they are there."""
+Job = Callable[..., Generator[Row, Row, None]]
+"""What is done in a process of its own: its answers, and orders for all but the first."""
 
 
 def provenance() -> Row:
@@ -277,57 +280,65 @@ def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]
 
 
 class Worker:
-    """`JOBS[job](**arguments)` in a process of its own: a generator that goes on when it is told.
+    """A job, which is a generator, in a process of its own; it goes on when it is told.
 
-    It is started at once, so that several can import together, and does nothing before `ask`."""
+    The process is started at once, so that several can import together, and does nothing before `ask`."""
 
-    def __init__(self, job: str, arguments: Row):
-        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lineartime.benchmark"], env=environment(), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+    def __init__(self, job: Job, arguments: Row):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(theirs, job, arguments))
+        self.process.start()
+        theirs.close()
         self.failed: Row | None = None
-        self.first: Row = {"job": job, **arguments}
 
     def ask(self, order: Row | None = None) -> Row:
-        """The next answer to an order; {"failed": why} where the process has died, and from then on."""
+        """The next answer to an order, of which the first is arguments; {"failed": why} where the process has died, and
+        from then on."""
         if self.failed is None:
-            assert self.process.stdin is not None and self.process.stdout is not None
-            line = ""
-            with suppress(BrokenPipeError):
-                self.process.stdin.write(json.dumps({**self.first, **(order or {})}) + "\n")
-                self.process.stdin.flush()
-                line = self.process.stdout.readline()
-            self.first = {}
-            answer = json.loads(line) if line.endswith("\n") else {"failed": self.why()}
+            try:
+                self.pipe.send(order or {})
+                answer = self.pipe.recv()
+            except (EOFError, OSError):
+                self.process.join()
+                code = self.process.exitcode
+                answer = {"failed": "killed, most likely for want of memory" if code == -signal.SIGKILL else
+                          f"exit code {code}"}
             if "failed" not in answer:
                 return answer
             self.failed = answer
         return self.failed
 
-    def why(self) -> str:
-        """The reason for which the process ended."""
-        code = self.process.wait()
-        if code == -signal.SIGKILL:
-            return "killed, most likely for want of memory"
-        self.errors.seek(0)
-        lines = [line.strip() for line in self.errors if line.strip()]
-        return lines[-1] if lines else f"exit code {code}"
-
     def close(self) -> None:
         """End the process, whatever it does."""
         self.process.kill()
-        self.process.communicate()
-        self.errors.close()
+        self.process.join()
+        self.pipe.close()
 
 
-def in_own_process(job: str, arguments: Row) -> Row:
-    """The first answer of `JOBS[job](**arguments)` in a fresh Python; {"failed": why} where it dies."""
+def serve(pipe: Connection, job: Job, arguments: Row) -> None:
+    """In its process: what a job yields, each when it is asked for; or why it failed."""
+    os.dup2(2, 1)  # what a library prints is no result
+    try:
+        answers = job(**arguments, **pipe.recv())
+        pipe.send(next(answers))
+        while True:
+            pipe.send(answers.send(pipe.recv()))
+    except (EOFError, StopIteration):  # nobody asks any more, or there is no more to say
+        return
+    except LineartimeError as e:
+        pipe.send({"failed": str(e)})
+    except Exception as e:
+        pipe.send({"failed": "out of memory" if out_of_memory(e) else f"{type(e).__name__}: {e}".splitlines()[0]})
+
+
+def in_own_process(job: Job, arguments: Row) -> Row:
+    """A job's first answer in a fresh Python; {"failed": why} where it dies."""
     with closing(Worker(job, arguments)) as worker:
         return worker.ask()
 
 
-def measured_alone(job: str, arguments: Row, what: str, where: str) -> Row:
+def measured_alone(job: Job, arguments: Row, what: str, where: str) -> Row:
     """As `in_own_process`; raises ResourceError where it dies."""
     answer = in_own_process(job, arguments)
     if "failed" in answer:

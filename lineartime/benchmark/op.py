@@ -7,7 +7,7 @@ reference, against which outputs and gradients are checked in float64.
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +182,7 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
     for precision, config in itertools.product(precisions, configs):
         n_rows, where = max(tokens // config.context, 1), f"context {config.context:,}, {precision}"
         progress(f"{name}, {where}")
-        answer = measure.measured_alone("op", {
+        answer = measure.measured_alone(measure_op, {
             "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "only": list(only),
             "repeats": repeats, "threads": threads, "device": device, "seed": seed}, name, where)
         n_tokens = n_rows * config.context
@@ -199,7 +199,7 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
 
 
 def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequence[str], repeats: int, threads: int,
-               device: str, seed: int) -> Iterator[Row]:
+               device: str, seed: int) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_op`."""
     on, settings = measure.set_up(threads, device, seed)
     fields, op, dtype = ModelConfig(**config), OPS[name], getattr(torch, precision)

@@ -42,18 +42,15 @@ def side_name(side: str) -> str:
     return NAMES.get(model, model) + words[attention]
 
 
-def read_rows(path: Path) -> tuple[list[Row], int]:
-    """The measurements of a file of JSON lines, and how many rows are older than runs and units and so left out.
+def read_rows(path: Path) -> list[Row]:
+    """The measurements of a file of JSON lines, but for those of `benchmark read`, which no table shows.
 
     Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
     writing it."""
     def parse(row: Row) -> Row | None:
-        if "run" in row and ("unit" in row or "failed" in row):
-            return measurement(row)
-        return {} if row["benchmark"] == "read" else None  # "read" has a table of its own where it is measured
+        return None if row["benchmark"] == "read" else measurement(row)
 
-    parsed = read_json_lines(path, parse, "a row of a measurement")
-    return [row for row in parsed if row], parsed.count(None)
+    return [row for row in read_json_lines(path, parse, "a row of a measurement") if row is not None]
 
 
 def measurement(row: Row) -> Row:

@@ -4,7 +4,7 @@ import math
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,13 +114,14 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
 
     machine: threads, device and seed of a process. references: what steps are compared with; missing ones are added."""
     on_cpu = machine["device"] == "cpu"
-    workers = [measure.Worker("step", {"label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows,
-                                       "precision": case.precision, **machine}) for case in cases]
+    workers = [measure.Worker(training_steps, {
+        "label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows, "precision": case.precision,
+        **machine}) for case in cases]
 
     def make_reference(case: StepCase) -> Row:
         model, path, (n_rows, n_tokens) = case.label.model, str(folder / uuid.uuid4().hex), case.checked_shape
         progress(f"{model}, context {case.config.context:,}: eager float32, to compare with")
-        return {"path": path, **measure.in_own_process("reference", {
+        return {"path": path, **measure.in_own_process(reference, {
             "label": model, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
             **machine})}
 
@@ -229,7 +230,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
 
 def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int, device: str, seed: int,
-              path: str) -> Iterator[Row]:
+              path: str) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_step`: the loss and gradient of new weights by the reference, in eager float32,
     row by row; the gradient goes into a file.
 

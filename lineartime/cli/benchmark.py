@@ -30,7 +30,6 @@ Lengths = Annotated[str, typer.Option(help="Tokens of context, with commas.")]
 Tokens = Annotated[int, typer.Option(help="Tokens in a step or call; one row where the context is longer.")]
 Precision = Annotated[str, typer.Option(help="float32, bfloat16 or both with a comma.")]
 Shape = Annotated[str | None, typer.Option(help="Sizes by a name in the file of cells, such as small.")]
-Cells = Annotated[Path | None, typer.Option(help="File of cells; by default the package's own.")]
 Repeats = Annotated[int, typer.Option(help="Timed rounds.")]
 Threads = Annotated[int, typer.Option(help="Processor threads.")]
 Rows = Annotated[Path | None, typer.Option("--json", help="File that gets one JSON row per measurement.")]
@@ -81,12 +80,11 @@ def benchmark_step(
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
-    cells: Cells = None,
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
     Any --set applies to every model that has the field."""
-    measure_steps("step", labels, contexts, precision, tokens, task, shape_named(shape, cells), settings, together,
-                  repeats, rows, place(threads, device))
+    measure_steps("step", labels, contexts, precision, tokens, task, shape_named(shape), settings, together, repeats,
+                  rows, place(threads, device))
 
 
 @benchmark.command("memory")
@@ -101,11 +99,10 @@ def benchmark_memory(
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
-    cells: Cells = None,
 ) -> None:
     """Peak memory, and time per token beside it, of a training step of one row at growing contexts."""
-    measure_steps("memory", labels, contexts, precision, 1, task, shape_named(shape, cells), settings, True, repeats,
-                  rows, place(threads, device))
+    measure_steps("memory", labels, contexts, precision, 1, task, shape_named(shape), settings, True, repeats, rows,
+                  place(threads, device))
 
 
 def measure_steps(benchmark: str, labels: list[str] | None, contexts: str, precision: str, tokens: int, task: str,
@@ -139,10 +136,9 @@ def benchmark_op(
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
-    cells: Cells = None,
 ) -> None:
     """Forward and backward of one op, its implementations side by side, each checked against float64."""
-    lengths, fields = whole_numbers(contexts), shape_named(shape, cells)
+    lengths, fields = whole_numbers(contexts), shape_named(shape)
     from lineartime.benchmark import op as ops
 
     config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
@@ -193,7 +189,7 @@ def benchmark_run(
                                                       "there.")] = Path("out/bench.jsonl"),
     threads: Threads = 1,
     device: Device = None,
-    cells: Cells = None,
+    cells: Annotated[Path | None, typer.Option(help="File of cells; by default the package's own.")] = None,
 ) -> None:
     """Measure named cells, each by a call of its own; the same command goes on where it stopped.
     Calls are left out whose rows the file has from the same commit."""

@@ -69,14 +69,14 @@ def report_speed(rows: Path | None, into: list[Path] | None, images: Path) -> li
     from lineartime.benchmark.rows import read_rows
 
     rows = rows or PACKAGE / "results" / "speed.jsonl"
-    measured, n_old = read_rows(rows)
-    if not measured and not n_old:
+    measured = read_rows(rows)
+    if not measured:
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
     if into:
         from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
 
-        return fill_pages(into, images, speed_places(measured, n_old))
-    print(speed_section(measured, n_old), end="")
+        return fill_pages(into, images, speed_places(measured))
+    print(speed_section(measured), end="")
     return []
 
 

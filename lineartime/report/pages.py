@@ -26,13 +26,13 @@ Place = Callable[[list[str], Show], str]
 EXAMPLES = {"speed": "speed", "table": "table lm_wiki40b cpu"}
 
 
-def speed_places(rows: Sequence[Any], n_old: int) -> dict[str, Place]:
+def speed_places(rows: Sequence[Any]) -> dict[str, Place]:
     """Places for speed and memory, of rows as the benchmark reads them."""
     from lineartime.benchmark.figures import pictures_of
     from lineartime.benchmark.markdown import speed_section
 
     def speed(names: list[str], show: Show) -> str:
-        return speed_section(rows, n_old, shown=names, pictures=lambda table: [
+        return speed_section(rows, shown=names, pictures=lambda table: [
             show(name, picture) for name, picture in [*pictures_of(table).items()][: 1 if names else None]])
 
     return {"speed": speed}

@@ -7,7 +7,7 @@ import torch
 
 from lineartime.atomic_io import append_json_lines
 from lineartime.benchmark import measure
-from lineartime.benchmark.decode import benchmark_read, print_read
+from lineartime.benchmark.decode import benchmark_read, print_read, read_prompt
 from lineartime.benchmark.measure import (
     Worker,
     add_times,
@@ -63,13 +63,13 @@ def test_rows_are_printed_with_the_columns_that_they_have(capsys):
 
 def test_a_job_goes_on_when_it_is_told_and_says_why_it_died():
     asked = {"config": to_dict(FLASH), "n_tokens": 64, "threads": 1, "device": "cpu", "seed": 0}
-    worker = Worker("read", asked)
+    worker = Worker(read_prompt, asked)
     assert worker.ask()["wall_seconds"] > 0
     failed = worker.ask()  # there is no second answer
     assert "failed" in failed and worker.ask() == failed
     worker.close()
-    assert "unexpected keyword argument 'colour'" in in_own_process("read", {"colour": 1})["failed"]
-    killed = Worker("read", {})
+    assert "unexpected keyword argument 'colour'" in in_own_process(read_prompt, {"colour": 1})["failed"]
+    killed = Worker(read_prompt, {})
     killed.process.kill()
     assert "memory" in killed.ask()["failed"]
     killed.close()

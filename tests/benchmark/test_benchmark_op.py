@@ -56,7 +56,7 @@ def test_an_implementation_that_differs_is_not_timed(monkeypatch, part):
 
     def other(q, k):
         if part == "output":
-            return definition(q, k) * 1.01
+            return definition(q, k) + 0.01 * definition(q, k).detach()
         return definition(q, k.detach()) + 0.99 * (definition(q.detach(), k) - definition(q, k).detach())
 
     inputs = {"q": torch.randn(3, 4), "k": torch.randn(3, 4)}

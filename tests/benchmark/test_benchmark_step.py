@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.benchmark import measure, peers, step
-from lineartime.benchmark.__main__ import JOBS
 from lineartime.benchmark.cells import named_calls, read_cells, shape_named, shaped_config
 from lineartime.benchmark.peers import Peer, build, check_installed, parse_label
 from lineartime.benchmark.step import benchmark_step, random_batch, step_cases
@@ -50,7 +49,7 @@ def here(monkeypatch):
             asked.append((self.arguments["label"], order))
             try:
                 if self.answers is None:
-                    self.answers = JOBS[self.job](**self.arguments, **(order or {}))
+                    self.answers = self.job(**self.arguments, **(order or {}))
                     return next(self.answers)
                 return self.answers.send(order)
             except (NumericsError, UsageError) as e:

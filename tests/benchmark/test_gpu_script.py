@@ -78,11 +78,10 @@ def test_without_a_gpu_it_is_an_error_of_one_line(tmp_path):
     assert done.stderr == "error: no CUDA device here; --device cpu --tiny tries this script without one\n"
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["stpe"], "unknown stage: stpe; it is one of tests, kernels"),
-                                                  (["--before", "missing"], "cannot read the rows: missing")])
-def test_wrong_arguments_are_an_error_of_one_line(arguments, words):
-    done = script(*arguments)
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+def test_an_unknown_stage_is_an_error_of_one_line():
+    done = script("stpe")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: unknown stage: stpe; it is one of tests, kernels")
 
 
 def test_a_dry_run_measures_and_the_next_one_goes_on(tmp_path):
@@ -131,26 +130,25 @@ def test_nothing_is_started_when_too_little_time_is_left(tmp_path):
     assert well and made == [] and told[0].endswith("and a call may take 10; the same command goes on with a, b")
 
 
-def test_tests_are_shared_out_and_counted(tmp_path, monkeypatch, capsys):
-    """Each runs once; what failed is said, and what a process that ended early did not run is missed."""
-    given, names = [], [f"tests/ops/test_gpu.py::test_{i}" for i in range(7)]
+@pytest.mark.parametrize(("tiny", "ended"), [(False, "= 1 failed, 6 passed in 1.0s ="), (False, DONE), (True, DONE)])
+def test_what_fails_of_the_tests_is_said(tmp_path, monkeypatch, capsys, tiny, ended):
+    given = []
 
     def fake_run(command, seconds, output):
-        ids = [part for part in command if "::" in part]
-        given.extend(ids)
-        text = "\n".join(names) + "\n7 tests collected" if "--collect-only" in command else f"{len(ids)} passed in 1.0s"
-        if names[2] in ids:
-            text = f"FAILED {names[2]} - why\n1 failed, {len(ids) - 1} passed in 1.0s"
-        output.write_text(text + "\n")
-        return DONE
+        given.extend(command)
+        output.write_text("[gw0] FAILED tests/a.py::test_b\nFAILED tests/a.py::test_b - why\n= 1 failed, 6 passed =\n")
+        return ended
 
-    monkeypatch.setattr(gpu, "run", fake_run)
-    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 6)
-    assert not gpu.run_tests(tmp_path, False, 100) and sorted(given) == names
-    assert f"tests: FAILED {names[2]} - why\ntests: 6 passed, 1 failed of 7\n" in capsys.readouterr().out
-    assert (tmp_path / "tests.txt").read_text().endswith("\n6 passed, 1 failed of 7\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["tests.txt"]
-    assert gpu.run_tests(tmp_path, True, 100) and "only collected: 7 tests collected" in capsys.readouterr().out
+    monkeypatch.setattr(gpu.cells, "run", fake_run)
+    assert gpu.run_tests(tmp_path, tiny, 100) == (ended == DONE)
+    assert capsys.readouterr().out == "tests: FAILED tests/a.py::test_b - why\ntests: 1 failed, 6 passed\n"
+    assert ("--collect-only" in given) == tiny and ("-n" in given) != tiny
+
+
+def test_a_dry_run_collects_the_tests(tmp_path):
+    done = script("tests", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0 and "tests collected" in done.stdout
+    assert "- tests: " in (tmp_path / "out" / "summary.md").read_text()
 
 
 def test_a_dry_run_plans_the_tables(tmp_path):
@@ -181,7 +179,7 @@ def tables(tmp_path, monkeypatch):
             append_json_lines(out / "tables.jsonl", [{"scale": "gpu", "table": table}])
             return ends.get(table, DONE)
 
-        monkeypatch.setattr(gpu, "run", fake_run)
+        monkeypatch.setattr(gpu.cells, "run", fake_run)
         calls = dict(itertools.islice(gpu.calls_of("tables").items(), 3))
         well = gpu.run_stage("tables", calls, out, "cuda", time.monotonic() + 60, guess_s, tmp_path / texts)
         return well, called
@@ -222,15 +220,6 @@ def test_a_line_that_a_kill_cut_off_is_dropped_and_the_rest_stays(tmp_path):
     assert [row["cell"] for row in gpu.rows_in(rows)] == ["a", "b", "d"]
 
 
-def test_rows_of_an_earlier_call_are_taken_where_there_are_none(tmp_path):
-    """So that their call is not made again."""
-    before = tmp_path / "before.jsonl"
-    for name, taken in (("tiny-decode/1", "tiny-decode/1"), ("another", "tiny-decode/1")):
-        before.write_text(json.dumps({"cell": name, "benchmark": "read"}) + "\n")
-        done = script("decode", "--out", "out", "--device", "cpu", "--tiny", "--before", str(before), cwd=tmp_path)
-        assert done.returncode == 0 and gpu.done_in(tmp_path / "out") == {taken}
-
-
 def test_rows_of_a_call_are_written_together_or_not_at_all(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
 
@@ -238,7 +227,7 @@ def test_rows_of_a_call_are_written_together_or_not_at_all(tmp_path, monkeypatch
         append_json_lines(Path(command[command.index("--json") + 1]), [{"model": "flash"}, {"model": "combiner"}])
         return ended
 
-    monkeypatch.setattr("lineartime.benchmark.cells.run", fake_run)
+    monkeypatch.setattr(gpu.cells, "run", fake_run)
     for ended in ("exit code 3", DONE):
         assert measure_call("small/8192", ["step"], 10.0, rows, ["--device", "cpu"]) == ended
     assert gpu.rows_in(rows) == [{"model": "flash", "cell": "small/8192"}, {"model": "combiner", "cell": "small/8192"}]
@@ -292,7 +281,7 @@ def test_a_command_is_asked_to_save_before_it_is_killed(tmp_path):
 def test_what_runs_dies_with_the_script(tmp_path, number, save_s):
     code = (f"import sys, signal; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu, pathlib\n"
             "signal.signal(signal.SIGTERM, gpu.stop)\n"
-            f"gpu.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}), {save_s})")
+            f"gpu.cells.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}), {save_s})")
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         for _ in range(200):

@@ -41,7 +41,7 @@ def made(model="flash", ms=100.0, *, context=2048, variant="eager", dtype="float
 def cells_of(tmp_path, rows):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_rows(path)[0]
+    return read_rows(path)
 
 
 def only_table(tmp_path, rows):
@@ -151,18 +151,11 @@ def test_the_caption_has_what_it_takes_to_repeat_it(tmp_path):
         assert words in text, words
 
 
-def test_rows_of_the_old_form_are_counted_and_left_out(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"benchmark": "train", "model": "flash"}) + "\n" + json.dumps(made()) + "\n")
-    cells, n_old = read_rows(path)
-    assert (len(cells), n_old) == (1, 1) and "Left out: 1 rows" in speed_section(cells, n_old)
-
-
 def test_a_cut_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(made()) + '\n{"run": "1", "un')
-    assert len(read_rows(path)[0]) == 1
-    path.write_text('{"run": "1", "unit": "step"}\n' + json.dumps(made()) + "\n")
+    assert len(read_rows(path)) == 1
+    path.write_text('{"run": "1", "benchmark": "step"}\n' + json.dumps(made()) + "\n")
     with pytest.raises(DataError, match=r"line 1; KeyError: 'model'"):
         read_rows(path)
     with pytest.raises(DataError, match="cannot read the rows"):
@@ -196,14 +189,14 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page, images = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images"
     page.parent.mkdir()
     page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nafter\n")
-    written = fill_pages([page], images, speed_places(cells, 0))
+    written = fill_pages([page], images, speed_places(cells))
     text = page.read_text()
     assert text.startswith("before\n<!-- speed: begin -->\n\n### A training step")
     assert text.endswith("<!-- speed: end -->\nafter\n")
     assert "\nold\n" not in text
     pictures = [path for path in written if path.suffix == ".png"]
     assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
-    fill_pages([page], images, speed_places(cells, 0))
+    fill_pages([page], images, speed_places(cells))
     assert page.read_text() == text
 
 
@@ -218,7 +211,7 @@ def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
         rows += [made(model, ms, context=context, cell=name, run=name) for model, ms in (("flash", 100),
                                                                                          ("transformer++", 60))]
     cells, text = cells_of(tmp_path, rows), "<!-- speed small decode: begin -->\n<!-- speed: end -->\n"
-    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells, 0))
+    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells))
     lines = [line for line in made_text.splitlines() if line.startswith("| ")]
     assert lines[0] == "| FLASH's speed over | type | 512 | 2K | 8K |" and len(lines) == 2 + 4
     assert lines[3].startswith("|  | float32 | **0.60** (") and "| 1.50 (" in lines[3]
@@ -234,7 +227,7 @@ def test_a_page_without_a_whole_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError, match="no whole place for the tables") as raised:
-        fill_pages([page], images, speed_places(cells_of(tmp_path, two_contexts()), 0))
+        fill_pages([page], images, speed_places(cells_of(tmp_path, two_contexts())))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
@@ -242,7 +235,7 @@ def test_a_picture_knows_its_rows(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- speed: begin -->\n<!-- speed: end -->\n")
     cells = cells_of(tmp_path, two_contexts())
-    fill_pages([page], tmp_path, speed_places(cells, 0))
+    fill_pages([page], tmp_path, speed_places(cells))
     (table,) = tables_of(cells)
     time, memory = pictures = pictures_of(table)
     assert header(tmp_path / time) == digest(pictures[time]) != header(tmp_path / memory)
@@ -265,9 +258,9 @@ def test_numbers_have_three_figures(x, text):
 @pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
 def test_the_projects_pages_are_what_its_rows_give(page):
     """After new rows: lineartime report speed --into README.md --into docs/speed.md."""
-    cells, n_old = read_rows(ROOT / "lineartime/results/speed.jsonl")
+    cells = read_rows(ROOT / "lineartime/results/speed.jsonl")
     text = (ROOT / page).read_text()
-    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells, n_old))
+    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells))
     assert made == text
     for name, picture in drawn.items():
         assert header(ROOT / "docs" / "images" / name) == digest(picture), name
@@ -282,7 +275,7 @@ def test_the_command(tmp_path):
     rows = tmp_path / "rows.jsonl"
     cells_of(tmp_path, two_contexts())
     done = command("--rows", str(rows))
-    assert done.returncode == 0 and done.stdout == speed_section(read_rows(rows)[0])
+    assert done.returncode == 0 and done.stdout == speed_section(read_rows(rows))
     (tmp_path / "page.md").write_text("no place")
     done = command("--rows", str(rows), "--into", str(tmp_path / "page.md"), "--images", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
