@@ -118,7 +118,7 @@ def measure_call(name: str, arguments: Sequence[str], seconds: float, rows: Path
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """In a child: get this signal when the parent is killed, so that nothing goes on measuring beside the next call."""
+    """As `runtime.end_with_parent`, without torch: in a child, get this signal when the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)
         if os.getppid() != parent:  # it was killed before this process could ask

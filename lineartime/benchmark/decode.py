@@ -24,7 +24,6 @@ from lineartime.model import LanguageModel
 from lineartime.runtime import choose_settings, peak_bytes
 from lineartime.settings import require_name
 
-CONTEXTS = (2048, 8192, 32768, 131072)
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
 LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -84,7 +83,7 @@ def whole_chunks(config: ModelConfig) -> int:
     return -(-BLOCK_TOKENS // c) * c
 
 
-def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int] = CONTEXTS, *, batch_size: int = 1,
+def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int], *, batch_size: int = 1,
                      precisions: Sequence[str] = ("bfloat16",), quadratic_up_to: int = 32768, read_up_to: int = 2048,
                      repeats: int = 2, threads: int = 1, device: str = "cpu", capture: bool = False, seed: int = 0,
                      progress: Progress = ignore) -> list[Row]:

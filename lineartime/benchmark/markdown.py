@@ -28,38 +28,34 @@ if TYPE_CHECKING:
 TITLES = dict(zip(BENCHMARKS, ("A training step", "Memory of a training step", "Decoding",
                                "Decoding after contexts that were read"), strict=True))
 CLOCKS = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
-VALUES: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "tokens": ("Tokens per second", lambda row: f"{1e3 / row['ms']:,.0f}"),
-    "time": ("Milliseconds per token, and of the slowest",
-             lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}"),
-    "memory": ("Peak memory, MiB", lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}"),
-    "state": ("Decoding state, MiB", lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"),
-}
-"""What can be shown of every row of a table: a heading, and the text of a number."""
+SPEED, TIMES, MEMORY, STATE = ("Tokens per second", "Milliseconds per token, and of the slowest", "Peak memory, MiB",
+                               "Decoding state, MiB")
+VALUES: dict[str, Callable[[Row], str]] = {
+    SPEED: lambda row: f"{1e3 / row['ms']:,.0f}",
+    TIMES: lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}",
+    MEMORY: lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}",
+    STATE: lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"}
+"""What can be shown of every row of a table: the text of a number by its heading."""
 
 SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transformer++/unfused", "bfloat16"),
            ("flash-pytorch", "bfloat16"))
 """The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
 float32."""
 
-Texts = Mapping[int, str]
-"""What is shown, by context."""
-
 Pictures = Callable[["DataFrame"], Sequence[str]]
 """The paths of a table's pictures."""
 
 
-def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (),
-                  pictures: Pictures = lambda table: ()) -> str:
+def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (), pictures: Pictures = lambda table: ()) -> str:
     """All tables of `read_rows`' measurements; with names in `shown`, a summary of the tables that have them."""
     tables = tables_of(rows)
     if shown:
         return speed_summary(tables, shown, pictures)
-    models = [table for table in tables if table.benchmark.iat[0] in TITLES]
     others = [table for table in tables if table.benchmark.iat[0] not in TITLES]
-    parts = [part for table in models for part in table_parts(table, pictures(table))]
-    parts += ["### Parts alone"] * bool(others)
-    parts += [part for table in others for part in (part_table(table), caption(table))]
+    parts = [part for table in tables if table.benchmark.iat[0] in TITLES
+             for part in table_parts(table, pictures(table))]
+    parts += ["### Parts alone"] * bool(others) + [
+        part for table in others for part in (part_table(table), caption(table))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -68,12 +64,11 @@ def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
     benchmark, known = table.benchmark.iat[0], {name for row in table.row for name in row if row[name]}
     parts = [f"### {title(table)}", *(f"![{alt_text(table, path)}]({path})" for path in pictures)]
     if benchmark == "memory":
-        parts.append(f"Peak memory, MiB:\n\n{value_table(table, 'memory')}")
-    parts.append(ratio_table(table))
-    folds = {"tokens": benchmark in STEPS, "time": benchmark not in STEPS,
-             "memory": benchmark != "memory" and table.peak_mib.notna().any(), "state": "state_bytes" in known}
-    parts += [folded(VALUES[what][0], value_table(table, what)) for what, there in folds.items() if there]
-    return [*parts, caption(table)]
+        parts.append(f"{MEMORY}:\n\n{value_table(table, MEMORY)}")
+    shown = [SPEED if benchmark in STEPS else TIMES]
+    shown += [MEMORY] * bool(benchmark != "memory" and table.peak_mib.notna().any())
+    shown += [STATE] * ("state_bytes" in known)
+    return [*parts, ratio_table(table), *(folded(what, value_table(table, what)) for what in shown), caption(table)]
 
 
 def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures: Pictures) -> str:
@@ -88,15 +83,11 @@ def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures:
     widest, same = max(chosen, key=lambda table: table.context.nunique()), ["hardware", "threads", "size"]
     chosen = [table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()]
     cells = pandas.concat(chosen, ignore_index=True)
-    lines = []
-    for rival, dtype in SUMMARY:
-        pairs = compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict("records")
-        if pairs:
-            lines.append(([side_name(rival), dtype], pairs))
-    what = title(widest.assign(name=""))
-    how = f"{what}, each model in its fastest variant. Bold: FLASH is slower."
+    lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
+        "records")) for rival, dtype in SUMMARY]
+    how = f"{title(widest.assign(name=''))}, each model in its fastest variant. Bold: FLASH is slower."
     parts = [*(f"![{alt_text(widest, path)}]({path})" for path in pictures(widest)[:1]), how,
-             ratio_lines(["type"], contexts_of(cells), lines), caption(cells)]
+             ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), caption(cells)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -147,7 +138,8 @@ def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[t
     return by_context(["FLASH's speed over", *words], contexts, texts) + note
 
 
-def by_context(words: Sequence[str], contexts: Sequence[int], lines: Iterable[tuple[Sequence[str], Texts]]) -> str:
+def by_context(words: Sequence[str], contexts: Sequence[int],
+               lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
     """A table with a column for each context: of each line its words, and what is known by context."""
     return markdown([*words, *map(tokens, contexts)], without_repeats(
         [[*first, *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
@@ -168,7 +160,7 @@ def value_table(table: "DataFrame", what: str) -> str:
     texts: dict[tuple[str, ...], dict[int, str]] = {}
     for row in newest(table).to_dict("records"):
         of_kind = texts.setdefault(tuple(row[name] for name in KIND), {})
-        of_kind[row["context"]] = "failed" if row["failed"] else VALUES[what][1](row)
+        of_kind[row["context"]] = "failed" if row["failed"] else VALUES[what](row)
     return by_context(["model", "variant", "type"], contexts_of(table),
                       [([side_name(kind[0]), *kind[1:]], texts[kind]) for kind in kinds_of(table)])
 

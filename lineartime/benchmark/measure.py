@@ -47,19 +47,12 @@ Job = Callable[..., Generator[Row, Row, None]]
 def provenance() -> Row:
     """What a measurement needs to be repeated: commit, command, hardware, versions, and how busy the machine was."""
     program = Path(sys.argv[0]).name
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([program if program != "__main__.py" else "lineartime", *sys.argv[1:]]),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory_bytes() / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_average": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lineartime": installed_version("lineartime"),
-    }
+    return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(),
+            "command": shlex.join([program if program != "__main__.py" else "lineartime", *sys.argv[1:]]),
+            "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(memory_bytes() / 2**30, 1),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "load_average": round(os.getloadavg()[0], 2), "python": platform.python_version(),
+            "torch": torch.__version__, "lineartime": installed_version("lineartime")}
 
 
 def commit() -> str | None:
@@ -175,12 +168,11 @@ def check(errors: Mapping[str, float], limit: float, what: str, *, otherwise: st
     return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
-def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float, *,
-            what: str = "output and gradients", against: str = "the reference") -> Row:
+def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float) -> Row:
     """A row's "check" of tensors by name against float64. Raises NumericsError as `check` does."""
     errors = {name: relative_error(found[name], x) for name, x in expected.items()}
-    return check(errors, limit, f"{what} against {against} in float64", otherwise=f"not what {against} gives",
-                 label=f"{label}, ")
+    return check(errors, limit, "output and gradients against the reference in float64", label=f"{label}, ",
+                 otherwise="not what the reference gives")
 
 
 Times = dict[str, list[float]]
@@ -252,11 +244,11 @@ def print_rows(rows: Sequence[Row]) -> None:
     timed = f"processor time, {n_threads} thread{'s' * (n_threads > 1)}" if on_cpu else first["gpu"]
     console.print(f"{first['benchmark']}: {first['unit']}, {timed}; {first['repeats']} rounds, run {first['run']}",
                   markup=False)
-    lines = [[formatted(text, row) for text in COLUMNS.values()] for row in rows]
-    shown = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
-    made = table(*([*COLUMNS][i] for i in shown), width=14)
-    for line in lines:
-        made.add_row(*(line[i] for i in shown))
+    texts = {heading: [formatted(text, row) for row in rows] for heading, text in COLUMNS.items()}
+    shown = {heading: column for heading, column in texts.items() if any(column)}
+    made = table(*shown, width=14)
+    for line in zip(*shown.values(), strict=True):
+        made.add_row(*line)
     console.print(made)
     for row in rows:
         if "failed" in row:
