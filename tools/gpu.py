@@ -28,13 +28,12 @@ from lineartime.atomic_io import read_json_lines, write_atomically  # noqa: E402
 from lineartime.benchmark import cells  # noqa: E402
 
 CALLS = Path(__file__).with_name("gpu.toml")
-STAGES = ("tests", "kernels", "step", "decode", "tables")
 COMMITTED_ROWS = ROOT / "lineartime" / "results" / "quality.jsonl"
+STAGES = ("tests", "kernels", "step", "decode", "tables")
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
-FOR_TESTS, FOR_TABLES, PEERS = ("pytest", "xdist", "hypothesis"), ("pyarrow",), ("flash_pytorch", "fla")
+FOR_TESTS, FOR_TABLES, FOR_PEERS = ("pytest", "xdist", "hypothesis"), ("pyarrow",), ("flash_pytorch",)
 
-AT_ONCE = 8
-"""Processes that tests are run in side by side: most of their time a processor compiles kernels."""
+say = partial(print, flush=True)
 
 FIRST_GUESS_S, TINY_GUESS_S = 75.0, 10.0
 """How long a call is thought to take before one has been measured."""
@@ -44,10 +43,9 @@ SAVE_S = 40.0
 
 
 def calls_of(stage: str, tiny: bool = False) -> dict[str, list[str]]:
-    """What gpu.toml lists for a stage, or its dry run; what compares with peers only where there is one."""
+    """What gpu.toml lists for a stage, or its dry run; what compares with a peer only where that is installed."""
     calls = cells.named_calls([f"tiny-{stage}" if tiny else stage], CALLS)
-    return {name: words for name, words in calls.items()
-            if not name.startswith("gpu-peers/") or len(absent(PEERS)) < len(PEERS)}
+    return {name: words for name, words in calls.items() if not name.startswith("gpu-peers/") or not absent(FOR_PEERS)}
 
 
 def rows_in(path: Path) -> list[dict]:
@@ -86,13 +84,14 @@ def run_stage(stage: str, calls: cells.Calls, out: Path, device: str, deadline: 
 
 
 def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
-    """The tests that need a GPU, in several processes, their output in tests.txt; a dry run only collects them."""
+    """The tests that need a GPU, their output in tests.txt; a dry run only collects them. In several processes: most of
+    their time a processor compiles kernels."""
     if missing := absent(FOR_TESTS):
         say(f"tests: not run, {', '.join(missing)} is missing here")
         return False
-    text, how = out / "tests.txt", ["--collect-only"] if tiny else ["-v", "-n", str(AT_ONCE)]
-    ended = cells.run([sys.executable, "-m", "pytest", "tests/ops/test_gpu.py", "-m", "gpu", "-p", "no:cacheprovider",
-                       *how], seconds, text)
+    text, how = out / "tests.txt", ["--collect-only"] if tiny else ["-v", "-n", "8"]
+    command = [sys.executable, "-m", "pytest", "tests/ops/test_gpu.py", "-m", "gpu", "-p", "no:cacheprovider", *how]
+    ended = cells.run(command, seconds, text)
     for line in re.findall(r"^(?:FAILED|ERROR) .*", text.read_text(encoding="utf-8"), re.MULTILINE)[:20]:
         say(f"tests: {line}")
     say(f"tests: {cells.last_line(text).strip('= ')}")
@@ -113,18 +112,13 @@ def summarise(out: Path, tiny: bool) -> None:
     if any(row["scale"] == "gpu" for row in rows_in(out / "tables.jsonl")):
         reports.append(["--scale", "gpu", "--rows", str(out / "tables.jsonl")])
     for arguments in reports:
-        made = subprocess.run([*cells.LINEARTIME, "report", *arguments], env=cells.environment(), capture_output=True,
-                              text=True)
+        made = subprocess.run([*cells.LINEARTIME, "report", *arguments], cwd=ROOT, capture_output=True, text=True)
         lines += ["", made.stdout or made.stderr]
     write_atomically(out / "summary.md", "\n".join(lines) + "\n")
 
 
 def absent(packages: Sequence[str]) -> list[str]:
     return [name for name in packages if importlib.util.find_spec(name) is None]
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def check(stages: Sequence[str], device: str) -> str:

@@ -259,17 +259,16 @@ def main() -> None:
     given = parser.parse_args()
     page = given.into.read_text(encoding="utf-8") if given.into else ""
     if given.into and not PLACE.search(page):
-        sys.exit(f"error: no place for the table: {given.into}; it needs a line <!-- resources: begin --> and under it "
-                 "<!-- resources: end -->")
+        sys.exit(f"error: no place for the table: {given.into}; add <!-- resources: begin -->, <!-- resources: end -->")
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         rows = measure([case for case in cases() if quick(case) or not given.quick])
     if given.json:
         given.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    text = section(rows)
     if given.into:
-        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{section(rows)}\n\n{found[2]}", page),
-                              encoding="utf-8")
-    print(section(rows))
+        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.atomic_io import append_json_lines, read_json_lines
-from lineartime.benchmark import environment
+from lineartime.benchmark import ROOT
 from lineartime.config import ModelConfig, model_config, parse_setting
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
@@ -129,9 +129,11 @@ def run(command: Sequence[str], seconds: float = math.inf, log: Path | None = No
     """Run a command of this checkout for at most so long; how it ended.
 
     log: gets what it says, in place of the terminal. save_s: how long before the end it is asked to save, if it can."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     out = log.open("w", encoding="utf-8") if log else None
     process = subprocess.Popen(
-        command, env=environment(), stdout=out, stderr=out, start_new_session=True,
+        command, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}, stdout=out, stderr=out,
+        start_new_session=True,
         preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL))
     try:
         code = process.wait(None if seconds == math.inf else max(seconds - save_s, 1))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from lineartime.benchmark import Row
 from lineartime.benchmark.rows import (
-    BENCHMARKS,
     KIND,
     OURS,
     STEPS,
+    TITLES,
     compare,
     contexts_of,
     dtypes_of,
@@ -25,8 +25,6 @@ from lineartime.benchmark.rows import (
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-TITLES = dict(zip(BENCHMARKS, ("A training step", "Memory of a training step", "Decoding",
-                               "Decoding after contexts that were read"), strict=True))
 CLOCKS = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
 SPEED, TIMES, MEMORY, STATE = ("Tokens per second", "Milliseconds per token, and of the slowest", "Peak memory, MiB",
                                "Decoding state, MiB")
@@ -62,7 +60,7 @@ def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (), pictures: P
 def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
     """A title, pictures, ratios, and folded what they are made of."""
     benchmark, known = table.benchmark.iat[0], {name for row in table.row for name in row if row[name]}
-    parts = [f"### {title(table)}", *(f"![{alt_text(table, path)}]({path})" for path in pictures)]
+    parts = [f"### {title(table)}", *links(table, pictures)]
     if benchmark == "memory":
         parts.append(f"{MEMORY}:\n\n{value_table(table, MEMORY)}")
     shown = [SPEED if benchmark in STEPS else TIMES]
@@ -86,7 +84,7 @@ def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures:
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
         "records")) for rival, dtype in SUMMARY]
     how = f"{title(widest.assign(name=''))}, each model in its fastest variant. Bold: FLASH is slower."
-    parts = [*(f"![{alt_text(widest, path)}]({path})" for path in pictures(widest)[:1]), how,
+    parts = [*links(widest, pictures(widest)[:1]), how,
              ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), caption(cells)]
     return "\n\n".join(parts) + "\n"
 
@@ -104,10 +102,10 @@ def title(table: "DataFrame") -> str:
     return words + (f" ({first['name']})" if first["name"] else "")
 
 
-def alt_text(table: "DataFrame", path: str) -> str:
-    """What a picture shows."""
-    what = "Peak memory" if "memory" in path else "Time per token"
-    return f"{what} against context. {title(table)}"
+def links(table: "DataFrame", paths: Sequence[str]) -> list[str]:
+    """Pictures, and in words what they show."""
+    return [f"![{'Peak memory' if 'memory' in path else 'Time per token'} against context. {title(table)}]({path})"
+            for path in paths]
 
 
 def ratio_table(table: "DataFrame") -> str:
@@ -221,14 +219,9 @@ def machine_text(row: Row) -> str:
 def provenance_words(rows: Sequence[Row]) -> list[str]:
     """How busy the machine was, and which commit and torch made the rows."""
     loads = [row["load_average"] for row in rows]
-    return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}",
-            "commit " + joined(unique(short(row["commit"]) for row in rows)),
+    commits = unique(re.sub(r"^(\w{10})\w*", r"\1", row["commit"] or "unknown") for row in rows)
+    return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}", f"commit {joined(commits)}",
             "torch " + joined(unique(row["torch"] for row in rows))]
-
-
-def short(commit: str | None) -> str:
-    """Enough of a commit to find it; what was changed beside it stays said."""
-    return re.sub(r"^(\w{10})\w*", r"\1", commit or "unknown")
 
 
 def parameters(n: int) -> str:

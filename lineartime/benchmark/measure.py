@@ -163,8 +163,7 @@ def check(errors: Mapping[str, float], limit: float, what: str, *, otherwise: st
     no number."""
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     if not errors[worst] <= limit:
-        raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, "
-                                       f"the limit is {limit:.2g}")
+        raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
     return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
@@ -242,8 +241,8 @@ def print_rows(rows: Sequence[Row]) -> None:
     console.width = max(console.width, 120)
     n_threads, on_cpu = first["threads"], first["device"] == "cpu"
     timed = f"processor time, {n_threads} thread{'s' * (n_threads > 1)}" if on_cpu else first["gpu"]
-    console.print(f"{first['benchmark']}: {first['unit']}, {timed}; {first['repeats']} rounds, run {first['run']}",
-                  markup=False)
+    console.print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run "
+                  f"{first['run']}", markup=False)
     texts = {heading: [formatted(text, row) for row in rows] for heading, text in COLUMNS.items()}
     shown = {heading: column for heading, column in texts.items() if any(column)}
     made = table(*shown, width=14)
@@ -293,9 +292,9 @@ class Worker:
                 answer = self.pipe.recv()
             except (EOFError, OSError):
                 self.process.join()
-                code = self.process.exitcode
-                answer = {"failed": "killed, most likely for want of memory" if code == -signal.SIGKILL else
-                          f"exit code {code}"}
+                killed = self.process.exitcode == -signal.SIGKILL
+                answer = {"failed": "killed, most likely for want of memory" if killed else
+                          f"exit code {self.process.exitcode}"}
             if "failed" not in answer:
                 return answer
             self.failed = answer

@@ -28,18 +28,15 @@ from lineartime.settings import require, require_name
 LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
 """Largest relative error of the output and of any gradient that is let pass, against the reference in float64."""
 
-HEAD_LIMITS = {"float32": 1e-5, "bfloat16": 0.02}
-"""Of the head with the loss, of whose tokens only the first are compared: all logits in float64 may not fit."""
-CHECKED_TOKENS, MANY_TOKENS = 512, 2**18
-"""Tokens of the head that are compared, and those whose loss is not computed, but its memory counted."""
+HEAD_LIMITS, CHECKED_TOKENS, MANY_TOKENS = {"float32": 1e-5, "bfloat16": 0.02}, 512, 2**18
+"""Of the head with the loss: its limits; its tokens that are compared, as logits in float64 may not fit; and those of
+which memory is counted and nothing computed."""
 
 KERNEL = "triton"
 """What an implementation is called that runs on a GPU only."""
 
 Inputs = dict[str, Tensor]
 Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
-Settings = dict[str, str]
-"""What an op takes of a model besides tensors: the field of `ModelConfig` by the op's keyword."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,10 @@ class Op:
     """Whether it is the head with the loss: called under autocast as in a step, and with memory counted too."""
 
 
-def side_by_side(settings: Settings, **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
-    """Functions by name, called with an op's tensors in their order and a model's settings; behind "reference" the same
-    compiled."""
+def side_by_side(settings: Mapping[str, str],
+                 **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
+    """Functions by name, called with an op's tensors in their order and by keyword fields of a model; behind
+    "reference" the same compiled."""
     def made(config: ModelConfig) -> dict[str, Implementation]:
         given = {keyword: getattr(config, field) for keyword, field in settings.items()}
 

@@ -89,8 +89,7 @@ def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int 
     Every case is a process of its own that stays. Those of one context and type take a step in turn, `repeats` times
     round and round; with `together` those of one type do. on_rows gets the rows of those that were measured together,
     which share their "run". Before a time counts, the loss and the gradient have been compared with those of the same
-    weights in eager float32. A process that dies, or a peer that is not installed, gives a row with "failed" and no
-    times."""
+    weights in eager float32. A process that dies, or a peer that is not installed, gives a row with "failed" alone."""
     measure.require_positive(cases=len(cases), repeats=repeats, threads=threads, **{
         "tokens of a step": min((min(case.tokens, case.config.context) for case in cases), default=1)})
     groups: dict[object, list[StepCase]] = {}
@@ -110,7 +109,7 @@ def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int 
 
 def measure_group(cases: Sequence[StepCase], references: dict[object, Row], folder: Path, machine: Row, repeats: int,
                   progress: Progress) -> list[Row]:
-    """Each case's last answer with its `times` added, or its failure.
+    """Each case's answers, the last of which has all times, or its failure.
 
     machine: threads, device and seed of a process. references: what steps are compared with; missing ones are added."""
     on_cpu = machine["device"] == "cpu"
@@ -145,13 +144,9 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
         hold = on_cpu and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * measure.available_bytes()
         if on_cpu and not hold:
             progress("too little memory for all at once: each gives it back after its step, and takes one more before")
-        times: dict[int, Times] = {i: {} for i in alive}
         for number, i in measure.in_turn(alive, range(-1 if hold else 0, repeats)):
             progress(f"round {number + 1} of {repeats}: {cases[i].text}")
-            answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold})
-            if number >= 0 and "failed" not in answer:
-                for clock, ms in answer["times"].items():
-                    times[i].setdefault(clock, []).extend(ms)
+            answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
             answers[i] = answer if "failed" in answer else answers[i] | answer
     finally:
         for worker in workers:
@@ -159,19 +154,18 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
     for i in alive:
         if "failed" not in answers[i]:
             answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
-            answers[i]["times"] = times[i]
     return answers
 
 
 def step_row(case: StepCase, answer: Row) -> Row:
     """The row of a case that `measure_group` answered, without what it shares with others."""
-    label, config, peer = case.label, case.config, peers.peer_version(case.label)
+    label, config, peer = case.label, case.config, case.label.model == peers.PEER
     row: Row = {"cell": None, "model": label.model, "variant": label.variant, "label": label.text,
                 "config": None if peer else to_dict(config), "n_parameters": describe(config).n_parameters,
                 "context_tokens": config.context, "tokens_per_step": case.tokens_per_step, "dtype": case.precision,
                 "unit": "step"}
     if peer:
-        row["peer"] = peer
+        row["peer"] = {"package": "FLASH-pytorch", "version": measure.installed_version("FLASH-pytorch")}
     elif label.reference:
         row["attention"] = "reference"
     elif (config.attn_type, config.attn_kernel) == ("quadratic", "softmax"):
@@ -186,8 +180,8 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
                    wanted: Row) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_step`: checks and warms up, then takes a step whenever it is asked.
 
-    An order says how many steps to take before the one that is timed ("warm"), and whether to give back the memory
-    afterwards ("release")."""
+    An order says how many steps to take before ("warm"), whether the step's time is added to those that are answered
+    ("timed"), and whether to give back the memory afterwards ("release")."""
     imported, parsed, fields = (rss_bytes() or 0) * (device == "cpu"), peers.parse_label(label), ModelConfig(**config)
     on, settings = measure.set_up(threads, device, seed)
     train = TrainConfig(precision=precision, tokens_per_step=n_rows * fields.context,
@@ -197,6 +191,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
         model.compile_layers()
     optimizer = make_optimizer(model, train)
     task, batch = random_batch(fields, n_rows, fields.context, seed, on)
+    times: Times = {}
 
     def step() -> None:
         compute_gradient(model, task, batch, n_rows, train)
@@ -219,9 +214,9 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
             for _ in range(order["warm"]):
                 step()
             measure.wait(on)
-            before, times = measure.mark(on), Times()
+            before = measure.mark(on)
             step()
-            measure.add_times(times, [before, measure.mark(on, done=True)])
+            measure.add_times(times if order["timed"] else {}, [before, measure.mark(on, done=True)])
             answer = {"times": times, **measure.peak_since(imported, on)}
             if order["release"]:
                 model.zero_grad(set_to_none=True)
@@ -300,9 +295,8 @@ def random_batch(config: ModelConfig, n_rows: int, n_tokens: int, seed: int,
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig]) -> list[StepCase]:
-    """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model.
-
-    Raises UsageError for an unknown label or type."""
+    """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model. Raises
+    UsageError for an unknown label or type."""
     for precision in precisions:
         require_name("precision", precision, LIMITS)
     parsed = [peers.parse_label(text) for text in labels]

@@ -1,7 +1,8 @@
 """The verb that measures: `lineartime benchmark ...`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,7 @@ DEFAULT = ["flash", "transformer++"]
 
 Models = Annotated[list[str] | None, typer.Argument(help=f"Models: {', '.join(PRESETS)}.")]
 Labels = Annotated[list[str] | None, typer.Argument(
-    help=f"Models ({', '.join(PRESETS)}, flash-pytorch, fla:retention, fla:gla), each with :compile, :checkpoint or "
+    help=f"Models ({', '.join(PRESETS)}, flash-pytorch), each with :compile, :checkpoint or "
          "for Transformers :unfused behind it.")]
 Task = Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of context, with commas.")]
@@ -196,10 +197,7 @@ def benchmark_run(
     calls, where = named_calls(names, cells), ["--threads", str(threads), "--device", pick_device(device).type]
     from lineartime.benchmark.measure import rows_of_commit
 
-    def call(name: str, arguments: Sequence[str], seconds: float) -> str:
-        note(f"{name}: {' '.join(arguments)}")
-        return measure_call(name, arguments, seconds, rows, where)
-
+    call = partial(measure_call, rows=rows, more=where)
     rows.parent.mkdir(parents=True, exist_ok=True)
     done = {row["cell"] for row in rows_of_commit(rows) if row.get("cell")}
     if not run_calls(calls, call, done, rows.with_suffix(".calls.jsonl"), note):

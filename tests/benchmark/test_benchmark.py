@@ -55,7 +55,7 @@ def test_rows_are_printed_with_the_columns_that_they_have(capsys):
     print_rows([{**shared, "label": "flash", "context_tokens": 2048, **spreads({"cpu_ms": [1234.5]})},
                 {**shared, "label": "flash:compiled", "context_tokens": 4096, "failed": "out of memory"}])
     title, head, *lines = capsys.readouterr().out.splitlines()
-    assert title == "step: step, processor time, 2 threads; 3 rounds, run r1"
+    assert title == "step: time of a step, processor time, 2 threads; 3 rounds, run r1"
     assert head.split() == ["context", "ms", "quartiles"]
     assert lines[0].split() == ["flash", "2,048", "1,234.50", "1,234.50", "to", "1,234.50"]
     assert lines[1].split() == ["flash:compiled", "4,096"] and lines[2] == "flash:compiled failed: out of memory"

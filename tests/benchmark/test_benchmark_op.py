@@ -83,7 +83,7 @@ def test_a_process_measures_an_op(capsys):
         assert row["tokens_per_s"] == pytest.approx(96e3 / row["cpu_ms"]["median"])
     print_rows(rows)
     printed = capsys.readouterr().out
-    assert "op: call, processor time, 1 thread; 3 rounds" in printed and "softmax_attention:fused" in printed
+    assert "op: time of a call, processor time, 1 thread; 3 rounds" in printed and "softmax_attention:fused" in printed
 
 
 def test_what_stays_float32_and_what_has_no_gradient():
