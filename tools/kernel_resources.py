@@ -14,9 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,8 +36,7 @@ from lineartime.ops import decode_step, mixed_chunk, norm, quadratic  # noqa: E4
 SHARED_KIB = {80: 163, 90: 227}
 """Shared memory that one program can have, by architecture."""
 
-TENSOR_CORES = re.compile(r"\b(HGMMA|HMMA)\b")
-PLACE = re.compile(r"<!-- resources: begin -->\n.*?<!-- resources: end -->", re.DOTALL)
+PLACE = re.compile(r"(<!-- resources: begin -->\n).*?(<!-- resources: end -->)", re.DOTALL)
 DTYPES = ("bfloat16", "float16", "float32")
 CHUNKS = (256, 128, 512)
 D_INNER, S = 1536, 128
@@ -70,6 +68,9 @@ class Case:
         return self.chunk in (None, 256) and False not in (self.causal, self.documents) and self.n_tokens < LONG_ROW
 
 
+CASE = [field.name for field in fields(Case)]
+"""Columns of a row that are of its case, and not of its program."""
+
 Program = dict[str, Any]
 """A kernel compiled for one architecture: `kernel`, `arch`, `options` (its other constants that are true), `tiles`,
 `warps`, `stages`; `registers` and `spilled` bytes of a thread, `shared` bytes of a program, and `tensor_cores`, the
@@ -93,12 +94,11 @@ def recording(arch: int, known: dict[tuple[object, ...], Program]) -> Iterator[l
         if known[key] not in launches:
             launches.append(known[key])
 
-    asking = [module for name, module in sys.modules.items()
-              if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", record))
-        for module in asking:
-            stack.enter_context(patch.object(module, "is_hopper", lambda device: arch >= 90))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper"):
+                stack.enter_context(patch.object(module, "is_hopper", lambda device: arch >= 90))
         yield launches
 
 
@@ -109,10 +109,10 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
                           options=options.__dict__)
     names = list(signature)
     named = {names[path[0]]: value for path, value in constants.items() if signature[names[path[0]]] == "constexpr"}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name],
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(made.asm["cubin"])
+        listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file],
                                  capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
     true = [name for name, value in named.items() if value is True and name not in ("CAUSAL", "DOCUMENTS")]
@@ -121,7 +121,7 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
     return {"kernel": kernel.__name__, "arch": arch, "options": ", ".join(true).lower().replace("_", " "),
             "tiles": " ".join(tiles), "warps": options.num_warps, "stages": options.num_stages,
             "registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": made.metadata.shared,
-            "tensor_cores": len(TENSOR_CORES.findall(listing))}
+            "tensor_cores": len(re.findall(r"\bHG?MMA\b", listing))}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -164,9 +164,6 @@ def chunk_decode_step(case: Case) -> Tensor:
         torch.zeros(n))
 
 
-OF_CASE = {"chunk", "causal", "documents", "n_tokens"}
-"""Columns of a row that are of its case, and not of its program."""
-
 OPS: dict[str, Callable[[Case], Tensor]] = {
     "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention,
     "add_norm": add_norm, "add_norm, one type": add_norm, "chunk_decode_step": chunk_decode_step}
@@ -191,21 +188,18 @@ def quick(case: Case) -> bool:
     return case.usual and (case.dtype != "float16" or case.op == "add_norm")
 
 
-def measure(wanted: Sequence[Case], archs: Sequence[int]) -> list[dict[str, Any]]:
+def measure(wanted: Sequence[Case]) -> list[dict[str, Any]]:
     """A row for every program of every case and architecture."""
     known: dict[tuple[object, ...], Program] = {}
     rows = []
     for number, case in enumerate(wanted, 1):
-        started, n_known = time.monotonic(), len(known)
-        for arch in archs:
+        print(f"{number} of {len(wanted)}: {case}", file=sys.stderr, flush=True)
+        for arch in SHARED_KIB:
             with recording(arch, known) as launches:
                 out = OPS[case.op](case)
                 if out.requires_grad:
                     out.sum().backward()
             rows += [{**asdict(case), **program} for program in launches]
-        print(f"{number} of {len(wanted)}: {case.op}, {case.dtype}, {case.chunk}, causal {case.causal}, documents "
-              f"{case.documents}: {len(known) - n_known} new programs, {time.monotonic() - started:.0f} s",
-              file=sys.stderr, flush=True)
     return rows
 
 
@@ -214,7 +208,7 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     kernels = list(dict.fromkeys((row["kernel"], row["options"]) for row in rows))
     lines: dict[tuple[object, ...], dict[str, Any]] = {}
     for row in rows:
-        program = tuple(value for name, value in row.items() if name not in OF_CASE)
+        program = tuple(value for name, value in row.items() if name in ("op", "dtype") or name not in CASE)
         lines.setdefault(program, {**row, "cases": []})["cases"].append(row)
     return sorted(lines.values(), key=lambda line: kernels.index((line["kernel"], line["options"])))
 
@@ -237,53 +231,45 @@ def line_texts(line: dict[str, Any]) -> list[str]:
             spilled, f"{line['shared'] / 1024:.3g}", str(line["tensor_cores"]), line["dtype"]]
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
-    return markdown(head, [[*texts[:-1], ", ".join(filter(None, [texts[-1], case_text(line["cases"])]))]
-                           for line in lines for texts in [line_texts(line)]])
+    return markdown(head, [[*line_texts(line)[:-1], ", ".join(filter(None, [line["dtype"], case_text(line["cases"])]))]
+                           for line in lines_of(rows)])
 
 
 def section(rows: Sequence[dict[str, Any]]) -> str:
     """The place in the log: what training uses, then the rest, folded."""
-    default = [row for row in rows if Case(**{name: row[name] for name in Case.__dataclass_fields__}).default]
     parts = [f"Triton {triton.__version__}, {len(rows):,} programs. Registers and spilled bytes are a thread's, KiB of "
              "shared memory a program's; the last number is that of instructions for the tensor cores."]
-    for op in dict.fromkeys(row["op"] for row in rows):
-        parts += [f"**{op}**, as a training run has it:",
-                  table(lines_of([row for row in default if row["op"] == op]))]
-        rest = [row for row in rows if row["op"] == op and row not in default]
-        if rest:
-            parts.append(folded(f"{op}, the rest", table(lines_of(rest))))
+    for op in OPS:
+        mine = [row for row in rows if row["op"] == op]
+        default = [row for row in mine if Case(**{name: row[name] for name in CASE}).default]
+        rest = [row for row in mine if row not in default]
+        parts += [f"**{op}**, as a training run has it:", table(default)]
+        parts += [folded(f"{op}, the rest", table(rest))] * bool(rest)
     return "\n\n".join(parts)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="What every kernel takes of a GPU that need not be here.")
-    parser.add_argument("--arch", nargs="+", type=int, choices=sorted(SHARED_KIB), default=sorted(SHARED_KIB))
-    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--quick", action="store_true", help="only what is compiled on every push")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     parser.add_argument("--into", type=Path, help="write the table into this page")
-    parser.add_argument("--cache", type=Path, help="keep Triton's programs in this folder; by default nothing is kept")
     given = parser.parse_args()
-    wanted = [case for case in cases() if case.op in given.op and (quick(case) or not given.quick)]
+    page = given.into.read_text(encoding="utf-8") if given.into else ""
+    if given.into and not PLACE.search(page):
+        sys.exit(f"error: no place for the table: {given.into}; add <!-- resources: begin -->, <!-- resources: end -->")
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
-        os.environ["TRITON_CACHE_DIR"] = str(given.cache or folder)
-        rows = measure(wanted, given.arch)
+        os.environ["TRITON_CACHE_DIR"] = folder
+        rows = measure([case for case in cases() if quick(case) or not given.quick])
     if given.json:
         given.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    text = section(rows)
     if given.into:
-        filled = f"<!-- resources: begin -->\n\n{section(rows)}\n\n<!-- resources: end -->"
-        made, n_places = PLACE.subn(lambda found: filled, given.into.read_text(encoding="utf-8"))
-        if n_places != 1:
-            print(f"error: no place for the table: {given.into}; it needs a line <!-- resources: begin --> and under "
-                  "it <!-- resources: end -->", file=sys.stderr)
-            return 2
-        given.into.write_text(made, encoding="utf-8")
-    print(section(rows))
-    return 0
+        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

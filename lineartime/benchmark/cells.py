@@ -1,71 +1,68 @@
-"""Named cells of the benchmark and the shapes of their models, read from a TOML file."""
+"""Named calls of the command line and shapes of models, from a TOML file, and how a list of calls is gone through.
 
+A file has shapes in `[shapes]`, and in each other table a list: calls by name, gone through in their order. A call's
+name is that of the table its rows are for, a slash, and what tells it from the table's others.
+"""
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.benchmark import ROOT
 from lineartime.config import ModelConfig, model_config, parse_setting
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
 CELLS = Path(__file__).with_name("cells.toml")
+LINEARTIME = (sys.executable, "-m", "lineartime")
+DONE, STOPPED, SAVED = "done", "stopped at the end of its time", "saved at the end of its time"
+"""How a call can end well: what saved goes on. What else is said of one is why it failed."""
+Calls = Mapping[str, Sequence[str]]
+"""The arguments of `lineartime`, by a call's name."""
 
 
-@dataclass(frozen=True)
-class CellTable:
-    """Labels at contexts in types, by the names of `benchmark step`'s options."""
-
-    name: str | None
-    labels: Sequence[str]
-    contexts: Sequence[int]
-    precision: Sequence[str] = ("float32", "bfloat16")
-    shape: str | None = None
-    task: str = "wiki40b"
-    tokens: int = 8192
-    repeats: int = 3
-    together: bool = False
-    benchmark: str = "step"
-    longest: dict[str, int] | None = None
-    set: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class CellFile:
-    """What a file of cells holds."""
-
-    tables: dict[str, CellTable]
-    lists: dict[str, list[str]]
-    shapes: dict[str, dict[str, Any]]
-
-    def named(self, names: list[str]) -> list[CellTable]:
-        """Tables by their names and those of lists. Raises UsageError for an unknown one."""
-        for name in names:
-            require_name("name of cells", name, [*self.lists, *self.tables])
-        wanted = dict.fromkeys(each for name in names for each in self.lists.get(name, [name]))
-        for each in wanted:
-            require_name("name of cells", each, self.tables)
-        return [self.tables[each] for each in wanted]
-
-    def shape(self, name: str | None) -> dict[str, Any]:
-        """The fields of a shape; none where no name is given. Raises UsageError for an unknown one."""
-        if name is None:
-            return {}
-        require_name("shape", name, self.shapes)
-        return self.shapes[name]
-
-
-def read_cells(path: Path | None = None) -> CellFile:
-    """The file of cells, by default the checkout's. Raises UsageError where it is not there or not one."""
+def read_cells(path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict[str, list[str]]]]:
+    """The shapes and the lists of calls of a file, by default the package's. Raises UsageError where it is not one."""
     path = path or CELLS
     require(path.exists(), "no file of cells", str(path), "name one with --cells; the package's is in its repository")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        tables = {name: CellTable(name, **fields) for name, fields in content.get("tables", {}).items()}
-        return CellFile(tables, content.get("lists", {}), content.get("shapes", {}))
+        shapes = content.pop("shapes", {})
+        return shapes, {name: {call: words.split() for call, words in calls.items()} for name, calls in content.items()}
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise UsageError("not a file of cells", path, str(e)) from None
+
+
+def named_calls(names: Sequence[str], path: Path | None = None) -> dict[str, list[str]]:
+    """The calls of lists, and those for a table. Raises UsageError for an unknown name."""
+    _, lists = read_cells(path)
+    known = {name: dict(calls) for name, calls in lists.items()}
+    for call, words in (each for calls in lists.values() for each in calls.items()):
+        known.setdefault(call.partition("/")[0], {})[call] = words
+    for name in names:
+        require_name("name of cells", name, known)
+    return {call: words for name in names for call, words in known[name].items()}
+
+
+def shape_named(name: str | None) -> dict[str, Any]:
+    """The fields of a shape of the package's file; none without a name. Raises UsageError for an unknown one."""
+    if name is None:
+        return {}
+    shapes, _ = read_cells()
+    require_name("shape", name, shapes)
+    return shapes[name]
 
 
 def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | None = None,
@@ -80,3 +77,81 @@ def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | No
     skipped |= {"n_heads"} if plain.ffn == "gau" else {"query_key_dim"}
     skipped |= {"prefix_sum"} if plain.attn_type != "linear" else set()
     return model_config(preset, task, **{name: value for name, value in fields.items() if name not in skipped})
+
+
+def run_calls(calls: Calls, call: Callable[[str, Sequence[str], float], str], done: Collection[str], tried: Path,
+              tell: Callable[[str], None], *, deadline: float = math.inf, guess_s: float = 0.0) -> bool:
+    """Go through calls in their order, those that were tried in vain last; True where none fails.
+
+    call: makes one, of its name and arguments within so many seconds, and says how it ended. done: names that are left
+    out. tried: a file that gets how each call ended. deadline: by `time.monotonic`; nothing is begun that may take
+    longer than is left, which is as long as the longest so far, at first `guess_s`."""
+    lines = read_json_lines(tried, dict, "a call") if tried.exists() else []
+    in_vain = Counter(line["cell"] for line in lines if line["ended"] not in (DONE, SAVED))
+    left = sorted((name for name in calls if name not in done), key=in_vain.__getitem__)
+    well, longest = True, guess_s
+    for i, name in enumerate(left):
+        started = time.monotonic()
+        if deadline - started < longest:
+            tell(f"{deadline - started:.0f} s are left and a call may take {longest:.0f}; the same command goes on "
+                 f"with {', '.join(left[i:])}")
+            break
+        ended = call(name, calls[name], deadline - started)
+        took = time.monotonic() - started
+        longest = max(longest if i else 0.0, 1.2 * took * (ended != SAVED))
+        append_json_lines(tried, [{"cell": name, "ended": ended, "seconds": round(took, 1)}])
+        tell(f"{name}: {ended} ({took:.0f} s)")
+        well &= ended in (DONE, STOPPED, SAVED)
+    return well
+
+
+def measure_call(name: str, arguments: Sequence[str], seconds: float, rows: Path, more: Sequence[str],
+                 log: Path | None = None) -> str:
+    """A call of `lineartime benchmark`, whose rows are written together or not at all; how it ended."""
+    aside = rows.with_name(f".{rows.name}.call")
+    aside.unlink(missing_ok=True)
+    ended = run([*LINEARTIME, "benchmark", *arguments, *more, "--json", str(aside)], seconds, log)
+    if ended == DONE:
+        append_json_lines(rows, [row | {"cell": name} for row in read_json_lines(aside, dict, "a row")])
+    aside.unlink(missing_ok=True)
+    return ended
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """As `runtime.end_with_parent`, without torch: in a child, get this signal when the parent is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)
+        if os.getppid() != parent:  # it was killed before this process could ask
+            os._exit(1)
+
+
+def run(command: Sequence[str], seconds: float = math.inf, log: Path | None = None, save_s: float = 0.0) -> str:
+    """Run a command of this checkout for at most so long; how it ended.
+
+    log: gets what it says, in place of the terminal. save_s: how long before the end it is asked to save, if it can."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    out = log.open("w", encoding="utf-8") if log else None
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}, stdout=out, stderr=out,
+        start_new_session=True,
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL))
+    try:
+        code = process.wait(None if seconds == math.inf else max(seconds - save_s, 1))
+    except subprocess.TimeoutExpired:
+        return SAVED if save_s else STOPPED
+    finally:
+        if process.poll() is None and save_s:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(save_s)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if out:
+            out.close()
+    return DONE if code == 0 else (last_line(log) if log else f"exit code {code}")
+
+
+def last_line(path: Path) -> str:
+    """Of a file that may be empty."""
+    return (path.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]

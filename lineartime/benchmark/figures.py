@@ -4,7 +4,7 @@ import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
-from lineartime.benchmark.markdown import TITLES, parameters, title, tokens
+from lineartime.benchmark.markdown import parameters, title, tokens
 from lineartime.benchmark.rows import KIND, OURS, STEPS, contexts_of, dtypes_of, kinds_of, newest, side_name, size_of
 from lineartime.plot import COLOURS, Line, Panel, Picture
 
@@ -13,18 +13,16 @@ if TYPE_CHECKING:
 
 
 def pictures_of(table: "DataFrame") -> dict[str, Picture]:
-    """A table's pictures by file name, of time and of memory; none without two contexts to join."""
+    """The pictures of a table of whole models by file name, of time and of memory; none without two contexts to
+    join."""
     first = table.iloc[0]
-    if first["benchmark"] not in TITLES:
-        return {}
     machine = "cpu" if first["device"] == "cpu" else re.sub(r"\W+", "-", first["hardware"].lower()).strip("-")
     parts = [first["benchmark"], first["name"], machine, f"{first['threads']}threads" if first["threads"] > 1 else "",
              parameters(size_of(table)).replace(" ", ""), f"{table.n_tokens.max()}"]
-    of_step = first["benchmark"] in STEPS
-    shown = {"time": ("ms", "ms per token of a step" if of_step else "ms per generated token"),
-             **({"memory": ("peak_mib", "peak memory, MiB")} if of_step else {})}
+    shown = ([("time", "ms", "ms per token of a step"), ("memory", "peak_mib", "peak memory, MiB")]
+             if first["benchmark"] in STEPS else [("time", "ms", "ms per generated token")])
     pictures = {}
-    for what, (column, y_label) in shown.items():
+    for what, column, y_label in shown:
         panels = panels_of(table, column, y_label)
         if any(len(line.points) > 1 for panel in panels for line in panel.lines):
             stem = "-".join(part for part in (*parts, what) if part)

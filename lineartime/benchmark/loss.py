@@ -1,8 +1,7 @@
-"""The loss over a large vocabulary: an op whose memory is also counted, where it does not fit."""
+"""The loss over a large vocabulary, several ways, and a count of the memory that it takes where it does not fit."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,29 +10,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lineartime.benchmark import Row, measure
-from lineartime.benchmark.measure import OnRows, Progress, ignore
-from lineartime.benchmark.op import (
-    OPS,
-    Implementation,
-    Inputs,
-    head_inputs,
-    plain,
-    times_in_turn,
-    typed,
-    value_and_gradients,
-)
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.settings import require_name
 
-LIMITS = {"float32": 1e-5, "bfloat16": 0.02}
-"""Largest relative error of the losses and of any gradient that is let pass, against the plain loss in float64."""
-
-CHECKED_TOKENS = 512
-
-OP = OPS["linear_cross_entropy"]
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Losses of the tokens or their sum, of x `[N, D]`, the head's weight `[V, D]`, its bias `[V]` and targets `[N]`."""
+
+
+def plain(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
+    """The loss with all logits in memory."""
+    return F.cross_entropy(at_least_float32(F.linear(x_ND, weight_VD, bias_V)), targets_N, reduction="none")
 
 
 def of_torch(reduction: str) -> Loss:
@@ -48,86 +34,18 @@ def of_torch(reduction: str) -> Loss:
     return loss
 
 
-def implementations() -> dict[str, Loss]:
-    """By name: losses of the tokens, or their sum."""
+def losses() -> dict[str, Loss]:
+    """By name; PyTorch's own where it has one."""
     found: dict[str, Loss] = {"plain": plain, "by chunks": linear_cross_entropy}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         found |= {"torch": of_torch("none"), "torch sum": of_torch("sum")}
     return found
 
 
-def mean(loss: Loss, precision: str) -> Implementation:
-    """The mean loss as a training step takes it."""
-    def mean_loss(**inputs: Tensor) -> Tensor:
-        with torch.autocast(inputs["x"].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            return loss(*inputs.values()).sum() / len(inputs["targets"])
-    return mean_loss
-
-
-def benchmark_loss(*, vocab_size: int = 32_000, d_model: int = 768, tokens: int = 8192, many_tokens: int = 2**18,
-                   precisions: Sequence[str] = ("float32", "bfloat16"), repeats: int = 3, threads: int = 1,
-                   device: str = "cpu", seed: int = 0, progress: Progress = ignore,
-                   on_rows: OnRows = ignore) -> list[Row]:
-    """Time and memory of the loss of `tokens` hidden vectors, forward and backward; a row per implementation and type.
-
-    Those of one type are one process, in which they take turns. Memory is what they need above their inputs; for
-    `many_tokens` it is counted, and measured too where less than half of what is free is counted. Before a time counts,
-    losses and gradients have been compared with float64. Raises UsageError for a wrong number or type, ResourceError
-    where the process dies."""
-    measure.require_positive(vocab_size=vocab_size, d_model=d_model, tokens=tokens, many_tokens=many_tokens,
-                             repeats=repeats, threads=threads)
-    for precision in precisions:
-        require_name("precision", precision, LIMITS)
-    cases = [(f"{tokens:,} tokens, {precision}", {
-        "sizes": [tokens, vocab_size, d_model], "many_tokens": many_tokens, "precision": precision, "repeats": repeats,
-        "threads": threads, "device": device, "seed": seed}) for precision in precisions]
-
-    def row_of(case: Row, name: str, found: Row) -> Row:
-        return {"benchmark": "loss", "cell": None, "model": "linear_cross_entropy", "variant": name,
-                "label": f"loss:{name}", "config": None, "vocab_size": vocab_size, "d_model": d_model,
-                "n_parameters": vocab_size * (d_model + 1), "context_tokens": tokens, "tokens_per_step": tokens,
-                "dtype": case["precision"], "device": device, "threads": threads, "unit": "call", **found,
-                "tokens_per_s": measure.tokens_per_s(found, tokens), "flops_per_token": 6 * vocab_size * d_model,
-                "warm_up": 2, "repeats": repeats}
-
-    return measure.measured_side_by_side("loss", "the loss", cases, row_of, progress, on_rows)
-
-
-def measure_loss(sizes: Sequence[int], many_tokens: int, precision: str, repeats: int, threads: int, device: str,
-                 seed: int) -> Iterator[Row]:
-    """One process's part of `benchmark_loss`."""
-    on, settings = measure.set_up(threads, device, seed)
-    (n_tokens, *head), losses, one = sizes, implementations(), [torch.ones((), device=on)]
-    every = {name: mean(loss, precision) for name, loss in losses.items()}
-    inputs = random_inputs(n_tokens, *head, device=on)
-    few = {key: t[:CHECKED_TOKENS] if key in ("x", "targets") else t for key, t in inputs.items()}
-    expected = value_and_gradients(mean(plain, "float32"), typed(OP, few, on, torch.float64), one)
-    few = typed(OP, few, on, torch.float32)
-    found: dict[str, Row] = {}
-    for name, loss in losses.items():
-        ours = value_and_gradients(every[name], few, one)
-        check = measure.compare(name, ours, expected, LIMITS[precision], against="the plain loss",
-                                what=f"mean loss and gradients of {CHECKED_TOKENS} tokens")
-        memory = measure.peak_of(partial(value_and_gradients, every[name], inputs, one), on)
-        counts = [counted_bytes(loss, [n, *head], precision) for n in (n_tokens, many_tokens)]
-        few_mib, many_mib = (None if n is None else n / 2**20 for n in counts)
-        found[name] = {"check": check, **memory, "counted_mib": few_mib,
-                       "many_tokens": {"tokens": many_tokens, "counted_mib": many_mib, "measured_mib": None}}
-    del ours, expected
-    for name, (both, *_) in times_in_turn(every, inputs, one, repeats, on).items():
-        found[name] |= measure.spreads(both.times)
-    del inputs
-    many = found["by chunks"]["many_tokens"]
-    if many["counted_mib"] * 2**20 + 4 * many_tokens * (head[1] + 2) < measure.available_bytes() / 2:
-        inputs = random_inputs(many_tokens, *head, device=on)
-        memory = measure.peak_of(partial(value_and_gradients, every["by chunks"], inputs, one), on)
-        many["measured_mib"] = memory["above_import_mib"]
-    yield {"settings": settings, "found": found}
-
-
-def random_inputs(*sizes: int, device: torch.device) -> Inputs:
-    """x, W and b that want a gradient, and targets. sizes: tokens, vocabulary and width."""
-    return typed(OP, head_inputs(*sizes), device, torch.float32)
+def head_inputs(n_tokens: int, vocab_size: int, d_model: int) -> dict[str, Tensor]:
+    """Of the head and the loss: logits are of about 1."""
+    return {"x": torch.randn(n_tokens, d_model), "weight": torch.randn(vocab_size, d_model) / d_model**0.5,
+            "bias": torch.randn(vocab_size), "targets": torch.randint(vocab_size, (n_tokens,))}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -155,27 +73,14 @@ class LiveBytes(TorchDispatchMode):
         self.live -= n_bytes
 
 
-def counted_bytes(loss: Loss, sizes: Sequence[int], precision: str) -> int | None:
-    """The most bytes that tensors take in one forward and backward pass, inputs left out, without a number computed;
-    None for what does not show what it does."""
-    if loss not in (plain, linear_cross_entropy):
+def counted_bytes(name: str, sizes: Mapping[str, int], precision: str) -> int | None:
+    """The most bytes that tensors take in one forward and backward pass of a loss, inputs left out, without a number
+    computed; None for PyTorch's own, which does not show what it does. sizes: arguments of `head_inputs`."""
+    if name.startswith("torch"):
         return None
     with FakeTensorMode():
-        inputs = random_inputs(*sizes, device=torch.device("cpu"))
-        with LiveBytes() as count:
-            value_and_gradients(mean(loss, precision), inputs, [torch.ones(())])
+        x_ND, weight_VD, bias_V, targets_N = head_inputs(**sizes).values()
+        wanted = [t.requires_grad_() for t in (x_ND, weight_VD, bias_V)]
+        with LiveBytes() as count, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            torch.autograd.grad(losses()[name](x_ND, weight_VD, bias_V, targets_N).sum(), wanted)
     return count.most
-
-
-def print_loss(rows: Sequence[Row]) -> None:
-    """Print `benchmark_loss`'s rows of one run as a table."""
-    first = rows[0]
-    base, many = measure.compared_ms(first)["median"], first["many_tokens"]["tokens"]
-    measure.print_runs(
-        f"Head and loss of {first['tokens_per_step']:,} tokens, vocabulary {first['vocab_size']:,}, "
-        f"width {first['d_model']}", {
-            "implementation": "{variant}", "type": "{dtype}", **measure.TIMES, "of plain": "{of_plain:.2f}",
-            "MiB": "{above_import_mib:,.0f}", "counted": "{counted_mib:,.0f}",
-            f"{many:,} counted": "{many_tokens[counted_mib]:,.0f}", "measured": "{many_tokens[measured_mib]:,.0f}",
-            "error": "{check[error]:.1g}"},
-        [row | {"of_plain": measure.compared_ms(row)["median"] / base} for row in rows])

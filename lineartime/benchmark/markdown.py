@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from lineartime.benchmark import Row
 from lineartime.benchmark.rows import (
-    BENCHMARKS,
     KIND,
     OURS,
     STEPS,
+    TITLES,
     compare,
     contexts_of,
     dtypes_of,
@@ -25,60 +25,48 @@ from lineartime.benchmark.rows import (
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-TITLES = dict(zip(BENCHMARKS, ("A training step", "Memory of a training step", "Decoding",
-                               "Decoding after contexts that were read"), strict=True))
 CLOCKS = {"cpu": "processor time", "gpu": "CUDA events", "wall": "time on the clock"}
-VALUES: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "tokens": ("Tokens per second", lambda row: f"{1e3 / row['ms']:,.0f}"),
-    "time": ("Milliseconds per token, and of the slowest",
-             lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}"),
-    "memory": ("Peak memory, MiB", lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}"),
-    "mfu": ("Share of the peak rate that the model's FLOPs take; causal squares are counted whole, and fused attention "
-            "skips half of them", lambda row: f"{row['row']['mfu']:.0%}" if row["row"].get("mfu") else "-"),
-    "state": ("Decoding state, MiB", lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"),
-}
-"""What can be shown of every row of a table: a heading, and the text of a number."""
+SPEED, TIMES, MEMORY, STATE = ("Tokens per second", "Milliseconds per token, and of the slowest", "Peak memory, MiB",
+                               "Decoding state, MiB")
+VALUES: dict[str, Callable[[Row], str]] = {
+    SPEED: lambda row: f"{1e3 / row['ms']:,.0f}",
+    TIMES: lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}",
+    MEMORY: lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}",
+    STATE: lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"}
+"""What can be shown of every row of a table: the text of a number by its heading."""
 
 SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transformer++/unfused", "bfloat16"),
            ("flash-pytorch", "bfloat16"))
 """The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
 float32."""
 
-Texts = Mapping[int, str]
-"""What is shown, by context."""
-
 Pictures = Callable[["DataFrame"], Sequence[str]]
 """The paths of a table's pictures."""
 
 
-def speed_section(rows: Sequence[Row], n_old: int = 0, *, shown: Sequence[str] = (),
-                  pictures: Pictures = lambda table: ()) -> str:
+def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (), pictures: Pictures = lambda table: ()) -> str:
     """All tables of `read_rows`' measurements; with names in `shown`, a summary of the tables that have them."""
     tables = tables_of(rows)
     if shown:
         return speed_summary(tables, shown, pictures)
-    models = [table for table in tables if table.benchmark.iat[0] in TITLES]
     others = [table for table in tables if table.benchmark.iat[0] not in TITLES]
-    parts = [part for table in models for part in table_parts(table, pictures(table))]
-    parts += ["### Parts alone"] * bool(others)
-    parts += [part for table in others for part in (part_table(table), caption(table))]
-    if n_old:
-        parts.append(f"Left out: {n_old} rows of an older form, which say neither their run nor their quartiles.")
+    parts = [part for table in tables if table.benchmark.iat[0] in TITLES
+             for part in table_parts(table, pictures(table))]
+    parts += ["### Parts alone"] * bool(others) + [
+        part for table in others for part in (part_table(table), caption(table))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
     """A title, pictures, ratios, and folded what they are made of."""
     benchmark, known = table.benchmark.iat[0], {name for row in table.row for name in row if row[name]}
-    parts = [f"### {title(table)}", *(f"![{alt_text(table, path)}]({path})" for path in pictures)]
+    parts = [f"### {title(table)}", *links(table, pictures)]
     if benchmark == "memory":
-        parts.append(f"Peak memory, MiB:\n\n{value_table(table, 'memory')}")
-    parts.append(ratio_table(table))
-    folds = {"tokens": benchmark in STEPS, "time": benchmark not in STEPS,
-             "memory": benchmark != "memory" and table.peak_mib.notna().any(), "mfu": "mfu" in known,
-             "state": "state_bytes" in known}
-    parts += [folded(VALUES[what][0], value_table(table, what)) for what, there in folds.items() if there]
-    return [*parts, caption(table)]
+        parts.append(f"{MEMORY}:\n\n{value_table(table, MEMORY)}")
+    shown = [SPEED if benchmark in STEPS else TIMES]
+    shown += [MEMORY] * bool(benchmark != "memory" and table.peak_mib.notna().any())
+    shown += [STATE] * ("state_bytes" in known)
+    return [*parts, ratio_table(table), *(folded(what, value_table(table, what)) for what in shown), caption(table)]
 
 
 def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures: Pictures) -> str:
@@ -93,15 +81,11 @@ def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures:
     widest, same = max(chosen, key=lambda table: table.context.nunique()), ["hardware", "threads", "size"]
     chosen = [table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()]
     cells = pandas.concat(chosen, ignore_index=True)
-    lines = []
-    for rival, dtype in SUMMARY:
-        pairs = compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict("records")
-        if pairs:
-            lines.append(([side_name(rival), dtype], pairs))
-    what = title(widest.assign(name=""))
-    how = f"{what}, each model in its fastest variant. Bold: FLASH is slower."
-    parts = [*(f"![{alt_text(widest, path)}]({path})" for path in pictures(widest)[:1]), how,
-             ratio_lines(["type"], contexts_of(cells), lines), caption(cells)]
+    lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
+        "records")) for rival, dtype in SUMMARY]
+    how = f"{title(widest.assign(name=''))}, each model in its fastest variant. Bold: FLASH is slower."
+    parts = [*links(widest, pictures(widest)[:1]), how,
+             ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), caption(cells)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -118,10 +102,10 @@ def title(table: "DataFrame") -> str:
     return words + (f" ({first['name']})" if first["name"] else "")
 
 
-def alt_text(table: "DataFrame", path: str) -> str:
-    """What a picture shows."""
-    what = "Peak memory" if "memory" in path else "Time per token"
-    return f"{what} against context. {title(table)}"
+def links(table: "DataFrame", paths: Sequence[str]) -> list[str]:
+    """Pictures, and in words what they show."""
+    return [f"![{'Peak memory' if 'memory' in path else 'Time per token'} against context. {title(table)}]({path})"
+            for path in paths]
 
 
 def ratio_table(table: "DataFrame") -> str:
@@ -148,11 +132,12 @@ def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[t
     of `compare`."""
     texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
     unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
-    note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
+    note = f"\n\n\\* FLASH was measured {joined(unmatched)} too, the other was not." if unmatched else ""
     return by_context(["FLASH's speed over", *words], contexts, texts) + note
 
 
-def by_context(words: Sequence[str], contexts: Sequence[int], lines: Iterable[tuple[Sequence[str], Texts]]) -> str:
+def by_context(words: Sequence[str], contexts: Sequence[int],
+               lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
     """A table with a column for each context: of each line its words, and what is known by context."""
     return markdown([*words, *map(tokens, contexts)], without_repeats(
         [[*first, *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
@@ -173,7 +158,7 @@ def value_table(table: "DataFrame", what: str) -> str:
     texts: dict[tuple[str, ...], dict[int, str]] = {}
     for row in newest(table).to_dict("records"):
         of_kind = texts.setdefault(tuple(row[name] for name in KIND), {})
-        of_kind[row["context"]] = "failed" if row["failed"] else VALUES[what][1](row)
+        of_kind[row["context"]] = "failed" if row["failed"] else VALUES[what](row)
     return by_context(["model", "variant", "type"], contexts_of(table),
                       [([side_name(kind[0]), *kind[1:]], texts[kind]) for kind in kinds_of(table)])
 
@@ -218,14 +203,9 @@ def caption(table: "DataFrame") -> str:
     more = f" and {len(commands) - 3} more like them, which the rows have" if len(commands) > 3 else ""
     text = f"<sub>{'; '.join(word for word in words if word)}. Made by {made_by}{more}.</sub>"
     last = newest(table).sort_index()
-    failed = unique(f"{kind_text(row)}, at {tokens(row['context'])}: {row['failed']}"
-                    for row in last[last.failed != ""].to_dict("records"))
+    failed = unique(f"{side_name(row.side)}, {row.variant}, {row.dtype}, at {tokens(row.context)}: {row.failed}"
+                    for row in last[last.failed != ""].itertuples())
     return text + (f"\n\nFailed: {'; '.join(failed)}." if failed else "")
-
-
-def kind_text(row: Row) -> str:
-    """A measurement's side, variant and type."""
-    return f"{side_name(row['side'])}, {row['variant']}, {row['dtype']}"
 
 
 def machine_text(row: Row) -> str:
@@ -239,17 +219,9 @@ def machine_text(row: Row) -> str:
 def provenance_words(rows: Sequence[Row]) -> list[str]:
     """How busy the machine was, and which commit and torch made the rows."""
     loads = [row["load_average"] for row in rows]
-    return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}",
-            "commit " + joined(unique(short(row["commit"]) for row in rows)),
+    commits = unique(re.sub(r"^(\w{10})\w*", r"\1", row["commit"] or "unknown") for row in rows)
+    return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}", f"commit {joined(commits)}",
             "torch " + joined(unique(row["torch"] for row in rows))]
-
-
-def short(commit: str | None) -> str:
-    """Enough of a commit to find it; what was changed beside it stays said."""
-    if commit is None:
-        return "unknown"
-    name, plus, changes = commit.partition("+")
-    return name[:10] + plus + changes
 
 
 def parameters(n: int) -> str:
@@ -273,10 +245,6 @@ def span_of(texts: Iterable[str]) -> str:
     """`8,192`, or `8,192 to 16,384` for the first and last of several."""
     known = unique(texts)
     return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
-
-
-def listed(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def joined(texts: Iterable[str]) -> str:

@@ -6,8 +6,8 @@ processor time of the process stands beside the time on the clock: on a CPU, oth
 
 import importlib.metadata
 import itertools
-import json
 import math
+import multiprocessing
 import os
 import platform
 import shlex
@@ -15,11 +15,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,43 +28,36 @@ from rich.console import Console
 from torch import Tensor
 
 from lineartime.atomic_io import read_json_lines
-from lineartime.benchmark import Row
-from lineartime.errors import NumericsError, ResourceError
+from lineartime.benchmark import ROOT, Row
+from lineartime.errors import LineartimeError, NumericsError, ResourceError
 from lineartime.info import table
 from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
 from lineartime.settings import require
+from lineartime.training import out_of_memory
 
-ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""
 OnRows = Callable[[list[Row]], None]
 """Gets the rows that were measured together, as soon as they are there."""
-
-DATA_SHEET = {"H200": {"bfloat16": 989e12, "float32": 67e12}, "H100 80GB HBM3": {"bfloat16": 989e12, "float32": 67e12}}
-"""Dense FLOP per second that NVIDIA states, a multiply-add being 2; float32 without TF32."""
+Job = Callable[..., Generator[Row, Row, None]]
+"""What is done in a process of its own: its answers, and orders for all but the first."""
 
 
 def provenance() -> Row:
     """What a measurement needs to be repeated: commit, command, hardware, versions, and how busy the machine was."""
     program = Path(sys.argv[0]).name
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join([program if program != "__main__.py" else "lineartime", *sys.argv[1:]]),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory_bytes() / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_average": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lineartime": installed_version("lineartime"),
-    }
+    return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(),
+            "command": shlex.join([program if program != "__main__.py" else "lineartime", *sys.argv[1:]]),
+            "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(memory_bytes() / 2**30, 1),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "load_average": round(os.getloadavg()[0], 2), "python": platform.python_version(),
+            "torch": torch.__version__, "lineartime": installed_version("lineartime")}
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where the package differs from it; None for an installed package."""
+    """The checkout's commit, with "+changes" where the package differs from it. Without git what the environment's
+    LINEARTIME_COMMIT says, or None."""
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -74,7 +67,7 @@ def commit() -> str | None:
         changes = git("status", "--porcelain", "--untracked-files=no", "--", "lineartime")
         return git("rev-parse", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("LINEARTIME_COMMIT") or None
 
 
 def proc_file(name: str) -> dict[str, str]:
@@ -170,70 +163,48 @@ def check(errors: Mapping[str, float], limit: float, what: str, *, otherwise: st
     no number."""
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     if not errors[worst] <= limit:
-        raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, "
-                                       f"the limit is {limit:.2g}")
+        raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
     return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
-def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float, *,
-            what: str = "output and gradients", against: str = "the reference") -> Row:
+def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float) -> Row:
     """A row's "check" of tensors by name against float64. Raises NumericsError as `check` does."""
     errors = {name: relative_error(found[name], x) for name, x in expected.items()}
-    return check(errors, limit, f"{what} against {against} in float64", otherwise=f"not what {against} gives",
-                 label=f"{label}, ")
+    return check(errors, limit, "output and gradients against the reference in float64", label=f"{label}, ",
+                 otherwise="not what the reference gives")
 
+
+Times = dict[str, list[float]]
+"""Milliseconds by the name of their clock: "wall_ms", "cpu_ms" of the process and, by its own events, "gpu_ms"."""
 
 Mark = tuple[float, float, torch.cuda.Event | None]
 """Milliseconds of the clock and of the processor, and a GPU's event."""
 
 
-class Stopwatch:
-    """Milliseconds of the clock, of the processor and, by its own events, of a GPU.
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
-    `times` has them by the name of their clock, such as "cpu_ms"."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.times: dict[str, list[float]] = {}
+def mark(device: torch.device, *, done: bool = False) -> Mark:
+    """What the clocks say; done: when a GPU has done what it was given."""
+    event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+    if event is not None:
+        event.record()
+    if done:
+        wait(device)
+    return time.perf_counter() * 1e3, time.process_time() * 1e3, event
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Time what is done inside, and add it."""
-        self.wait()
-        before = self.mark()
-        yield
-        self.add([before, self.mark(wait=True)])
 
-    def mark(self, wait: bool = False) -> Mark:
-        """What the clocks say; wait: when a GPU has done what it was given."""
-        event = torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
-        if event is not None:
-            event.record()
-        if wait:
-            self.wait()
-        return time.perf_counter() * 1e3, time.process_time() * 1e3, event
-
-    def add(self, marks: Sequence[Mark]) -> None:
-        """Add the time from each mark to the next."""
-        self.wait()
-        for (wall, cpu, event), (wall_after, cpu_after, event_after) in itertools.pairwise(marks):
-            passed = {"wall_ms": wall_after - wall, "cpu_ms": cpu_after - cpu}
-            if event is not None and event_after is not None:
-                passed["gpu_ms"] = event.elapsed_time(event_after)
-            for name, ms in passed.items():
-                self.times.setdefault(name, []).append(ms)
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def last(self) -> Row:
-        """The newest measurement by the name of its clock."""
-        return {name: times[-1] for name, times in self.times.items()}
-
-    def compared(self) -> list[float]:
-        """The times of the clock that is compared."""
-        return self.times.get("gpu_ms") or self.times["cpu_ms"]
+def add_times(times: Times, marks: Sequence[Mark]) -> None:
+    """Add the time from each mark to the next, when a GPU has done all of it."""
+    for (wall, cpu, event), (wall_after, cpu_after, event_after) in itertools.pairwise(marks):
+        passed = {"wall_ms": wall_after - wall, "cpu_ms": cpu_after - cpu}
+        if event is not None and event_after is not None:
+            passed["gpu_ms"] = event.elapsed_time(event_after)
+        for clock, ms in passed.items():
+            times.setdefault(clock, []).append(ms)
 
 
 def spreads(times: Mapping[str, Sequence[float]]) -> Row:
@@ -257,46 +228,36 @@ def tokens_per_s(times: Row, n_tokens: int) -> float:
     return n_tokens * 1e3 / compared_ms(times)["median"]
 
 
-def utilisation(times: Row, n_tokens: int, flops: float | None, peak: Row) -> Row:
-    """A row's tokens per second, and the share of the peak rate that their FLOPs take; flops: of a token. The share is
-    None where either is not known."""
-    speed, rate = tokens_per_s(times, n_tokens), peak["peak_flops"]
-    mfu = flops * speed / rate if flops is not None and rate else None
-    return {"tokens_per_s": speed, "flops_per_token": flops, "mfu": mfu, **peak}
+COLUMNS = {"": "{label}", "type": "{dtype}", "context": "{context_tokens:,}", " ": "{context}",
+           "tokens": "{tokens_per_step:,}", "ms": "{ms[median]:,.2f}", "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}",
+           "tokens/s": "{tokens_per_s:,.0f}", "slowest": "{slowest_token_ms[max]:,.2f}", "peak MiB": "{peak_mib:,.0f}",
+           "above": "{above_import_mib:,.0f}", "state": "{state_bytes:,}", "error": "{check[error]:.1g}"}
+"""What is printed: by heading the format of a row's values, "ms" being its times by the clock that is compared."""
 
 
-def print_runs(what: str, columns: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Print rows for a person, a table for each run; see `print_table`. What failed has a line below."""
-    for run in dict.fromkeys(row["run"] for row in rows):
-        mine = [row for row in rows if row["run"] == run]
-        n, on_cpu = mine[0]["threads"], mine[0]["device"] == "cpu"
-        timed = f"processor time, {n} thread{'s' * (n > 1)}" if on_cpu else mine[0]["gpu"]
-        print_table(f"{what}, {timed};\n{mine[0]['repeats']} rounds, run {run}", columns, mine)
-        for row in mine:
-            if "failed" in row:
-                print(f"{row['label']} failed: {row['failed']}")
-
-
-def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
-    """Print rows under a title. columns: by heading, the format of a row's values, among them "ms", its times by the
-    clock that is compared; where a row has no such value, nothing is printed."""
-    console = Console(highlight=False)
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the rows of one run for a person: those of the columns that any of them has, and below what failed."""
+    first, console = rows[0], Console(highlight=False)
     console.width = max(console.width, 120)
-    console.print(title, markup=False)
-    made = table(*columns, width=14)
-    for row in rows:
-        values = row | {"ms": compared_ms(row)} if "clock" in row else row
-        made.add_row(*(formatted(text, values) for text in columns.values()))
+    n_threads, on_cpu = first["threads"], first["device"] == "cpu"
+    timed = f"processor time, {n_threads} thread{'s' * (n_threads > 1)}" if on_cpu else first["gpu"]
+    console.print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run "
+                  f"{first['run']}", markup=False)
+    texts = {heading: [formatted(text, row) for row in rows] for heading, text in COLUMNS.items()}
+    shown = {heading: column for heading, column in texts.items() if any(column)}
+    made = table(*shown, width=14)
+    for line in zip(*shown.values(), strict=True):
+        made.add_row(*line)
     console.print(made)
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['label']} failed: {row['failed']}")
 
 
-TIMES = {"ms": "{ms[median]:,.0f}", "quartiles": "{ms[q1]:,.0f} to {ms[q3]:,.0f}"}
-"""Columns of a table that is printed."""
-
-
-def formatted(text: str, values: Row) -> str:
+def formatted(text: str, row: Row) -> str:
+    """A column of a row; nothing where the row has no such value."""
     try:
-        return text.format_map(values)
+        return text.format_map(row | {"ms": compared_ms(row)} if "clock" in row else row)
     except (KeyError, TypeError):
         return ""
 
@@ -309,105 +270,68 @@ def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]
     return on, choose_settings(on)
 
 
-def measure_gemm(dtype: str, threads: int, device: str, size: int | None = None) -> Iterator[Row]:
-    """Operations per second of a large square matmul, by the clock that is compared: the best of seven."""
-    on, _ = set_up(threads, device)
-    size = size or (2048 if device == "cpu" else 8192)
-    a, b = (torch.randn(size, size, device=on, dtype=getattr(torch, dtype)) for _ in range(2))
-    yield {"flops": 2e3 * size**3 / best_ms(lambda: torch.mm(a, b), on)}
-
-
-def best_ms(work: Callable[[], object], device: torch.device) -> float:
-    """The least time of seven calls, after one to warm up, by the clock that is compared."""
-    watch = Stopwatch(device)
-    for _ in range(8):
-        with watch.running():
-            work()
-    return min(watch.compared()[1:])
-
-
-def peak_flops(dtype: str, threads: int, device: str) -> Row:
-    """What utilisation is measured against: the data sheet's rate of a GPU, else that of a large matmul here."""
-    if device == "cuda":
-        for name, rates in DATA_SHEET.items():
-            if name in torch.cuda.get_device_name() and dtype in rates:
-                return {"peak_flops": rates[dtype], "peak_flops_from": f"data sheet of {name}"}
-    answer = in_own_process("gemm", {"dtype": dtype, "threads": threads, "device": device})
-    return {"peak_flops": answer.get("flops"), "peak_flops_from": "measured GEMM"}
-
-
 class Worker:
-    """`JOBS[job](**arguments)` in a process of its own: a generator that goes on when it is told.
+    """A job, which is a generator, in a process of its own; it goes on when it is told.
 
-    It is started at once, so that several can import together, and does nothing before `ask`."""
+    The process is started at once, so that several can import together, and does nothing before `ask`."""
 
-    def __init__(self, job: str, arguments: Row):
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lineartime.benchmark"], env={**os.environ, "PYTHONPATH": path}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+    def __init__(self, job: Job, arguments: Row):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(theirs, job, arguments))
+        self.process.start()
+        theirs.close()
         self.failed: Row | None = None
-        self.first: Row = {"job": job, **arguments}
 
     def ask(self, order: Row | None = None) -> Row:
-        """The next answer to an order; {"failed": why} where the process has died, and from then on."""
+        """The next answer to an order, of which the first is arguments; {"failed": why} where the process has died, and
+        from then on."""
         if self.failed is None:
-            assert self.process.stdin is not None and self.process.stdout is not None
-            line = ""
-            with suppress(BrokenPipeError):
-                self.process.stdin.write(json.dumps({**self.first, **(order or {})}) + "\n")
-                self.process.stdin.flush()
-                line = self.process.stdout.readline()
-            self.first = {}
-            answer = json.loads(line) if line.endswith("\n") else {"failed": self.why()}
+            try:
+                self.pipe.send(order or {})
+                answer = self.pipe.recv()
+            except (EOFError, OSError):
+                self.process.join()
+                killed = self.process.exitcode == -signal.SIGKILL
+                answer = {"failed": "killed, most likely for want of memory" if killed else
+                          f"exit code {self.process.exitcode}"}
             if "failed" not in answer:
                 return answer
             self.failed = answer
         return self.failed
 
-    def why(self) -> str:
-        """The reason for which the process ended."""
-        code = self.process.wait()
-        if code == -signal.SIGKILL:
-            return "killed, most likely for want of memory"
-        self.errors.seek(0)
-        lines = [line.strip() for line in self.errors if line.strip()]
-        return lines[-1] if lines else f"exit code {code}"
-
     def close(self) -> None:
         """End the process, whatever it does."""
         self.process.kill()
-        self.process.communicate()
-        self.errors.close()
+        self.process.join()
+        self.pipe.close()
 
 
-def in_own_process(job: str, arguments: Row) -> Row:
-    """The first answer of `JOBS[job](**arguments)` in a fresh Python; {"failed": why} where it dies."""
+def serve(pipe: Connection, job: Job, arguments: Row) -> None:
+    """In its process: what a job yields, each when it is asked for; or why it failed."""
+    os.dup2(2, 1)  # what a library prints is no result
+    try:
+        answers = job(**arguments, **pipe.recv())
+        pipe.send(next(answers))
+        while True:
+            pipe.send(answers.send(pipe.recv()))
+    except (EOFError, StopIteration):  # nobody asks any more, or there is no more to say
+        return
+    except LineartimeError as e:
+        pipe.send({"failed": str(e)})
+    except Exception as e:
+        pipe.send({"failed": "out of memory" if out_of_memory(e) else f"{type(e).__name__}: {e}".splitlines()[0]})
+
+
+def in_own_process(job: Job, arguments: Row) -> Row:
+    """A job's first answer in a fresh Python; {"failed": why} where it dies."""
     with closing(Worker(job, arguments)) as worker:
         return worker.ask()
 
 
-def measured_alone(job: str, arguments: Row, what: str, where: str) -> Row:
+def measured_alone(job: Job, arguments: Row, what: str, where: str) -> Row:
     """As `in_own_process`; raises ResourceError where it dies."""
     answer = in_own_process(job, arguments)
     if "failed" in answer:
         raise ResourceError(f"{what} failed", where, answer["failed"])
     return answer
-
-
-def measured_side_by_side(job: str, what: str, cases: Sequence[tuple[str, Row]],
-                          row_of: Callable[[Row, str, Row], Row], progress: Progress, on_rows: OnRows) -> list[Row]:
-    """The rows of cases, each of which is a process that measures several implementations in turn.
-
-    cases: what a person is told, and the job's arguments. row_of: a row without what it shares with those of its case,
-    from the arguments, an implementation's name and what was found of it."""
-    rows: list[Row] = []
-    for text, arguments in cases:
-        progress(f"{what}, {text}")
-        answer = measured_alone(job, arguments, what, text)
-        found, shared = answer.pop("found"), {**answer, **facts_of_run()}
-        made = [row_of(arguments, name, each) | shared for name, each in found.items()]
-        on_rows(made)
-        rows += made
-    return rows

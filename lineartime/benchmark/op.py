@@ -1,42 +1,42 @@
 """Forward and backward of one op at the size a model gives it: every implementation beside its PyTorch reference.
 
 An implementation is a function of tensors and of nothing else; all of an op's take the same. The first of them is the
-reference, against which outputs and gradients are checked in float64. An op that knows the bytes it must move has
-forward and backward timed apart too, beside a copy: memory is what such an op waits for.
+reference, against which outputs and gradients are checked in float64.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime import ops
 from lineartime.benchmark import Row, measure
-from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
+from lineartime.benchmark.loss import Loss, counted_bytes, head_inputs, losses
+from lineartime.benchmark.measure import OnRows, Progress, Times, ignore
 from lineartime.benchmark.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
 from lineartime.ops import reference
-from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import rotary
 from lineartime.settings import require, require_name
 
 LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
 """Largest relative error of the output and of any gradient that is let pass, against the reference in float64."""
 
+HEAD_LIMITS, CHECKED_TOKENS, MANY_TOKENS = {"float32": 1e-5, "bfloat16": 0.02}, 512, 2**18
+"""Of the head with the loss: its limits; its tokens that are compared, as logits in float64 may not fit; and those of
+which memory is counted and nothing computed."""
+
 KERNEL = "triton"
 """What an implementation is called that runs on a GPU only."""
 
 Inputs = dict[str, Tensor]
 Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
-Settings = dict[str, str]
-"""What an op takes of a model besides tensors: the field of `ModelConfig` by the op's keyword."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,14 @@ class Op:
     """Inputs that are float32 in a step of bfloat16 too."""
     fixed: tuple[str, ...] = ()
     """Inputs that have no gradient."""
-    least_bytes: Callable[[ModelConfig, int], dict[str, float]] | None = None
-    """What must be read and written for a token, numbers taking so many bytes: by "forward" and "backward"."""
+    head: bool = False
+    """Whether it is the head with the loss: called under autocast as in a step, and with memory counted too."""
 
 
-def side_by_side(settings: Settings, **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
-    """Functions by name, called with an op's tensors in their order and a model's settings; behind "reference" the same
-    compiled."""
+def side_by_side(settings: Mapping[str, str],
+                 **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
+    """Functions by name, called with an op's tensors in their order and by keyword fields of a model; behind
+    "reference" the same compiled."""
     def made(config: ModelConfig) -> dict[str, Implementation]:
         given = {keyword: getattr(config, field) for keyword, field in settings.items()}
 
@@ -93,15 +94,9 @@ def chunked_inputs(config: ModelConfig, n_rows: int, names: Sequence[str]) -> In
             torch.randn(*shape, config.v_width if name == "v" else config.qk_width) for name in names}
 
 
-def head_inputs(n_tokens: int, vocab_size: int, d_model: int) -> Inputs:
-    """Of the head and the loss: logits are of about 1."""
-    return {"x": torch.randn(n_tokens, d_model), "weight": torch.randn(vocab_size, d_model) / d_model**0.5,
-            "bias": torch.randn(vocab_size), "targets": torch.randint(vocab_size, (n_tokens,))}
-
-
-def plain(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
-    """The loss with all logits in memory."""
-    return F.cross_entropy(at_least_float32(F.linear(x_ND, weight_VD, bias_V)), targets_N, reduction="none")
+def mean(loss: Loss) -> Implementation:
+    """The mean loss, as a training step takes it."""
+    return lambda **inputs: loss(*inputs.values()).sum() / len(inputs["targets"])
 
 
 def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
@@ -124,32 +119,10 @@ def gated_inputs(config: ModelConfig, n_rows: int) -> Inputs:
             "beta": torch.randn(n_heads, s), "sin": sin, "cos": cos, "w": torch.randn(2 * n - 1) * 0.02}
 
 
-def bytes_of_gated_chunks(config: ModelConfig, size: int) -> dict[str, float]:
-    """Of two kernels forward and two backward: chunk states go from the one to the other through memory.
-
-    Forward, v and z become silu(v) and states, then u, silu(v), z and states the output. Backward, u, z and the
-    output's gradient become the states' gradient; then all of these, silu(v) and states the gradients of u, v and z."""
-    e, s = config.v_width, config.qk_width
-    states = s * e / config.scale_len * (1 if config.causal else 2)
-    return {"forward": size * ((2 * e + s + states) + (2 * e + s + states + e)),
-            "backward": size * ((2 * e + s + states) + (3 * e + s + 2 * states) + (2 * e + s))}
-
-
-def bytes_of_gated_row(config: ModelConfig, size: int) -> dict[str, float]:
-    """Inputs read once and outputs written once: beside what is multiplied it is little."""
-    e, s = config.v_width, config.qk_width
-    return {"forward": size * (3 * e + s), "backward": size * (2 * (2 * e + s) + e)}
-
-
 def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
     d = config.d_model
     return {"x": torch.randn(n_rows * config.context, d), "delta": torch.randn(n_rows * config.context, d),
             "weight": torch.randn(d), "bias": torch.randn(d)}
-
-
-def bytes_of_add_norm(config: ModelConfig, size: int) -> dict[str, float]:
-    """Two tensors read and two written, and back three read and one written."""
-    return {"forward": 4 * size * config.d_model, "backward": 4 * size * config.d_model}
 
 
 CAUSAL = {"causal": "causal"}
@@ -159,14 +132,14 @@ OPS: dict[str, Op] = {
     "gated_chunk_attention": Op(gated_inputs, side_by_side(
         {"chunk_size": "scale_len", **CAUSAL}, reference=reference.gated_chunk_attention,
         triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
-        PARAMETERS, ("sin", "cos"), bytes_of_gated_chunks),
+        PARAMETERS, ("sin", "cos")),
     "gated_quadratic_attention": Op(gated_inputs, side_by_side(
         SCALED, reference=reference.gated_quadratic_attention,
         triton=in_kernels("quadratic", "gated_quadratic_attention")),
-        PARAMETERS, ("sin", "cos"), bytes_of_gated_row),
+        PARAMETERS, ("sin", "cos")),
     "add_norm": Op(norm_inputs, side_by_side(
         {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
-        ("weight", "bias"), (), bytes_of_add_norm),
+        ("weight", "bias")),
     "mixed_chunk_attention": Op(
         lambda config, n: chunked_inputs(config, n, ("q_quad", "k_quad", "q_lin", "k_lin", "v", "w")),
         side_by_side(SCALED, reference=ops.mixed_chunk_attention)),
@@ -176,9 +149,9 @@ OPS: dict[str, Op] = {
                            side_by_side(CAUSAL, reference=reference.linear_attention)),
     "softmax_attention": Op(row_inputs, side_by_side(CAUSAL, unfused=softmax_attention, fused=fused_softmax)),
     "linear_cross_entropy": Op(
-        lambda config, n: head_inputs(n * config.context, config.vocab_size, config.d_model), lambda config: {
-            "plain": lambda **inputs: plain(*inputs.values()).mean(),
-            "without logits": lambda **inputs: linear_cross_entropy(*inputs.values()).mean()}),
+        lambda config, n: head_inputs(n * config.context, config.vocab_size, config.d_model),
+        lambda config: {name: mean(loss) for name, loss in losses().items()},
+        ("x", "weight", "bias"), head=True),
 }
 
 MODEL_OF = {"gated_quadratic_attention": "flash-quad", "quadratic_attention": "flash-quad",
@@ -203,93 +176,79 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
     measure.require_positive(models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
     for precision in precisions:
         require_name("precision", precision, LIMITS)
-    peaks = {precision: measure.peak_flops(precision, threads, device) for precision in precisions}
-    cases = [(f"context {config.context:,}, {precision}", {
-        "name": name, "config": to_dict(config), "n_rows": max(tokens // config.context, 1), "precision": precision,
-        "only": list(only), "repeats": repeats, "threads": threads, "device": device, "seed": seed})
-        for precision in precisions for config in configs]
-
-    def row_of(case: Row, implementation: str, found: Row) -> Row:
-        context, n_rows, precision = case["config"]["context"], case["n_rows"], case["precision"]
-        n_tokens, flops = n_rows * context, found.pop("flops")
-        return {"benchmark": "op", "cell": None, "op": name, "model": name, "variant": implementation,
-                "label": f"{name}:{implementation}", "config": case["config"], "n_parameters": 0,
-                "context_tokens": context, "batch_size": n_rows, "tokens_per_step": n_tokens, "dtype": precision,
-                "device": device, "threads": threads, "unit": "call", "implementation": implementation, **found,
-                **measure.utilisation(found, n_tokens, flops / n_tokens, peaks[precision]), "warm_up": 2,
-                "repeats": repeats}
-
-    return measure.measured_side_by_side("op", name, cases, row_of, progress, on_rows)
+    rows: list[Row] = []
+    for precision, config in itertools.product(precisions, configs):
+        n_rows, where = max(tokens // config.context, 1), f"context {config.context:,}, {precision}"
+        progress(f"{name}, {where}")
+        answer = measure.measured_alone(measure_op, {
+            "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "only": list(only),
+            "repeats": repeats, "threads": threads, "device": device, "seed": seed}, name, where)
+        n_tokens = n_rows * config.context
+        shared = {"benchmark": "op", "cell": None, "model": name, "config": to_dict(config), "n_parameters": 0,
+                  "context_tokens": config.context, "batch_size": n_rows, "tokens_per_step": n_tokens,
+                  "dtype": precision, "device": device, "threads": threads, "unit": "call", "warm_up": 2,
+                  "repeats": repeats, "settings": answer["settings"], **measure.facts_of_run()}
+        made = [{"variant": each, "label": f"{name}:{each}", **found,
+                 "tokens_per_s": measure.tokens_per_s(found, n_tokens), **shared}
+                for each, found in answer["found"].items()]
+        on_rows(made)
+        rows += made
+    return rows
 
 
 def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequence[str], repeats: int, threads: int,
-               device: str, seed: int) -> Iterator[Row]:
+               device: str, seed: int) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_op`."""
     on, settings = measure.set_up(threads, device, seed)
-    fields, op = ModelConfig(**config), OPS[name]
+    fields, op, dtype = ModelConfig(**config), OPS[name], getattr(torch, precision)
     every = op.implementations(fields)
     for each in only:
         require_name("implementation", each, every)
     first = next(iter(every.values()))
-    chosen = list(only) or [each for each in every if each != KERNEL or on.type == "cuda"]
-    inputs = typed(op, op.inputs(fields, n_rows), on, getattr(torch, precision))
-    with attention_backend(on):
+    chosen = {each: every[each] for each in only or every if each in only or each != KERNEL or on.type == "cuda"}
+    inputs = typed(op, op.inputs(fields, n_rows), on, dtype)
+    few = {key: x[:CHECKED_TOKENS] if op.head and key in ("x", "targets") else x for key, x in inputs.items()}
+    found: dict[str, Row] = {}
+    with attention_backend(on), torch.autocast(on.type, torch.bfloat16, enabled=op.head and dtype == torch.bfloat16):
         # Of the rounded inputs, so that what is measured is the op's own error.
-        exact = typed(op, inputs, on, torch.float64)
+        exact = typed(op, few, on, torch.float64)
         cotangents = [torch.randn_like(out) for out in outputs(first, exact)]
         expected = value_and_gradients(first, exact, cotangents)
-        with FlopCounterMode(display=False) as counter:
-            value_and_gradients(first, inputs, cotangents)
         del exact
-        cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, inputs), strict=True)]
-        found: dict[str, Row] = {}
-        for each in chosen:
-            ours = value_and_gradients(every[each], inputs, cotangents)
-            checked = measure.compare(each, ours, expected, LIMITS[precision])
-            del ours
-            memory = measure.peak_of(functools.partial(value_and_gradients, every[each], inputs, cotangents), on)
-            found[each] = {"check": checked, "flops": counter.get_total_flops(), **memory}
+        few = typed(op, few, on, dtype)
+        cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, few), strict=True)]
+        for each, function in chosen.items():
+            checked = measure.compare(each, value_and_gradients(function, few, cotangents), expected,
+                                      (HEAD_LIMITS if op.head else LIMITS)[precision])
+            memory = measure.peak_of(functools.partial(value_and_gradients, function, inputs, cotangents), on)
+            found[each] = {"check": checked, **memory}
+            if op.head:
+                n_bytes = counted_bytes(each, {"n_tokens": MANY_TOKENS, "vocab_size": fields.vocab_size,
+                                               "d_model": fields.d_model}, precision)
+                found[each]["many_tokens"] = {"tokens": MANY_TOKENS, "counted_mib": n_bytes and n_bytes / 2**20}
         del expected
-        watches = times_in_turn({each: every[each] for each in chosen}, inputs, cotangents, repeats, on)
-    answer: Row = {"settings": settings, "found": found}
-    for each, (both, *_) in watches.items():
-        found[each] |= measure.spreads(both.times)
-    if op.least_bytes:
-        rate, n_tokens = copy_rate(on), n_rows * fields.context
-        least = op.least_bytes(fields, getattr(torch, precision).itemsize)
-        for each, (_, *parts) in watches.items():
-            for (part, n_bytes), watch in zip(least.items(), parts, strict=True):
-                ms = measure.spread(watch.compared())
-                found[each][part] = {"ms": ms, "least_bytes_per_token": n_bytes,
-                                     "copy_share": n_bytes * n_tokens * 1e3 / ms["median"] / rate}
-        answer["copy_bytes_per_s"] = rate
-    yield answer
+        for each, (both, *parts) in times_in_turn(chosen, inputs, cotangents, repeats, on).items():
+            apart = {part: {"ms": measure.compared_ms(measure.spreads(times))}
+                     for part, times in zip(("forward", "backward"), parts, strict=True)}
+            found[each] |= measure.spreads(both) | apart
+    yield {"settings": settings, "found": found}
 
 
 def times_in_turn(functions: Mapping[str, Implementation], inputs: Inputs, cotangents: Sequence[Tensor], repeats: int,
-                  device: torch.device) -> dict[str, tuple[Stopwatch, ...]]:
+                  device: torch.device) -> dict[str, tuple[Times, Times, Times]]:
     """By name the times of forward and backward together, of forward and of backward."""
-    watches = {name: tuple(Stopwatch(device) for _ in range(3)) for name in functions}
+    times: dict[str, tuple[Times, Times, Times]] = {name: ({}, {}, {}) for name in functions}
     for _, name in measure.in_turn([*functions], range(repeats)):
-        both, forward, backward = watches[name]
-        both.wait()
-        begun = both.mark()
+        measure.wait(device)
+        begun = measure.mark(device)
         made = outputs(functions[name], inputs)
-        between = both.mark()
+        between = measure.mark(device)
         gradients(made, inputs, cotangents)
-        ended = both.mark(wait=True)
-        both.add([begun, ended])
-        forward.add([begun, between])
-        backward.add([between, ended])
+        ended = measure.mark(device, done=True)
+        for part, marks in zip(times[name], ([begun, ended], [begun, between], [between, ended]), strict=True):
+            measure.add_times(part, marks)
         del made
-    return watches
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes per second that a copy in memory reads and writes: the best of seven."""
-    source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
-    target = torch.empty_like(source)
-    return 2e3 * source.nbytes / measure.best_ms(lambda: target.copy_(source), device)
+    return times
 
 
 def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -321,18 +280,3 @@ def value_and_gradients(function: Implementation, inputs: Inputs, cotangents: Se
     outs = outputs(function, inputs)
     found = {f"gradient of {key}": x for key, x in gradients(outs, inputs, cotangents).items()}
     return {"output" if i == 0 else f"output {i + 1}": out.detach() for i, out in enumerate(outs)} | found
-
-
-def print_op(rows: Sequence[Row]) -> None:
-    """Print `benchmark_op`'s rows as a table."""
-    measure.print_runs(f"{rows[0]['op']}, forward and backward", {
-        "implementation": "{implementation}", "type": "{dtype}", "rows": "{batch_size}",
-        "context": "{context_tokens:,}", "ms": "{ms[median]:,.2f}", "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}",
-        "memory MiB": "{above_import_mib:,.1f}", "GFLOP/s": "{gflops:,.0f}", "error": "{check[error]:.1g}"},
-        [row | {"gflops": row["flops_per_token"] * row["tokens_per_s"] / 1e9} for row in rows])
-    if "forward" in rows[0]:
-        rate = f"{rows[0]['copy_bytes_per_s'] / 1e9:,.0f} GB/s of a copy here"
-        measure.print_table(f"Of the bytes that must be moved, at {rate}:", {
-            "implementation": "{implementation}", "context": "{context_tokens:,}",
-            "forward ms": "{forward[ms][median]:,.2f}", "of a copy's rate": "{forward[copy_share]:.0%}",
-            "backward ms": "{backward[ms][median]:,.2f}", "of it": "{backward[copy_share]:.0%}"}, rows)

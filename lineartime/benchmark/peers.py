@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineartime.attention.softmax import Softmax
-from lineartime.benchmark.measure import installed_version
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.info import describe
 from lineartime.layers import SequenceInfo, rotate_heads
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
@@ -20,10 +18,8 @@ from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require, require_name
 
-PEERS = {"flash-pytorch": ("flash", "flash_pytorch", "FLASH-pytorch"),
-         "fla:retention": ("transformer++", "fla", "flash-linear-attention"),
-         "fla:gla": ("transformer++", "fla", "flash-linear-attention")}
-"""By name: the model of ours whose size it is given, what is imported, and what is installed."""
+PEER = "flash-pytorch"
+"""Others' FLASH, which is given the size of ours."""
 
 VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
             "checkpoint": "checkpointed", "checkpointed": "checkpointed"}
@@ -56,22 +52,22 @@ class Label:
     @property
     def preset(self) -> str:
         """The model of ours that it is, or whose size it has."""
-        return PEERS[self.model][0] if self.model in PEERS else self.model
+        return "flash" if self.model == PEER else self.model
 
 
 def parse_label(text: str) -> Label:
     """A model and its variants, with colons. Raises UsageError for an unknown one and for what does not go together."""
-    model = next((name for name in PEERS if text == name or text.startswith(name + ":")), text.partition(":")[0])
-    given = text[len(model) + 1 :].split(":") if len(text) > len(model) else []
-    require_name("model", model, [*PRESETS, *PEERS])
+    model, *given = text.split(":")
+    require_name("model", model, [*PRESETS, PEER])
     for name in given:
         require_name("variant", name, VARIANTS)
     label = Label(model, **{VARIANTS[name]: True for name in given})
-    softmax = model not in PEERS and (PRESETS[model].attn_type, PRESETS[model].attn_kernel) == ("quadratic", "softmax")
+    preset = PRESETS[label.preset]
+    softmax = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
     for wrong, why, variant in (
             (label.unfused and not softmax, "only the Transformers have a fused attention", "unfused"),
-            (label.checkpointed and model in PEERS, "a peer has no activation checkpointing", "checkpoint"),
-            (label.reference and model in PEERS, "a peer has no reference of ours", "reference"),
+            (label.checkpointed and model == PEER, "a peer has no activation checkpointing", "checkpoint"),
+            (label.reference and model == PEER, "a peer has no reference of ours", "reference"),
             (label.reference and label.unfused, "unfused attention is a reference already", "reference")):
         require(not wrong, why, text, f"leave out :{variant}")
     return label
@@ -79,30 +75,15 @@ def parse_label(text: str) -> Label:
 
 def check_installed(label: Label) -> None:
     """Raise UsageError where a peer is not installed."""
-    if label.model in PEERS:
-        _, module, package = PEERS[label.model]
-        require(importlib.util.find_spec(module) is not None, "a peer is not installed", label.model,
-                "pip install 'lineartime[peers]'" if module == "flash_pytorch" else f"pip install {package}")
-
-
-def peer_version(label: Label) -> dict[str, str] | None:
-    """A peer's package and version; None for a model of ours."""
-    if label.model not in PEERS:
-        return None
-    package = PEERS[label.model][2]
-    return {"package": package, "version": installed_version(package) or "not installed"}
-
-
-def flops_per_token(label: Label, config: ModelConfig) -> float | None:
-    """Of a training step, forward and backward, by the one count there is. FLASH-pytorch multiplies what FLASH does."""
-    return None if label.model.startswith("fla:") else describe(config).flops.training
+    require(label.model != PEER or importlib.util.find_spec("flash_pytorch") is not None, "a peer is not installed",
+            label.model, "pip install 'lineartime[peers]'")
 
 
 def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
     """The model, not compiled, with new weights from torch's generator. A peer has the sizes of `config`, the head's
     matrix tied to the embedding as in ours, and our initial values for matrices."""
     check_installed(label)
-    if label.model not in PEERS:
+    if label.model != PEER:
         model = LanguageModel(config)
         model.activation_checkpointing = label.checkpointed
         if label.reference:
@@ -111,7 +92,7 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
             if label.unfused and isinstance(layer, MultiHeadAttention):
                 layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
-    peer = build_flash_pytorch(config) if label.model == "flash-pytorch" else build_fla(label.model, config)
+    peer = build_flash_pytorch(config)
     with torch.no_grad():
         for parameter in peer.parameters():
             if parameter.requires_grad and parameter.dim() >= 2:
@@ -150,36 +131,6 @@ def build_flash_pytorch(config: ModelConfig) -> Peer:
     head, peer.to_logits[1] = peer.to_logits[1], nn.Identity()
     head.weight = peer.token_emb.weight
     return Peer(peer, head)
-
-
-class Hidden(nn.Module):
-    """A model of `transformers` without its head."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.model(input_ids=ids_BT, use_cache=False).last_hidden_state
-
-
-def build_fla(name: str, config: ModelConfig) -> Peer:
-    """The layers nearest to ours, as many as a Transformer++ has pairs, with its parameters: its attention has 4 d^2 of
-    them; retention has 8 d^2, so that its GLU is narrower by 4 d / 3."""
-    from fla.models import GLAConfig, GLAModel, RetNetConfig, RetNetModel
-
-    require(config.causal, "retention and gated linear attention are causal", name)
-    shared: dict[str, Any] = {
-        "vocab_size": config.vocab_size, "hidden_size": config.d_model, "num_hidden_layers": config.n_layers,
-        "num_heads": max(config.d_model // 256, 1), "max_position_embeddings": config.context}
-    if name == "fla:gla":
-        body = GLAModel(GLAConfig(**shared, intermediate_size=config.d_inner))
-    else:
-        narrower = round((config.d_inner - 4 * config.d_model / 3) / 8) * 8
-        body = RetNetModel(RetNetConfig(**shared, intermediate_size=narrower))
-    head = nn.Linear(config.d_model, config.vocab_size)
-    head.weight = body.get_input_embeddings().weight
-    return Peer(Hidden(body), head)
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

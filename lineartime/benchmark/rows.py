@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transformer", "transformer+": "Transformer+",
          "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
-         "performer-matmul": "Performer-Matmul", "flash-pytorch": "FLASH-pytorch",
-         "fla:retention": "retention of flash-linear-attention", "fla:gla": "GLA of flash-linear-attention"}
+         "performer-matmul": "Performer-Matmul", "flash-pytorch": "FLASH-pytorch"}
 OURS = "flash"
 """The side that is compared with every other."""
 
 STEPS = ("step", "memory")
 """Benchmarks of whole training steps; "memory" takes one row, at growing contexts."""
 
-BENCHMARKS = ("step", "memory", "decode", "decode-read")
+TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding",
+          "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
 
 KIND = ["side", "variant", "dtype"]
@@ -42,18 +42,15 @@ def side_name(side: str) -> str:
     return NAMES.get(model, model) + words[attention]
 
 
-def read_rows(path: Path) -> tuple[list[Row], int]:
-    """The measurements of a file of JSON lines, and how many rows are older than runs and units and so left out.
+def read_rows(path: Path) -> list[Row]:
+    """The measurements of a file of JSON lines, but for those of `benchmark read`, which no table shows.
 
     Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
     writing it."""
     def parse(row: Row) -> Row | None:
-        if "run" in row and ("unit" in row or "failed" in row):
-            return measurement(row)
-        return {} if row["benchmark"] == "read" else None  # "read" has a table of its own where it is measured
+        return None if row["benchmark"] == "read" else measurement(row)
 
-    parsed = read_json_lines(path, parse, "a row of a measurement")
-    return [row for row in parsed if row], parsed.count(None)
+    return [row for row in read_json_lines(path, parse, "a row of a measurement") if row is not None]
 
 
 def measurement(row: Row) -> Row:
@@ -96,7 +93,7 @@ def tables_of(rows: Sequence[Row]) -> "list[DataFrame]":
     cells["size"] = cells.run.map(size_of_run).map(classes)
     keys = ["benchmark", "name", "hardware", "threads", "size"]
     cells["rank"] = cells.groupby([*keys, "context"]).n_tokens.rank("dense", ascending=False)
-    order = {benchmark: i for i, benchmark in enumerate(BENCHMARKS)}
+    order = {benchmark: i for i, benchmark in enumerate(TITLES)}
     return sorted((table for _, table in cells.groupby([*keys, "rank"], sort=False)), key=lambda table: (
         order.get(table.benchmark.iat[0], len(order)), table.device.iat[0] == "cpu", size_of(table),
         table.name.iat[0], -table.n_tokens.max()))
@@ -134,8 +131,7 @@ def newest(table: "DataFrame") -> "DataFrame":
         [*KIND, "context"], keep="last")
 
 
-def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant: str | None = None,
-            rival_variant: str | None = None) -> "DataFrame":
+def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant: str | None = None) -> "DataFrame":
     """Two sides at each context (by_type: and in each type), in the newest run that has both: each in its fastest
     variant, or in the one that is given; without by_type, each in its fastest type.
 
@@ -145,12 +141,11 @@ def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant
     keys = ["context", "dtype"] if by_type else ["context"]
     table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
 
-    def fastest(side: str, variant: str | None) -> "DataFrame":
+    def fastest(side: str) -> "DataFrame":
         found = table[(table.side == side) & (True if variant is None else table.variant == variant)]
         return found.sort_values("ms", kind="stable").drop_duplicates(["n_run", *keys])
 
-    both = fastest(ours, variant).merge(fastest(rival, rival_variant or variant), on=["n_run", *keys],
-                                        suffixes=("", "_rival"))
+    both = fastest(ours).merge(fastest(rival), on=["n_run", *keys], suffixes=("", "_rival"))
     both = both.sort_values("n_run").drop_duplicates(keys, keep="last").sort_values("context")
     variants = table.groupby(["side", "n_run", "context"]).variant.unique()
     both["unmatched"] = [[each for each in variants[ours, *at] if variant is None and each not in variants[rival, *at]]

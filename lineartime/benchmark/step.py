@@ -4,11 +4,11 @@ import math
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lineartime.benchmark import Row, measure, peers
-from lineartime.benchmark.measure import OnRows, Progress, Stopwatch, ignore
+from lineartime.benchmark.measure import OnRows, Progress, Times, ignore
 from lineartime.benchmark.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.errors import NumericsError
@@ -55,8 +55,6 @@ class StepCase:
     tokens: int = 8192
     """In a step; one row where the context is longer."""
     precision: Precision = "float32"
-    name: str | None = None
-    """What a file of cells calls it."""
 
     @property
     def n_rows(self) -> int:
@@ -84,61 +82,45 @@ class StepCase:
 
 
 def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int = 1, device: str = "cpu", seed: int = 0,
-                   together: bool = False, benchmark: str = "step", there: Sequence[Row] = (),
-                   progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
+                   together: bool = False, benchmark: str = "step", progress: Progress = ignore,
+                   on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of whole training steps; a row per case.
 
     Every case is a process of its own that stays. Those of one context and type take a step in turn, `repeats` times
     round and round; with `together` those of one type do. on_rows gets the rows of those that were measured together,
     which share their "run". Before a time counts, the loss and the gradient have been compared with those of the same
-    weights in eager float32. A process that dies, or a peer that is not installed, gives a row with "failed" and no
-    times. there: rows that are there already; where they have all cases of a run, it is left out."""
+    weights in eager float32. A process that dies, or a peer that is not installed, gives a row with "failed" alone."""
     measure.require_positive(cases=len(cases), repeats=repeats, threads=threads, **{
         "tokens of a step": min((min(case.tokens, case.config.context) for case in cases), default=1)})
     groups: dict[object, list[StepCase]] = {}
     for case in cases:
         groups.setdefault((None if together else case.config.context, case.precision), []).append(case)
-    known, machine = [identity(row) for row in there], {"threads": threads, "device": device}
-    rows: list[Row] = []
-    peaks: dict[str, Row] = {}
-    references: dict[object, Row] = {}
+    machine, rows, references = {"threads": threads, "device": device}, list[Row](), dict[object, Row]()
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         for group in groups.values():
-            if all(identity(step_row(case, {"failed": ""}, {}, benchmark, repeats) | machine) in known
-                   for case in group):
-                progress(f"{group[0].text} and {len(group) - 1} more: there already")
-                continue
-            for case in group:
-                if case.precision not in peaks:
-                    peaks[case.precision] = measure.peak_flops(case.precision, threads, device)
             measured = measure_group(group, references, Path(folder), {**machine, "seed": seed}, repeats, progress)
-            shared = {**machine, **measure.facts_of_run()}
-            made = [step_row(case, answer, peaks[case.precision], benchmark, repeats) | shared
-                    for case, answer in zip(group, measured, strict=True)]
+            shared = {"benchmark": benchmark, **machine, "warm_up": WARM_UP, "repeats": repeats,
+                      **measure.facts_of_run()}
+            made = [step_row(case, answer) | shared for case, answer in zip(group, measured, strict=True)]
             on_rows(made)
             rows += made
     return rows
 
 
-def identity(row: Row) -> list[object]:
-    """What makes two rows of one commit two measurements of one case."""
-    return [row.get(name) for name in ("benchmark", "cell", "label", "config", "context_tokens", "tokens_per_step",
-                                       "dtype", "device", "threads")]
-
-
 def measure_group(cases: Sequence[StepCase], references: dict[object, Row], folder: Path, machine: Row, repeats: int,
                   progress: Progress) -> list[Row]:
-    """Each case's last answer with its `times` added, or its failure.
+    """Each case's answers, the last of which has all times, or its failure.
 
     machine: threads, device and seed of a process. references: what steps are compared with; missing ones are added."""
     on_cpu = machine["device"] == "cpu"
-    workers = [measure.Worker("step", {"label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows,
-                                       "precision": case.precision, **machine}) for case in cases]
+    workers = [measure.Worker(training_steps, {
+        "label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows, "precision": case.precision,
+        **machine}) for case in cases]
 
     def make_reference(case: StepCase) -> Row:
         model, path, (n_rows, n_tokens) = case.label.model, str(folder / uuid.uuid4().hex), case.checked_shape
         progress(f"{model}, context {case.config.context:,}: eager float32, to compare with")
-        return {"path": path, **measure.in_own_process("reference", {
+        return {"path": path, **measure.in_own_process(reference, {
             "label": model, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
             **machine})}
 
@@ -162,13 +144,9 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
         hold = on_cpu and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * measure.available_bytes()
         if on_cpu and not hold:
             progress("too little memory for all at once: each gives it back after its step, and takes one more before")
-        times: dict[int, dict[str, list[float]]] = {i: {} for i in alive}
         for number, i in measure.in_turn(alive, range(-1 if hold else 0, repeats)):
             progress(f"round {number + 1} of {repeats}: {cases[i].text}")
-            answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold})
-            if number >= 0 and "failed" not in answer:
-                for name, ms in answer["times"].items():
-                    times[i].setdefault(name, []).append(ms)
+            answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
             answers[i] = answer if "failed" in answer else answers[i] | answer
     finally:
         for worker in workers:
@@ -176,20 +154,18 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
     for i in alive:
         if "failed" not in answers[i]:
             answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
-            answers[i]["times"] = times[i]
     return answers
 
 
-def step_row(case: StepCase, answer: Row, peak: Row, benchmark: str, repeats: int) -> Row:
+def step_row(case: StepCase, answer: Row) -> Row:
     """The row of a case that `measure_group` answered, without what it shares with others."""
-    label, config, peer = case.label, case.config, peers.peer_version(case.label)
-    row: Row = {"benchmark": benchmark, "cell": case.name, "model": label.model, "variant": label.variant,
-                "label": label.text, "config": None if peer else to_dict(config),
-                "n_parameters": describe(config).n_parameters, "context_tokens": config.context,
-                "tokens_per_step": case.tokens_per_step, "dtype": case.precision, "unit": "step", "warm_up": WARM_UP,
-                "repeats": repeats}
+    label, config, peer = case.label, case.config, case.label.model == peers.PEER
+    row: Row = {"cell": None, "model": label.model, "variant": label.variant, "label": label.text,
+                "config": None if peer else to_dict(config), "n_parameters": describe(config).n_parameters,
+                "context_tokens": config.context, "tokens_per_step": case.tokens_per_step, "dtype": case.precision,
+                "unit": "step"}
     if peer:
-        row["peer"] = peer
+        row["peer"] = {"package": "FLASH-pytorch", "version": measure.installed_version("FLASH-pytorch")}
     elif label.reference:
         row["attention"] = "reference"
     elif (config.attn_type, config.attn_kernel) == ("quadratic", "softmax"):
@@ -197,16 +173,15 @@ def step_row(case: StepCase, answer: Row, peak: Row, benchmark: str, repeats: in
     if "failed" in answer:
         return row | {"failed": answer["failed"]}
     times = measure.spreads(answer.pop("times"))
-    flops = peers.flops_per_token(label, config)
-    return row | answer | times | measure.utilisation(times, case.tokens_per_step, flops, peak)
+    return row | answer | times | {"tokens_per_s": measure.tokens_per_s(times, case.tokens_per_step)}
 
 
 def training_steps(label: str, config: Row, n_rows: int, precision: Precision, threads: int, device: str, seed: int,
                    wanted: Row) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_step`: checks and warms up, then takes a step whenever it is asked.
 
-    An order says how many steps to take before the one that is timed ("warm"), and whether to give back the memory
-    afterwards ("release")."""
+    An order says how many steps to take before ("warm"), whether the step's time is added to those that are answered
+    ("timed"), and whether to give back the memory afterwards ("release")."""
     imported, parsed, fields = (rss_bytes() or 0) * (device == "cpu"), peers.parse_label(label), ModelConfig(**config)
     on, settings = measure.set_up(threads, device, seed)
     train = TrainConfig(precision=precision, tokens_per_step=n_rows * fields.context,
@@ -215,21 +190,20 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
     if parsed.compiled:
         model.compile_layers()
     optimizer = make_optimizer(model, train)
-    task = random_task(fields, n_rows, fields.context, seed)
-    batch = first_batch(task, on)
+    task, batch = random_batch(fields, n_rows, fields.context, seed, on)
+    times: Times = {}
 
     def step() -> None:
         compute_gradient(model, task, batch, n_rows, train)
         optimizer.step()
 
-    watch = Stopwatch(on)
     with peers.attention_backend(on):
         checked = check_step(model, fields, train, seed, wanted)
         if wanted["shape"] == [n_rows, fields.context]:
             optimizer.step()
         else:
             step()
-        watch.wait()
+        measure.wait(on)
         ready = {"check": checked, "settings": settings, "n_parameters": sum(p.numel() for p in model.parameters()),
                  **measure.peak_since(imported, on)}
         model.zero_grad(set_to_none=True)
@@ -239,9 +213,11 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
         while True:
             for _ in range(order["warm"]):
                 step()
-            with watch.running():
-                step()
-            answer = {"times": watch.last(), **measure.peak_since(imported, on)}
+            measure.wait(on)
+            before = measure.mark(on)
+            step()
+            measure.add_times(times if order["timed"] else {}, [before, measure.mark(on, done=True)])
+            answer = {"times": times, **measure.peak_since(imported, on)}
             if order["release"]:
                 model.zero_grad(set_to_none=True)
                 release_memory(on)
@@ -249,7 +225,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
 
 
 def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int, device: str, seed: int,
-              path: str) -> Iterator[Row]:
+              path: str) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_step`: the loss and gradient of new weights by the reference, in eager float32,
     row by row; the gradient goes into a file.
 
@@ -262,8 +238,8 @@ def reference(label: str, config: Row, n_rows: int, n_tokens: int, threads: int,
         model.set_impl("reference")
     if fields.causal:
         check_causal(model, torch.randint(fields.vocab_size, (1, min(n_tokens, 640)), device=on))
-    task = random_task(fields, n_rows, n_tokens, seed)
-    loss, _ = compute_gradient(model, task, first_batch(task, on), 1, TrainConfig(clip=None, micro_batch_tokens=4096))
+    task, batch = random_batch(fields, n_rows, n_tokens, seed, on)
+    loss, _ = compute_gradient(model, task, batch, 1, TrainConfig(clip=None, micro_batch_tokens=4096))
     away = abs(loss - math.log(fields.vocab_size))
     if away > NEAR_UNIFORM:
         raise NumericsError("the loss of new weights is far from ln V", f"{label}: by {away:.3f} nats")
@@ -293,8 +269,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     wrong with it would be lost in the whole. One that is nearly 0 is measured against 1e-9 of the whole; and that of
     a single number, a sum over all tokens that cancels, may be ten times as far off."""
     n_rows, n_tokens = wanted["shape"]
-    task = random_task(config, n_rows, n_tokens, seed)
-    batch = first_batch(task, next(model.parameters()).device)
+    task, batch = random_batch(config, n_rows, n_tokens, seed, next(model.parameters()).device)
     loss, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
     errors = {"the loss": abs(loss - wanted["loss"]) / wanted["loss"]}
     for name, expected in load_file(wanted["path"]).items():
@@ -306,56 +281,24 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     return measure.check(errors, LIMITS[train.precision], what, otherwise="not the same step as in eager float32")
 
 
-def random_task(config: ModelConfig, n_rows: int, n_tokens: int, seed: int) -> Objective:
-    """The task of a training run on one batch of random tokens."""
-    generator = np.random.default_rng(seed)
+def random_batch(config: ModelConfig, n_rows: int, n_tokens: int, seed: int,
+                 device: torch.device) -> tuple[Objective, list[Tensor]]:
+    """The task of a training run, and a batch of random tokens."""
+    generator, no_stream = np.random.default_rng(seed), cast(Any, None)  # the batch is given, and nothing is read
     ids = generator.integers(config.vocab_size, size=(n_rows, n_tokens + 1))
     if config.causal:
-        return RandomTokens(ids)
+        return NextToken(no_stream, no_stream, no_stream), [torch.from_numpy(ids).to(device)]
     chosen = generator.random((n_rows, n_tokens)) < 0.15  # token 0 is the mask: new weights would copy what they see
-    return RandomMasks(np.where(chosen, 0, ids[:, 1:]), np.where(chosen, ids[:, 1:], NO_TARGET))
-
-
-def first_batch(task: Objective, device: torch.device) -> list[Tensor]:
-    return [torch.from_numpy(part).to(device) for part in task.batch(0)]
-
-
-class SameBatch:
-    """The same rows at every step, for an objective behind it among a class's bases."""
-
-    def __init__(self, *arrays: np.ndarray):
-        self.arrays = arrays
-
-    def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        return self.arrays
-
-
-class RandomTokens(SameBatch, NextToken):
-    """Language modelling of the same rows at every step."""
-
-
-class RandomMasks(SameBatch, MaskedTokens):
-    """Masked language modelling of the same rows at every step."""
+    masked = np.where(chosen, 0, ids[:, 1:]), np.where(chosen, ids[:, 1:], NO_TARGET)
+    return MaskedTokens(no_stream, no_stream, no_stream), [torch.from_numpy(part).to(device) for part in masked]
 
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
-               config_of: Callable[[str], ModelConfig], longest: dict[str, int] | None = None,
-               name: str | None = None) -> list[StepCase]:
-    """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model.
-
-    longest: the last context of a label. Raises UsageError for an unknown label or type."""
+               config_of: Callable[[str], ModelConfig]) -> list[StepCase]:
+    """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model. Raises
+    UsageError for an unknown label or type."""
     for precision in precisions:
         require_name("precision", precision, LIMITS)
-    limits: dict[Any, int] = {peers.parse_label(text): n for text, n in (longest or {}).items()}
     parsed = [peers.parse_label(text) for text in labels]
-    return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, name)
-            for context in contexts for precision in precisions for label in parsed
-            if context <= limits.get(label, context)]
-
-
-def print_step(rows: Sequence[Row]) -> None:
-    """Print `benchmark_step`'s rows as tables, one for each run."""
-    measure.print_runs("Training step", {
-        "model": "{label}", "type": "{dtype}", "parameters": "{n_parameters:,}", "context": "{context_tokens:,}",
-        "tokens/s": "{tokens_per_s:,.0f}", **measure.TIMES, "peak MiB": "{peak_mib:,.0f}",
-        "above import": "{above_import_mib:,.0f}", "MFU": "{mfu:.0%}"}, rows)
+    return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision)
+            for context in contexts for precision in precisions for label in parsed]

@@ -28,18 +28,12 @@ def report(
         help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin --> or <!-- speed: begin -->; "
              "may be given again.")] = None,
     images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
-    targets: Annotated[bool, typer.Option("--targets", help="Speed: print the goals beside what was reached.")] = False,
 ) -> None:
     """The paper's numbers beside ours, as Markdown or one HTML page; or `speed`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
-    given = {"TABLE": table, "--scale": scale, "--html": html, "--targets": targets}
-    if table == SPEED:
-        what, refused = SPEED, ["--scale", "--html"]
-    elif into:
-        what, refused = "--into, whose places name their tables,", [*given]
-    else:
-        what, refused = "a table of the paper", ["--targets"]
-    for name in refused:
+    given = {"TABLE": table, "--scale": scale, "--html": html}
+    what = SPEED if table == SPEED else "--into, whose places name their tables,"
+    for name in ("--scale", "--html") if table == SPEED else given if into else ():
         if given[name]:
             raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
     require_name("table", table or SPEED, [*TABLES, SPEED])
@@ -47,7 +41,7 @@ def report(
     if find_spec("pandas") is None:
         raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
     if table == SPEED:
-        written = report_speed(rows or PACKAGE / "results" / "speed.jsonl", targets, into, images)
+        written = report_speed(rows or PACKAGE / "results" / "speed.jsonl", into, images)
     else:
         rows = rows or PACKAGE / "results" / "quality.jsonl"
         written = report_tables(table, cast(ScaleName | None, scale), rows, html, into, images)
@@ -55,21 +49,19 @@ def report(
         say(f"written  {path}")
 
 
-def report_speed(rows: Path, targets: bool, into: list[Path] | None, images: Path) -> list[Path]:
+def report_speed(rows: Path, into: list[Path] | None, images: Path) -> list[Path]:
     """`lineartime report speed`; returns the files that were written."""
-    from lineartime.benchmark.goals import goals_table, read_goals
     from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
 
-    measured, n_old = read_rows(rows)
-    if not measured and not n_old:
+    measured = read_rows(rows)
+    if not measured:
         raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    goals = read_goals(PACKAGE / "benchmark" / "goals.toml") if targets or into else []
     if into:
         from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
 
-        return fill_pages(into, images, speed_places(measured, n_old, goals))
-    print(goals_table(goals, measured) if targets else speed_section(measured, n_old), end="")
+        return fill_pages(into, images, speed_places(measured))
+    print(speed_section(measured), end="")
     return []
 
 
@@ -79,9 +71,9 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path, html: 
     from lineartime.reproduce.markdown import table_section, tables_shown
     from lineartime.reproduce.records import read_records
 
-    if not rows.is_file():
-        raise DataError("no rows to report", rows, "`lineartime reproduce` writes them")
     records = read_records(rows)
+    if not records:
+        raise DataError("no rows to report", rows, "`lineartime reproduce` writes them")
     if into:
         from lineartime.report.pages import fill_pages, table_places
 

@@ -1,8 +1,8 @@
 """Pages with places for what was measured: between `<!-- speed: begin -->` and `<!-- speed: end -->`.
 
-`<!-- speed small: begin -->` shows a picture and a short table, made of the tables of these names. A place for
-`targets` gets the table of goals. `<!-- table lm_wiki40b cpu: begin -->` shows a table of the paper at a scale. Places
-of the other report are left as they are.
+`<!-- speed small: begin -->` shows a picture and a short table, made of the tables of these names.
+`<!-- table lm_wiki40b cpu: begin -->` shows a table of the paper at a scale. Places of the other report are left as
+they are.
 """
 
 import os
@@ -24,17 +24,16 @@ Place = Callable[[list[str], Show], str]
 """What a kind of place shows, given the names in its mark."""
 
 
-def speed_places(rows: Sequence[Any], n_old: int, goals: Sequence[Any]) -> dict[str, Place]:
-    """Places for speed and memory, and for goals: rows and goals as the benchmark reads them."""
+def speed_places(rows: Sequence[Any]) -> dict[str, Place]:
+    """Places for speed and memory, of rows as the benchmark reads them."""
     from lineartime.benchmark.figures import pictures_of
-    from lineartime.benchmark.goals import goals_table
     from lineartime.benchmark.markdown import speed_section
 
     def speed(names: list[str], show: Show) -> str:
-        return speed_section(rows, n_old, shown=names, pictures=lambda table: [
+        return speed_section(rows, shown=names, pictures=lambda table: [
             show(name, picture) for name, picture in [*pictures_of(table).items()][: 1 if names else None]])
 
-    return {"speed": speed, "targets": lambda names, show: goals_table(goals, rows)}
+    return {"speed": speed}
 
 
 def table_places(records: Sequence[Record]) -> dict[str, Place]:

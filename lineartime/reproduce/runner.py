@@ -20,7 +20,8 @@ from pathlib import Path
 
 from lineartime import checkpoint
 from lineartime.atomic_io import append_json_lines, write_atomically
-from lineartime.benchmark.measure import ROOT, provenance, spread
+from lineartime.benchmark import ROOT
+from lineartime.benchmark.measure import provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
 from lineartime.config import ModelConfig, run_config

@@ -7,18 +7,20 @@ import torch
 
 from lineartime.atomic_io import append_json_lines
 from lineartime.benchmark import measure
+from lineartime.benchmark.decode import benchmark_read, print_read, read_prompt
 from lineartime.benchmark.measure import (
-    Stopwatch,
     Worker,
+    add_times,
+    compared_ms,
     in_own_process,
-    measure_gemm,
+    mark,
+    print_rows,
     provenance,
     rows_of_commit,
     spread,
     spreads,
 )
-from lineartime.benchmark.memory import benchmark_read, print_read
-from lineartime.config import model_config
+from lineartime.config import model_config, to_dict
 from lineartime.errors import ResourceError
 from lineartime.info import describe
 from lineartime.runtime import forget_peak, peak_bytes, peak_rss_bytes, release_memory
@@ -35,34 +37,39 @@ def test_spread_has_quartiles():
     assert spread([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0, "min": 7.0, "max": 7.0, "n": 1}
 
 
-def test_stopwatch_says_which_clock_counts():
-    watch = Stopwatch(CPU)
-    for _ in range(2):
-        with watch.running():
-            torch.mm(torch.ones(400, 400), torch.ones(400, 400))
-    assert set(watch.last()) == {"wall_ms", "cpu_ms"} and watch.last()["cpu_ms"] == watch.times["cpu_ms"][1]
-    found = spreads(watch.times)
+def test_times_say_which_clock_counts(monkeypatch):
+    seconds = iter([1.0, 3.0, 6.0])
+    monkeypatch.setattr(measure.time, "process_time", lambda: next(seconds) / 1e3)
+    times = {}
+    add_times(times, [mark(CPU) for _ in range(3)])
+    assert times.keys() == {"wall_ms", "cpu_ms"} and times["cpu_ms"] == pytest.approx([2.0, 3.0])
+    found = spreads(times)
     assert found["clock"] == "cpu" and found["cpu_ms"]["n"] == 2 and "gpu_ms" not in found
-    watch.times["gpu_ms"] = [5.0]
-    assert spreads(watch.times)["clock"] == "gpu" and spreads(watch.times)["gpu_ms"]["median"] == 5.0
-    assert watch.compared() == [5.0]
+    assert compared_ms(found)["median"] == pytest.approx(2.5)
+    times["gpu_ms"] = [5.0]
+    assert spreads(times)["clock"] == "gpu" and compared_ms(spreads(times))["median"] == 5.0
 
 
-def test_gemm_is_counted_by_the_clock_that_is_compared(monkeypatch):
-    monkeypatch.setattr(measure, "choose_settings", lambda device: {})
-    seconds = iter(range(100))
-    monkeypatch.setattr(measure.time, "process_time", lambda: next(seconds) / 1e3)  # a millisecond a product
-    assert next(measure_gemm("float32", 1, "cpu", size=50))["flops"] == pytest.approx(2 * 50**3 * 1e3)
+def test_rows_are_printed_with_the_columns_that_they_have(capsys):
+    shared = {"benchmark": "step", "unit": "step", "run": "r1", "threads": 2, "device": "cpu", "repeats": 3}
+    print_rows([{**shared, "label": "flash", "context_tokens": 2048, **spreads({"cpu_ms": [1234.5]})},
+                {**shared, "label": "flash:compiled", "context_tokens": 4096, "failed": "out of memory"}])
+    title, head, *lines = capsys.readouterr().out.splitlines()
+    assert title == "step: time of a step, processor time, 2 threads; 3 rounds, run r1"
+    assert head.split() == ["context", "ms", "quartiles"]
+    assert lines[0].split() == ["flash", "2,048", "1,234.50", "1,234.50", "to", "1,234.50"]
+    assert lines[1].split() == ["flash:compiled", "4,096"] and lines[2] == "flash:compiled failed: out of memory"
 
 
 def test_a_job_goes_on_when_it_is_told_and_says_why_it_died():
-    worker = Worker("gemm", {"dtype": "float32", "threads": 1, "device": "cpu", "size": 64})
-    assert worker.ask()["flops"] > 1e6
+    asked = {"config": to_dict(FLASH), "n_tokens": 64, "threads": 1, "device": "cpu", "seed": 0}
+    worker = Worker(read_prompt, asked)
+    assert worker.ask()["wall_seconds"] > 0
     failed = worker.ask()  # there is no second answer
     assert "failed" in failed and worker.ask() == failed
     worker.close()
-    assert "unexpected keyword argument 'colour'" in in_own_process("gemm", {"colour": 1})["failed"]
-    killed = Worker("gemm", {})
+    assert "unexpected keyword argument 'colour'" in in_own_process(read_prompt, {"colour": 1})["failed"]
+    killed = Worker(read_prompt, {})
     killed.process.kill()
     assert "memory" in killed.ask()["failed"]
     killed.close()
@@ -100,6 +107,9 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     (tmp_path / "lineartime" / "benchmark").mkdir(parents=True)
     file = tmp_path / "lineartime" / "benchmark" / "measure.py"
     file.write_text("a\n")
+    monkeypatch.setenv("LINEARTIME_COMMIT", "abc")
+    assert measure.commit() == "abc"
+    monkeypatch.delenv("LINEARTIME_COMMIT")
     assert measure.commit() is None  # a repository around an installed package is not the package's
     git("add", ".")
     git("commit", "-q", "-m", "one")

@@ -4,22 +4,22 @@ import dataclasses
 import json
 import math
 import time
-from functools import partial
 
 import pytest
 import torch
+import typer
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineartime.benchmark import cells as cells_module
 from lineartime.benchmark import measure, peers, step
-from lineartime.benchmark.__main__ import JOBS
-from lineartime.benchmark.cells import read_cells, shaped_config
-from lineartime.benchmark.peers import Peer, build, check_installed, flops_per_token, parse_label
-from lineartime.benchmark.step import benchmark_step, print_step, random_task, step_cases
+from lineartime.benchmark.cells import named_calls, read_cells, shape_named, shaped_config
+from lineartime.benchmark.peers import Peer, build, check_installed, parse_label
+from lineartime.benchmark.step import benchmark_step, random_batch, step_cases
+from lineartime.cli import benchmark as cli
+from lineartime.cli.verbs import app
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
-from lineartime.errors import NumericsError, UsageError
+from lineartime.errors import NumericsError, ResourceError, UsageError
 from lineartime.info import describe
 from lineartime.model import LanguageModel
 from lineartime.training import compute_gradient
@@ -49,7 +49,7 @@ def here(monkeypatch):
             asked.append((self.arguments["label"], order))
             try:
                 if self.answers is None:
-                    self.answers = JOBS[self.job](**self.arguments, **(order or {}))
+                    self.answers = self.job(**self.arguments, **(order or {}))
                     return next(self.answers)
                 return self.answers.send(order)
             except (NumericsError, UsageError) as e:
@@ -61,7 +61,6 @@ def here(monkeypatch):
     monkeypatch.setattr(step.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(measure, "Worker", Here)
     monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
-    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e11, "peak_flops_from": "measured GEMM"})
     monkeypatch.setattr(measure, "choose_settings", lambda device: {"chosen": "here"})
     return asked
 
@@ -70,7 +69,6 @@ def test_a_label_is_a_model_and_how_it_runs():
     label = parse_label("transformer++:compile:unfused")
     assert (label.text, label.variant, label.preset) == ("transformer++:unfused:compiled", "compiled", "transformer++")
     assert parse_label(label.text) == label
-    assert parse_label("fla:retention:compile").text == "fla:retention:compiled"
     assert parse_label("flash:checkpoint").variant == "eager+checkpointed"
     assert parse_label("flash:compile:reference").text == "flash:reference:compiled"
     assert parse_label("flash-pytorch").preset == "flash"
@@ -124,14 +122,13 @@ def test_flops_of_a_step_are_those_that_pytorch_counts(text, monkeypatch):
         monkeypatch.setattr(f"{module}.linear_cross_entropy", plain)
     label, n_rows = parse_label(text), 2
     config = tiny(label.preset)
-    model, task = build(label, config), random_task(config, n_rows, config.context, seed=0)
-    batch = [torch.from_numpy(part) for part in task.batch(0)]
+    model, (task, batch) = build(label, config), random_batch(config, n_rows, config.context, 0, torch.device("cpu"))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         compute_gradient(model, task, batch, n_rows, TrainConfig())
     n_chunks = config.context // 16
     # FLASH's chunk states are sums. That they are made by a product with zeros and ones is not counted.
     sums = 2 * 2 * n_chunks**2 * config.query_key_dim * config.d_inner * config.n_layers * n_rows
-    assert (flops_per_token(label, config) * n_rows * config.context
+    assert (describe(config).flops.training * n_rows * config.context
             == counted.get_total_flops() - sums * (text == "flash"))
 
 
@@ -160,7 +157,7 @@ def test_what_is_compiled(monkeypatch):
     assert isinstance(peer, Peer) and compiled[-1] is peer.body
 
 
-def test_rows_say_what_was_measured(here, capsys):
+def test_rows_say_what_was_measured(here):
     given = []
     rows = benchmark_step(cells("flash", "transformer++:unfused", "flash-pytorch", contexts=(64, 32)), repeats=3,
                           on_rows=given.append)
@@ -173,7 +170,6 @@ def test_rows_say_what_was_measured(here, capsys):
         assert row["benchmark"] == "step" and row["unit"] == "step" and row["tokens_per_step"] == 128
         assert row["clock"] == "cpu" and row["cpu_ms"]["n"] == row["wall_ms"]["n"] == row["repeats"] == 3
         assert row["tokens_per_s"] == pytest.approx(128e3 / row["cpu_ms"]["median"])
-        assert row["mfu"] == pytest.approx(row["flops_per_token"] * row["tokens_per_s"] / 1e11)
         assert row["peak_mib"] > row["above_import_mib"] >= 0 and row["warm_up"] >= 2
         assert row["check"]["error"] <= row["check"]["limit"] and row["settings"]["chosen"] == "here"
         assert {"commit", "command", "cpu", "torch", "dtype", "device", "threads", "cell"} <= set(row)
@@ -182,9 +178,6 @@ def test_rows_say_what_was_measured(here, capsys):
     assert (unfused["model"], unfused["variant"], unfused["attention"]) == ("transformer++", "eager", "unfused")
     assert peer["config"] is None and peer["peer"]["package"] == "FLASH-pytorch"
     assert flash["n_parameters"] == describe(tiny("flash")).n_parameters
-    print_step(rows)
-    out = capsys.readouterr().out
-    assert out.count("transformer++:unfused") == 2 and f"run {rows[3]['run']}" in out
 
 
 def test_models_that_are_compared_with_the_same_step_share_it(here):
@@ -198,11 +191,13 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     benchmark_step(cells("flash", "performer"), repeats=2)
     turns = [label for label, order in here if order and "warm" in order]
     assert turns == ["performer", "flash", "flash", "performer", "performer", "flash"]  # two in a first round
-    assert [order for _, order in here if order and "warm" in order] == [{"warm": 0, "release": False}] * 6
+    orders = [order for _, order in here if order and "warm" in order]
+    assert orders == [{"warm": 0, "release": False, "timed": i >= 2} for i in range(6)]
     here.clear()
     monkeypatch.setattr(measure, "available_bytes", lambda: 0)
     rows = benchmark_step(cells("flash", "performer"), repeats=2)
-    assert [order for _, order in here if order and "warm" in order] == [{"warm": 1, "release": True}] * 4
+    assert [order for _, order in here if order and "warm" in order] == [
+        {"warm": 1, "release": True, "timed": True}] * 4
     assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
 
 
@@ -220,19 +215,18 @@ def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, avai
             time.sleep(0.05)
             (timed if "warm" in order else busy).remove(self.label)
             return {"above_import_mib": 10.0, "peak_mib": 20.0, "check": {}, "settings": {}, "n_parameters": 1,
-                    "times": {"cpu_ms": 1.0, "wall_ms": 1.0}}
+                    "times": {"cpu_ms": [1.0], "wall_ms": [1.0]}}
 
         def close(self):
             pass
 
     monkeypatch.setattr(measure, "Worker", Slow)
     monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
-    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": None, "peak_flops_from": "measured GEMM"})
     monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(measure, "available_bytes", lambda: available)
     rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
     assert max(n for during, n in most if not during) == at_once
-    assert {n for during, n in most if during} == {1} and rows[0]["mfu"] is None
+    assert {n for during, n in most if during} == {1} and len(rows) == 4
 
 
 def test_together_measures_all_contexts_of_a_type_side_by_side(here):
@@ -282,12 +276,11 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
 def test_a_masked_model_is_not_shown_what_it_is_asked_for():
     """New weights copy what they see, the more the larger their initial values."""
     config = dataclasses.replace(tiny("flash", "c4"), init_std=0.07, vocab_size=1000, d_model=64, context=256)
-    task = random_task(config, 4, 256, seed=0)
-    ids_BT, targets_BT = task.batch(0)
+    task, batch = random_batch(config, 4, 256, 0, torch.device("cpu"))
+    ids_BT, targets_BT = (part.numpy() for part in batch)
     asked_BT = targets_BT >= 0
     assert 0.1 < asked_BT.mean() < 0.2 and (ids_BT[asked_BT] == 0).all() and (ids_BT[~asked_BT] > 0).mean() > 0.99
-    loss, _ = compute_gradient(build(parse_label("flash"), config), task, [torch.from_numpy(part) for part in
-                               (ids_BT, targets_BT)], 4, TrainConfig(clip=None))
+    loss, _ = compute_gradient(build(parse_label("flash"), config), task, batch, 4, TrainConfig(clip=None))
     assert loss == pytest.approx(math.log(1000), abs=0.5)
 
 
@@ -303,15 +296,6 @@ def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkey
 
     monkeypatch.setattr(peers, "build", certain)
     assert "far from ln V" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
-
-
-def test_cells_whose_rows_are_there_are_left_out(here):
-    rows = benchmark_step(cells("flash", "performer", contexts=(64, 32)), repeats=1)
-    assert benchmark_step(cells("flash", "performer", contexts=(64, 32)), repeats=1, there=rows) == []
-    # A row without the one beside it makes no ratio: both are measured again.
-    again = benchmark_step(cells("flash", "performer", contexts=(64, 32)), repeats=1, there=rows[1:])
-    assert [(row["label"], row["context_tokens"]) for row in again] == [("flash", 64), ("performer", 64)]
-    assert len(benchmark_step(cells("flash", tokens=64), repeats=1, there=rows)) == 1
 
 
 def test_nothing_to_measure():
@@ -330,47 +314,62 @@ def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_i
     assert small.checked_shape == (1, 40) and cells("flash")[0].checked_shape == (2, 64)
 
 
-def test_processes_measure_a_step(monkeypatch):
-    monkeypatch.setattr(measure, "peak_flops", lambda *a: {"peak_flops": 1e12, "peak_flops_from": "measured GEMM"})
+def test_processes_measure_a_step():
     (row,) = benchmark_step(cells("flash"), repeats=2)
-    assert row["settings"]["float32_matmul"] == "highest" and 0 < row["mfu"] < 1
+    assert row["settings"]["float32_matmul"] == "highest" and row["check"]["error"] <= row["check"]["limit"]
     assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2
 
 
-def test_the_files_cells_can_be_measured():
-    file = read_cells()
-    assert {"bench", "bench-all"} <= set(file.lists)
-    for table in file.named(list(file.lists)):
-        config_of = partial(shaped_config, task=table.task, shape=file.shape(table.shape), settings=table.set)
-        made = step_cases(table.labels, table.contexts, table.precision, tokens=table.tokens, longest=table.longest,
-                          config_of=config_of)
-        assert made and all(cell.config.context in table.contexts for cell in made)
-    assert {label.partition(":")[0] for table in file.tables.values() for label in table.labels} >= set(PRESETS)
-    shape = file.shape("small")
-    small = [describe(shaped_config(name, shape=shape)).n_parameters for name in ("flash", "transformer++")]
+def test_the_files_calls_can_be_made():
+    _, lists = read_cells()
+    assert {"bench", "bench-all"} <= lists.keys()
+    verbs, labels = typer.main.get_command(app).commands["benchmark"].commands, set()
+    for verb, *rest in named_calls([*lists]).values():
+        given = verbs[verb].make_context(verb, [*rest, "--device", "cpu", "--json", "rows.jsonl"]).params
+        labels |= {parse_label(text).model for text in given["labels"]}
+        assert shape_named(given["shape"]) is not None
+    assert labels >= set(PRESETS)
+    small = [describe(shaped_config(name, shape=shape_named("small"))).n_parameters
+             for name in ("flash", "transformer++")]
     assert small[0] == pytest.approx(small[1], rel=0.01)
-    paper = file.tables["paper-latency"]
-    rows = step_cases(["flash"], paper.contexts, ["bfloat16"], tokens=paper.tokens, config_of=tiny)
-    assert sorted((cell.config.context, cell.n_rows) for cell in rows) == [(512, 4), (1024, 2), (2048, 1), (4096, 1)]
+    latency = named_calls(["paper-latency"])
+    assert list(latency) == [f"paper-latency/{n}-bfloat16" for n in (512, 1024, 2048, 4096)]
+    rows = step_cases(["flash"], (512, 1024, 2048, 4096), ["bfloat16"], tokens=2048, config_of=tiny)
+    assert [cell.n_rows for cell in rows] == [4, 2, 1, 1] and all("--tokens 2048" in " ".join(words)
+                                                                  for words in latency.values())
 
 
 def test_a_wrong_file_of_cells_is_refused(tmp_path):
     path = tmp_path / "cells.toml"
     with pytest.raises(UsageError, match="no file of cells"):
         read_cells(path)
-    for text in ("[tables.a]\nlabel = 3", "[tables", "tables = 3"):
+    for text in ("[a]\nlabel = 3", "[tables", "tables = 3"):
         path.write_text(text)
         with pytest.raises(UsageError, match="not a file of cells"):
             read_cells(path)
     with pytest.raises(UsageError, match="did you mean small"):
-        read_cells(cells_module.CELLS).named(["smal"])
+        named_calls(["smal"])
     with pytest.raises(UsageError, match="unknown shape"):
-        read_cells(cells_module.CELLS).shape("smal")
+        shape_named("smal")
 
 
-def test_the_data_sheet_is_taken_for_a_gpu_that_has_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: {"flops": 1.0})
-    assert measure.peak_flops("bfloat16", 1, "cuda") == {"peak_flops": 989e12, "peak_flops_from": "data sheet of H200"}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
-    assert measure.peak_flops("bfloat16", 1, "cuda") == {"peak_flops": 1.0, "peak_flops_from": "measured GEMM"}
+def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path, monkeypatch):
+    """Each is a process; its rows get its name. What failed is tried again, after the others."""
+    path, rows = tmp_path / "cells.toml", tmp_path / "rows.jsonl"
+    sizes = "--repeats 1 " + " ".join(f"--set {name}={n}" for name, n in {
+        "n_layers": 1, "d_model": 16, "vocab_size": 32, "chunk_size": 8, "query_key_dim": 8}.items())
+    path.write_text(f'[short]\n"a/wrong" = "step flash --contexts many"\n"b/16" = "step flash --contexts 16 {sizes}"\n')
+
+    def run(names, commit="abc"):
+        monkeypatch.setattr(measure, "commit", lambda: commit)
+        told = []
+        monkeypatch.setattr(cli, "note", told.append)
+        with pytest.raises(ResourceError, match="a call failed"):
+            cli.benchmark_run(names, rows, 1, "cpu", path)
+        return [line.partition(":")[0] for line in told if "(" in line]
+
+    assert run(["short"]) == ["a/wrong", "b/16"]
+    (row,) = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert (row["cell"], row["model"], row["benchmark"]) == ("b/16", "flash", "step")
+    rows.write_text(json.dumps(row | {"commit": "abc"}) + "\n")
+    assert run(["short"]) == ["a/wrong"] and run(["short"], "abd") == ["b/16", "a/wrong"]

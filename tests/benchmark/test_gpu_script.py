@@ -1,4 +1,4 @@
-"""tools/gpu.py without a GPU: its cells are ones the benchmark knows, it ends in time, dies whole and goes on."""
+"""tools/gpu.py without a GPU, and how calls are made: each is one the command line knows, ends in time, dies whole."""
 
 import importlib.util
 import itertools
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from lineartime.atomic_io import append_json_lines
+from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.benchmark.cells import DONE, SAVED, STOPPED, measure_call, named_calls, run, run_calls
 from lineartime.benchmark.op import OPS
 from lineartime.benchmark.peers import parse_label
 from lineartime.cli.verbs import app
@@ -27,6 +28,7 @@ spec = importlib.util.spec_from_file_location("gpu", SCRIPT)
 gpu = importlib.util.module_from_spec(spec)
 sys.modules["gpu"] = gpu
 spec.loader.exec_module(gpu)
+MEASURED = ("kernels", "step", "decode")
 
 
 def script(*arguments, cwd=None, **environment):
@@ -34,40 +36,40 @@ def script(*arguments, cwd=None, **environment):
                           env={**os.environ, **environment})
 
 
-def calls_of(stage):
-    return [call for call in gpu.read_calls() if call.stage == stage]
-
-
 def test_every_cell_is_one_that_the_benchmark_knows():
-    cells = [call for call in gpu.read_calls() if call.stage != "tables"]
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert {cell.stage for cell in cells} == set(gpu.STAGES) - {"tests", "tables"}
+    lists = [stage for name in MEASURED for stage in (name, f"tiny-{name}")]
+    assert sum(len(named_calls([name], gpu.CALLS)) for name in lists) == len(named_calls(lists, gpu.CALLS)) > 50
     verbs = typer.main.get_command(app).commands["benchmark"]
-    for cell in [*cells, *gpu.read_calls(tiny=True)[:-1]]:
-        verb, *rest = cell.arguments
+    for verb, *rest in named_calls(lists, gpu.CALLS).values():
         verbs.commands[verb].make_context(verb, [*rest, "--device", "cuda", "--json", "rows.jsonl"])
         for name in itertools.takewhile(lambda each: not each.startswith("--"), rest):
             assert name in OPS if verb == "op" else parse_label(name)
 
 
 def test_every_table_is_made_and_the_most_telling_first():
-    cells = calls_of("tables")
-    assert [cell.name for cell in cells][:4] == ["lm_pg19", "flash_ablation", "gap", "chunk_size"]
-    assert sorted(cell.name for cell in cells) == sorted(TABLES)
+    tables = gpu.calls_of("tables")
+    assert list(tables)[:4] == ["lm_pg19", "flash_ablation", "gap", "chunk_size"] and sorted(tables) == sorted(TABLES)
     verb = typer.main.get_command(app).commands["reproduce"]
-    for cell in [*cells, gpu.read_calls(tiny=True)[-1]]:
-        given = verb.make_context("reproduce", [*cell.arguments[1:], "--rows", "rows.jsonl"]).params
+    for _, *rest in [*tables.values(), *gpu.calls_of("tables", tiny=True).values()]:
+        given = verb.make_context("reproduce", [*rest, "--rows", "rows.jsonl"]).params
         assert given["scale"] == "gpu" and set(given["tables"]) <= set(TABLES)
     first = cells_of("lm_pg19", "gpu")[:2]
     assert [(cell.row, cell.column) for cell in first] == [("FLASH", "8192"), ("Transformer++", "8192")]
 
 
 def test_the_most_telling_comes_first():
-    first = calls_of("step")[0]
-    assert first.name == "gpu/2048-bfloat16" and first.arguments[:6] == (
-        "step", "flash:compiled", "flash", "flash:reference:compiled", "flash:reference", "transformer++:compiled")
-    assert [calls_of(stage)[0].name for stage in ("kernels", "decode")] == [
+    name, words = next(iter(gpu.calls_of("step").items()))
+    assert name == "gpu/2048-bfloat16" and words[:6] == [
+        "step", "flash:compiled", "flash", "flash:reference:compiled", "flash:reference", "transformer++:compiled"]
+    assert [next(iter(gpu.calls_of(stage))) for stage in ("kernels", "decode")] == [
         "gpu-op/gated_chunk_attention-8192", "gpu-decode-captured/64"]
+
+
+def test_a_peer_is_measured_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(gpu, "absent", lambda packages: [])
+    assert "gpu-peers/2048-bfloat16" in gpu.calls_of("step")
+    monkeypatch.setattr(gpu, "absent", lambda packages: list(packages))
+    assert not [name for name in gpu.calls_of("step") if "peers" in name]
 
 
 def test_without_a_gpu_it_is_an_error_of_one_line(tmp_path):
@@ -76,18 +78,17 @@ def test_without_a_gpu_it_is_an_error_of_one_line(tmp_path):
     assert done.stderr == "error: no CUDA device here; --device cpu --tiny tries this script without one\n"
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["stpe"], "unknown stage: stpe; it is one of tests, kernels"),
-                                                  (["--before", "missing"], "cannot read the rows: missing")])
-def test_wrong_arguments_are_an_error_of_one_line(arguments, words):
-    done = script(*arguments)
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+def test_an_unknown_stage_is_an_error_of_one_line():
+    done = script("stpe")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: unknown stage: stpe; it is one of tests, kernels")
 
 
 def test_a_dry_run_measures_and_the_next_one_goes_on(tmp_path):
     out = tmp_path / "out"
     arguments = ["decode", "--out", "out", "--device", "cpu", "--tiny", "--commit", "abc"]
     late = script(*arguments, "--minutes", "0.01", cwd=tmp_path)
-    assert late.returncode == 0 and "the same command goes on with 1 cells" in late.stdout
+    assert late.returncode == 0 and "the same command goes on with tiny-decode/1" in late.stdout
     assert "left: tiny-decode/1" in (out / "summary.md").read_text()
     done = script(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -97,58 +98,62 @@ def test_a_dry_run_measures_and_the_next_one_goes_on(tmp_path):
     summary = (out / "summary.md").read_text()
     assert "- decode: 1 of 1 done" in summary and "### Decoding" in summary
     again = script(*arguments, cwd=tmp_path)
-    assert again.returncode == 0 and "1 cells are measured already" in again.stdout
+    assert again.returncode == 0 and "tiny-decode" not in again.stdout
     assert len((out / "rows.jsonl").read_text().splitlines()) == len(rows)
-    assert sorted(path.name for path in out.iterdir()) == ["progress.jsonl", "rows.jsonl", "summary.md"]
+    assert sorted(path.name for path in out.iterdir()) == ["calls.jsonl", "log.txt", "rows.jsonl", "summary.md"]
 
 
-def fake_measure(outcomes):
-    """Stands in for `measure`: each cell ends as told, a "done" one with a row."""
-    def measure(cell, out, device, commit, seconds):
-        ended = outcomes[cell.name]
-        if ended == "done":
-            append_json_lines(out.rows, [{"cell": cell.name}])
+def go_through(calls, tried, outcomes, done=(), **limits):
+    """Calls of one letter that end as told; whether well, which were made, and what was told."""
+    made, told = [], []
+
+    def call(name, arguments, seconds):
+        made.append(name)
+        return outcomes.get(name, DONE)
+
+    return run_calls({name: () for name in calls}, call, done, tried, told.append, **limits), made, told
+
+
+def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path):
+    tried = tmp_path / "calls.jsonl"
+    assert go_through("ab", tried, {"a": "out of memory"})[:2] == (False, ["a", "b"])
+    assert go_through("abc", tried, {"a": STOPPED}, done="b")[:2] == (True, ["c", "a"])
+    assert go_through("ad", tried, {"d": SAVED})[:2] == (True, ["d", "a"])
+    assert go_through("aed", tried, {})[1] == ["e", "d", "a"]  # what saved goes on in its place
+    ends = [(line["cell"], line["ended"]) for line in read_json_lines(tried, dict, "a call")]
+    assert ends[:4] == [("a", "out of memory"), ("b", DONE), ("c", DONE), ("a", STOPPED)]
+
+
+def test_nothing_is_started_when_too_little_time_is_left(tmp_path):
+    limits = {"deadline": time.monotonic() + 5, "guess_s": 10.0}
+    well, made, told = go_through("ab", tmp_path / "calls.jsonl", {}, **limits)
+    assert well and made == [] and told[0].endswith("and a call may take 10; the same command goes on with a, b")
+
+
+@pytest.mark.parametrize(("tiny", "ended"), [(False, "= 1 failed, 6 passed in 1.0s ="), (False, DONE), (True, DONE)])
+def test_what_fails_of_the_tests_is_said(tmp_path, monkeypatch, capsys, tiny, ended):
+    given = []
+
+    def fake_run(command, seconds, output):
+        given.extend(command)
+        output.write_text("[gw0] FAILED tests/a.py::test_b\nFAILED tests/a.py::test_b - why\n= 1 failed, 6 passed =\n")
         return ended
-    return measure
+
+    monkeypatch.setattr(gpu.cells, "run", fake_run)
+    assert gpu.run_tests(tmp_path, tiny, 100) == (ended == DONE)
+    assert capsys.readouterr().out == "tests: FAILED tests/a.py::test_b - why\ntests: 1 failed, 6 passed\n"
+    assert ("--collect-only" in given) == tiny and ("-n" in given) != tiny
 
 
-def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, monkeypatch, capsys):
-    cells = [gpu.Call("step", name, ()) for name in "abc"]
-    out = gpu.Out(tmp_path, None)
-    monkeypatch.setattr(gpu.Out, "summarise", lambda self, cells, note="": None)
-    monkeypatch.setattr(gpu, "measure", fake_measure({"a": "out of memory", "b": "done", "c": "done"}))
-    append_json_lines(out.progress, [{"cell": "a", "ended": "out of memory", "seconds": 1.0}])
-    assert not gpu.run_calls("step", cells, out, "cpu", None, time.monotonic() + 100, 1.0)
-    assert [line["cell"] for line in out.read(out.progress)] == ["a", "b", "c", "a"]
-    assert out.measured() == {"b", "c"}
-
-
-def test_tests_are_shared_out_and_counted(tmp_path, monkeypatch, capsys):
-    """Each runs once; what failed is said, and what a process that ended early did not run is missed."""
-    given, names = [], [f"tests/ops/test_gpu.py::test_{i}" for i in range(7)]
-
-    def run(command, seconds, output):
-        ids = [part for part in command if "::" in part]
-        given.extend(ids)
-        text = "\n".join(names) + "\n7 tests collected" if "--collect-only" in command else f"{len(ids)} passed in 1.0s"
-        if names[2] in ids:
-            text = f"FAILED {names[2]} - why\n1 failed, {len(ids) - 1} passed in 1.0s"
-        output.write_text(text + "\n")
-        return ""
-
-    monkeypatch.setattr(gpu, "run", run)
-    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 6)
-    out = gpu.Out(tmp_path, None)
-    assert not gpu.run_tests(out, False, 100) and sorted(given) == names
-    assert f"tests: FAILED {names[2]} - why\ntests: 6 passed, 1 failed of 7\n" in capsys.readouterr().out
-    assert (tmp_path / "tests.txt").read_text().endswith("\n6 passed, 1 failed of 7\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["tests.txt"]
-    assert gpu.run_tests(out, True, 100) and "only collected: 7 tests collected" in capsys.readouterr().out
+def test_a_dry_run_collects_the_tests(tmp_path):
+    done = script("tests", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
+    assert done.returncode == 0 and "tests collected" in done.stdout
+    assert "- tests: " in (tmp_path / "out" / "summary.md").read_text()
 
 
 def test_a_dry_run_plans_the_tables(tmp_path):
     done = script("tables", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
-    assert done.returncode == 0 and "tables: tiny-plan complete, 0 rows" in done.stdout, done.stdout
+    assert done.returncode == 0 and "tiny-plan: done (" in done.stdout, done.stdout
     planned = (tmp_path / "out" / "reproduce" / "tiny-plan.log").read_text()
     assert "lm_pg19 at scale gpu" in planned and "FLASH, 8192, pg19_medium-32000" in planned
     assert "- tables: 1 of 1 done" in (tmp_path / "out" / "summary.md").read_text()
@@ -160,25 +165,23 @@ def test_a_dry_run_plans_the_tables(tmp_path):
 def tables(tmp_path, monkeypatch):
     """The stage with a verb that ends as the test says, and adds a row; what it returns and what it called."""
     monkeypatch.setattr(gpu, "COMMITTED_ROWS", tmp_path / "committed.jsonl")
-    monkeypatch.setattr(gpu, "report", lambda *arguments: f"report {' '.join(arguments)}\n")
     (tmp_path / "texts").mkdir()
-    (tmp_path / "committed.jsonl").write_text('{"scale": "cpu", "commit": "abc", "table": 0}\n')
-    out = gpu.Out(tmp_path / "out", None)
+    (tmp_path / "committed.jsonl").write_text('{"scale": "cpu", "table": 0}\n')
+    out = tmp_path / "out"
+    out.mkdir()
 
     def make(ends, guess_s=1.0, texts="texts"):
         called = []
 
-        def run(command, seconds, log, save_s):
+        def fake_run(command, seconds, log, save_s):
             table = command[command.index("reproduce") + 1]
             called.append(table)
-            ended = ends.get(table, "")
-            log.write_text(f"{table} begins\nerror: no text of {table}\n")
-            append_json_lines(out.tables, [{"scale": "gpu", "commit": None, "table": table}])
-            return ended
+            append_json_lines(out / "tables.jsonl", [{"scale": "gpu", "table": table}])
+            return ends.get(table, DONE)
 
-        monkeypatch.setattr(gpu, "run", run)
-        cells = calls_of("tables")[:3]
-        well = gpu.run_tables(cells, out, "cuda", "def", tmp_path / texts, time.monotonic() + 60, guess_s)
+        monkeypatch.setattr(gpu.cells, "run", fake_run)
+        calls = dict(itertools.islice(gpu.calls_of("tables").items(), 3))
+        well = gpu.run_stage("tables", calls, out, "cuda", time.monotonic() + 60, guess_s, tmp_path / texts)
         return well, called
 
     make.out = out
@@ -186,19 +189,17 @@ def tables(tmp_path, monkeypatch):
 
 
 def test_tables_are_made_in_order_and_go_on_where_they_stopped(tables):
-    stopped = {"lm_pg19": gpu.STOPPED}
+    stopped = {"lm_pg19": SAVED}
     assert tables(stopped) == (True, ["lm_pg19", "flash_ablation", "gap"])
     assert tables(stopped) == (True, ["lm_pg19"])
     assert tables({}) == (True, ["lm_pg19"]) and tables({}) == (True, [])
-    rows = tables.out.read(tables.out.tables)
-    assert [row["commit"] for row in rows] == ["abc", *["def"] * 5]
-    summary = tables.out.summary.read_text()
-    assert "- tables: 3 of 3 done" in summary and f"report --scale gpu --rows {tables.out.tables}" in summary
+    assert [row["table"] for row in gpu.rows_in(tables.out / "tables.jsonl")] == [
+        0, "lm_pg19", "flash_ablation", "gap", "lm_pg19", "lm_pg19"]
 
 
 def test_a_table_that_failed_is_said_and_tried_again_after_the_others(tables, capsys):
-    assert tables({"lm_pg19": "exit code 3", "flash_ablation": gpu.STOPPED})[0] is False
-    assert "tables: lm_pg19 error: no text of lm_pg19, 1 rows" in capsys.readouterr().out
+    assert tables({"lm_pg19": "error: no text", "flash_ablation": SAVED})[0] is False
+    assert "lm_pg19: error: no text (" in capsys.readouterr().out
     assert tables({}) == (True, ["flash_ablation", "lm_pg19"])
 
 
@@ -209,29 +210,28 @@ def test_no_table_is_begun_without_its_text_or_with_too_little_time(tables, monk
     assert tables({}) == (False, []) and "pyarrow is missing here" in capsys.readouterr().out
 
 
-def test_nothing_is_started_when_too_little_time_is_left(tmp_path, monkeypatch, capsys):
-    out = gpu.Out(tmp_path, None)
-    monkeypatch.setattr(gpu, "measure", fake_measure({"a": "done"}))
-    assert gpu.run_calls("step", [gpu.Call("step", "a", ())], out, "cpu", None, time.monotonic() + 5, 10.0)
-    assert out.measured() == set() and "goes on with 1 cells" in capsys.readouterr().out
-
-
 def test_a_line_that_a_kill_cut_off_is_dropped_and_the_rest_stays(tmp_path):
-    out = gpu.Out(tmp_path, None)
-    append_json_lines(out.rows, [{"cell": "a"}, {"cell": "b"}])
-    with out.rows.open("a") as file:
+    rows = tmp_path / "rows.jsonl"
+    append_json_lines(rows, [{"cell": "a"}, {"cell": "b"}])
+    with rows.open("a") as file:
         file.write('{"cell": "c", "mo')
-    assert out.measured() == {"a", "b"}
-    append_json_lines(out.rows, [{"cell": "d"}])
-    assert [row["cell"] for row in out.read(out.rows)] == ["a", "b", "d"]
+    assert gpu.done_in(tmp_path) == {"a", "b"}
+    append_json_lines(rows, [{"cell": "d"}])
+    assert [row["cell"] for row in gpu.rows_in(rows)] == ["a", "b", "d"]
 
 
-def test_rows_of_an_earlier_call_are_taken_where_there_are_none(tmp_path):
-    before = tmp_path / "before.jsonl"
-    before.write_text('{"cell": "a"}\n')
-    assert gpu.Out(tmp_path / "out", before).measured() == {"a"}
-    before.write_text('{"cell": "b"}\n')
-    assert gpu.Out(tmp_path / "out", before).measured() == {"a"}
+def test_rows_of_a_call_are_written_together_or_not_at_all(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+
+    def fake_run(command, seconds, log):
+        append_json_lines(Path(command[command.index("--json") + 1]), [{"model": "flash"}, {"model": "combiner"}])
+        return ended
+
+    monkeypatch.setattr(gpu.cells, "run", fake_run)
+    for ended in ("exit code 3", DONE):
+        assert measure_call("small/8192", ["step"], 10.0, rows, ["--device", "cpu"]) == ended
+    assert gpu.rows_in(rows) == [{"model": "flash", "cell": "small/8192"}, {"model": "combiner", "cell": "small/8192"}]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 SLEEPER = "import subprocess, sys; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); p.wait()"
@@ -249,10 +249,11 @@ def wait_until_gone(pid):
 
 
 def test_a_command_ends_in_time_with_all_that_it_started(tmp_path):
-    assert gpu.run([sys.executable, "-c", "print(1)"], 30) == ""
-    assert gpu.run([sys.executable, "-c", "import sys; sys.exit('error: no memory')"], 30) == "error: no memory"
+    assert run([sys.executable, "-c", "print(1)"]) == DONE
+    failing = [sys.executable, "-c", "import sys; sys.exit('error: no memory')"]
+    assert run(failing, 30) == "exit code 1" and run(failing, 30, tmp_path / "log") == "error: no memory"
     started = time.monotonic()
-    assert gpu.run([sys.executable, "-c", SLEEPER], 1.5, tmp_path / "pid") == "stopped at the end of the stage's time"
+    assert run([sys.executable, "-c", SLEEPER], 1.5, tmp_path / "pid") == STOPPED
     assert time.monotonic() - started < 10
     wait_until_gone(int((tmp_path / "pid").read_text()))
 
@@ -267,11 +268,11 @@ time.sleep(300)
 
 def test_a_command_is_asked_to_save_before_it_is_killed(tmp_path):
     started, saves = time.monotonic(), [sys.executable, "-c", SAVER, tmp_path / "saved"]
-    assert gpu.run(saves, 24, tmp_path / "log", save_s=20) == gpu.STOPPED
+    assert run(saves, 24, tmp_path / "log", save_s=20) == SAVED
     assert (tmp_path / "saved").exists() and time.monotonic() - started < 15
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     started = time.monotonic()
-    assert gpu.run([sys.executable, "-c", deaf], 2, tmp_path / "log", save_s=1) == gpu.STOPPED
+    assert run([sys.executable, "-c", deaf], 2, tmp_path / "log", save_s=1) == SAVED
     assert time.monotonic() - started < 15
 
 
@@ -280,7 +281,7 @@ def test_a_command_is_asked_to_save_before_it_is_killed(tmp_path):
 def test_what_runs_dies_with_the_script(tmp_path, number, save_s):
     code = (f"import sys, signal; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu, pathlib\n"
             "signal.signal(signal.SIGTERM, gpu.stop)\n"
-            f"gpu.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}), {save_s})")
+            f"gpu.cells.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}), {save_s})")
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         for _ in range(200):

@@ -1,4 +1,4 @@
-"""Reports from measured rows: ratios by hand and within a run, goals, pages in step with their rows."""
+"""Reports from measured rows: ratios by hand and within a run, pages in step with their rows."""
 
 import json
 import subprocess
@@ -11,7 +11,6 @@ from matplotlib.image import imread
 from PIL import Image
 
 from lineartime.benchmark.figures import pictures_of
-from lineartime.benchmark.goals import Goal, goals_table, reach, read_goals
 from lineartime.benchmark.markdown import number, ratio_table, speed_section
 from lineartime.benchmark.rows import compare, read_rows, tables_of
 from lineartime.cli.report import report
@@ -42,7 +41,7 @@ def made(model="flash", ms=100.0, *, context=2048, variant="eager", dtype="float
 def cells_of(tmp_path, rows):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_rows(path)[0]
+    return read_rows(path)
 
 
 def only_table(tmp_path, rows):
@@ -152,60 +151,15 @@ def test_the_caption_has_what_it_takes_to_repeat_it(tmp_path):
         assert words in text, words
 
 
-def test_rows_of_the_old_form_are_counted_and_left_out(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"benchmark": "train", "model": "flash"}) + "\n" + json.dumps(made()) + "\n")
-    cells, n_old = read_rows(path)
-    assert (len(cells), n_old) == (1, 1) and "Left out: 1 rows" in speed_section(cells, n_old)
-
-
 def test_a_cut_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(made()) + '\n{"run": "1", "un')
-    assert len(read_rows(path)[0]) == 1
-    path.write_text('{"run": "1", "unit": "step"}\n' + json.dumps(made()) + "\n")
+    assert len(read_rows(path)) == 1
+    path.write_text('{"run": "1", "benchmark": "step"}\n' + json.dumps(made()) + "\n")
     with pytest.raises(DataError, match=r"line 1; KeyError: 'model'"):
         read_rows(path)
     with pytest.raises(DataError, match="cannot read the rows"):
         read_rows(tmp_path / "missing.jsonl")
-
-
-def goal(**fields):
-    return Goal(**{"what": "speed", "measure": "speed", "benchmark": "step", "device": "cpu", "first": 2048,
-                     "parameters": (1e6, 4e6), "last": 2048, "limit": 1.2, "at_least": True, "dtype": "float32",
-                     "over": "transformer++", **fields})
-
-
-def verdict(tmp_path, rows, **fields):
-    wanted = goal(**fields)
-    reached = reach(wanted, tables_of(cells_of(tmp_path, rows)))
-    return None if reached.value is None else pytest.approx(reached.value), reached.verdict(wanted)
-
-
-def test_goals_are_met_or_missed_by_so_much(tmp_path):
-    rows = [made(), made("transformer++", 150), made(context=8192), made("transformer++", 110, context=8192)]
-    assert verdict(tmp_path, rows) == (1.5, "met by 25%")
-    assert verdict(tmp_path, rows, last=None) == (1.1, "**missed** by 8%")
-    assert reach(goal(last=None), tables_of(cells_of(tmp_path, rows))).at == "8K"
-    assert verdict(tmp_path, rows, over="flash-pytorch") == (None, "not measured")
-    assert verdict(tmp_path, rows, parameters=(1e8, 2e8)) == (None, "not measured")
-    assert verdict(tmp_path, [made(), made("transformer++", failed="out of memory")])[1] == (
-        "Transformer++, eager, float32 failed: out of memory")
-
-
-def test_goals_of_memory_slope_and_flatness(tmp_path):
-    rows = [made(peak=600), made("transformer++", peak=1000), made(ms=200, variant="compiled", peak=1)]
-    assert verdict(tmp_path, rows, measure="memory", limit=0.5, at_least=False) == (0.6, "**missed** by 20%")
-    assert verdict(tmp_path, rows, measure="memory_mib", limit=1000, at_least=False, over=None)[1] == "met by 130%"
-    rows = [made(ms=100 * (context / 512) ** 0.1 * max(context, 8192) / 8192, context=context)
-            for context in (512, 2048, 16384)]
-    slope = {"measure": "slope", "first": 512, "last": 16384, "limit": 0.05, "at_least": False}
-    assert verdict(tmp_path, rows, **slope) == (0.1, "**missed** by 0.050")
-    rows[2]["run"] = "another"
-    assert verdict(tmp_path, rows, **slope) == (None, "not measured")
-    rows = [made(ms=30, benchmark="decode"), made(ms=31.2, context=131072, benchmark="decode")]
-    assert verdict(tmp_path, rows, measure="flat", benchmark="decode", last=131072, limit=0.05, at_least=False) == (
-        0.04, "met by 0.010")
 
 
 def part(variant, ms, counted, run="1", benchmark="loss"):
@@ -218,76 +172,12 @@ def test_parts_are_compared_with_the_first_of_their_run(tmp_path):
     rows = [part("plain", 100, 3000.0), part("by chunks", 50, 150.0), part("plain", 10, 1.0, run="2")]
     text = speed_section(cells_of(tmp_path, rows))
     assert "| by chunks | float32 | 8,192 | 8,192 | 50.0 (45.0-55.0) | 0.50 | 700.0 | 150 at 262,144 |" in text
-    common = {"benchmark": "loss", "variant": "by chunks", "over": "plain", "at_least": False, "limit": 0.1,
-              "first": 0, "last": None, "parameters": (0, float("inf"))}
-    assert verdict(tmp_path, rows, measure="part memory", **common) == (0.05, "met by 50%")
-    assert verdict(tmp_path, rows, measure="part time", **common) == (0.5, "**missed** by 400%")
-    assert verdict(tmp_path, rows[:1], measure="part time", **common) == (None, "not measured")
-
-
-def test_an_aim_is_beyond_what_must_be(tmp_path):
-    rows = [made(), made("transformer++", 150)]
-    assert verdict(tmp_path, rows, aim=1.6)[1] == "met by 25%"
-    assert verdict(tmp_path, rows, aim=1.5)[1] == "met by 25%, and the aim"
-    assert "| at least 1.20, aim 1.60 | 1.50 |" in goals_table([goal(aim=1.6)], cells_of(tmp_path, rows))
 
 
 def test_a_model_without_its_kernels_is_another_side(tmp_path):
     rows = [made(ms=50, variant="compiled"), made(ms=60), made(ms=100, attention="reference"),
             made(ms=80, attention="reference", variant="compiled")]
-    assert verdict(tmp_path, rows, over="flash/reference") == (1.6, "met by 33%")
-    assert verdict(tmp_path, rows, over="flash/reference", over_variant="eager") == (2.0, "met by 67%")
     assert "|\n| FLASH without kernels | float32 | fastest of each | 1.60 " in ratio_table(only_table(tmp_path, rows))
-
-
-def test_goals_of_tokens_per_second_and_of_steps_of_so_many_tokens(tmp_path):
-    rows = [made(tokens_per_s=1000.0), made(ms=90, variant="compiled", tokens_per_s=1200.0),
-            made(context=8192, tokens_per_s=900.0), made(run="0", time="2025-01-01T00:00:00Z", tokens_per_s=9999.0)]
-    rate = {"measure": "rate", "over": None, "limit": 1000}
-    assert verdict(tmp_path, rows, **rate) == (1200, "met by 20%")
-    assert verdict(tmp_path, rows, **rate, last=None) == (900, "**missed** by 10%")
-    assert verdict(tmp_path, rows, **rate, tokens=2**18) == (None, "not measured")
-    rows[1]["tokens_per_step"] = 2**18
-    assert verdict(tmp_path, rows, **rate, tokens=2**18) == (1200, "met by 20%")
-
-
-def test_goals_of_a_copys_rate(tmp_path):
-    rows = [part(variant, 10, 1.0, benchmark="op") | {"forward": {"copy_share": share}}
-            for variant, share in (("reference", 0.2), ("triton", 0.6))]
-    common = {"benchmark": "op", "over": "linear_cross_entropy", "variant": "triton", "limit": 0.5, "first": 0,
-              "last": None, "parameters": (0, float("inf"))}
-    assert verdict(tmp_path, rows, measure="forward share", **common) == (0.6, "met by 20%")
-    assert verdict(tmp_path, rows, measure="backward share", **common) == (None, "not measured")
-
-
-def test_the_projects_goals_are_those_of_a_table(tmp_path):
-    wanted = read_goals(ROOT / "lineartime/benchmark/goals.toml")
-    speeds = {(each.over, each.dtype, each.first): each.limit for each in wanted if each.benchmark == "step"
-              and each.measure == "speed"}
-    assert speeds["transformer++", "bfloat16", 8192] == 4.5 and speeds["flash-pytorch", "float32", 2048] == 1.2
-    text = goals_table(wanted, cells_of(tmp_path, [made(), made("transformer++", 210)]))
-    assert "| 2K | at least 1.05 | 2.10 | met by 100% |" in text
-
-
-def test_goals_that_nothing_was_measured_of_are_a_line(tmp_path):
-    goals = [goal(what="one"), goal(what="two", over="flash-pytorch"), goal(what="three", over="performer"),
-             goal(device="cuda"), goal(device="cuda", first=8192)]
-    text = goals_table(goals, cells_of(tmp_path, [made(), made("transformer++", 150)]))
-    assert text.count("\n| ") == 2 and "| one | float32 | 2K | at least 1.20 | 1.50 | met by 25% |" in text
-    assert text.endswith("|\n\nNot measured: all 2 goals for a GPU; two; three.\n")
-    assert goals_table(goals[3:], []) == "Not measured: all 2 goals for a GPU.\n"
-    failed = goals_table(goals[:1], cells_of(tmp_path, [made(), made("transformer++", failed="killed")]))
-    assert "| - | Transformer++, eager, float32 failed: killed |" in failed
-
-
-@pytest.mark.parametrize("text", [
-    "target = 1", "[[target]]\nwhat = 'x'\nmeasure = 'speed'", "[[", "a = 1",
-    "[[target]]\nwhat = 'x'\nmeasure = 'speed'\nat_least = {2048 = 1, 8192 = 2}\naim = {2048 = 2}"])
-def test_a_broken_file_of_goals_is_an_error_of_one_line(tmp_path, text):
-    (tmp_path / "targets.toml").write_text(text)
-    with pytest.raises(DataError, match="not a file of goals") as raised:
-        read_goals(tmp_path / "targets.toml")
-    assert "\n" not in str(raised.value)
 
 
 def two_contexts():
@@ -298,16 +188,15 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     cells = cells_of(tmp_path, two_contexts())
     page, images = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images"
     page.parent.mkdir()
-    page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\n<!-- targets: begin -->\n"
-                    "<!-- targets: end -->\nafter\n")
-    written = fill_pages([page], images, speed_places(cells, 0, [goal()]))
+    page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nafter\n")
+    written = fill_pages([page], images, speed_places(cells))
     text = page.read_text()
     assert text.startswith("before\n<!-- speed: begin -->\n\n### A training step")
-    assert text.endswith("<!-- targets: end -->\nafter\n")
-    assert "met by 25%" in text and "\nold\n" not in text
+    assert text.endswith("<!-- speed: end -->\nafter\n")
+    assert "\nold\n" not in text
     pictures = [path for path in written if path.suffix == ".png"]
     assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
-    fill_pages([page], images, speed_places(cells, 0, [goal()]))
+    fill_pages([page], images, speed_places(cells))
     assert page.read_text() == text
 
 
@@ -322,7 +211,7 @@ def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
         rows += [made(model, ms, context=context, cell=name, run=name) for model, ms in (("flash", 100),
                                                                                          ("transformer++", 60))]
     cells, text = cells_of(tmp_path, rows), "<!-- speed small decode: begin -->\n<!-- speed: end -->\n"
-    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells, 0, []))
+    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells))
     lines = [line for line in made_text.splitlines() if line.startswith("| ")]
     assert lines[0] == "| FLASH's speed over | type | 512 | 2K | 8K |" and len(lines) == 2 + 4
     assert lines[3].startswith("|  | float32 | **0.60** (") and "| 1.50 (" in lines[3]
@@ -333,12 +222,12 @@ def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
 
 @pytest.mark.parametrize("text", [
     "nothing\n", "<!-- speed: begin -->\n", "<!-- speed: end -->\n<!-- speed: begin -->\n",
-    "<!-- speed: begin -->\n<!-- speed: end -->\n<!-- targets: begin -->\n"])
+    "<!-- speed: begin -->\n<!-- speed: end -->\n<!-- speed small: begin -->\n"])
 def test_a_page_without_a_whole_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError, match="no whole place for the tables") as raised:
-        fill_pages([page], images, speed_places(cells_of(tmp_path, two_contexts()), 0, []))
+        fill_pages([page], images, speed_places(cells_of(tmp_path, two_contexts())))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
@@ -346,7 +235,7 @@ def test_a_picture_knows_its_rows(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- speed: begin -->\n<!-- speed: end -->\n")
     cells = cells_of(tmp_path, two_contexts())
-    fill_pages([page], tmp_path, speed_places(cells, 0, []))
+    fill_pages([page], tmp_path, speed_places(cells))
     (table,) = tables_of(cells)
     time, memory = pictures = pictures_of(table)
     assert header(tmp_path / time) == digest(pictures[time]) != header(tmp_path / memory)
@@ -369,10 +258,9 @@ def test_numbers_have_three_figures(x, text):
 @pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
 def test_the_projects_pages_are_what_its_rows_give(page):
     """After new rows: lineartime report speed --into README.md --into docs/speed.md."""
-    cells, n_old = read_rows(ROOT / "lineartime/results/speed.jsonl")
+    cells = read_rows(ROOT / "lineartime/results/speed.jsonl")
     text = (ROOT / page).read_text()
-    goals = read_goals(ROOT / "lineartime/benchmark/goals.toml")
-    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells, n_old, goals))
+    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells))
     assert made == text
     for name, picture in drawn.items():
         assert header(ROOT / "docs" / "images" / name) == digest(picture), name
@@ -387,8 +275,7 @@ def test_the_command(tmp_path):
     rows = tmp_path / "rows.jsonl"
     cells_of(tmp_path, two_contexts())
     done = command("--rows", str(rows))
-    assert done.returncode == 0 and done.stdout == speed_section(read_rows(rows)[0])
-    assert "at least 1.05" in command("--rows", str(rows), "--targets").stdout
+    assert done.returncode == 0 and done.stdout == speed_section(read_rows(rows))
     (tmp_path / "page.md").write_text("no place")
     done = command("--rows", str(rows), "--into", str(tmp_path / "page.md"), "--images", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
