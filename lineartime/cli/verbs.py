@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lineartime.atomic_io import read_bytes
+from lineartime.atomic_io import MAX_BYTES, read_bytes
 from lineartime.cli import benchmark as cli_speed
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
@@ -457,8 +457,10 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
         except UnicodeDecodeError as e:
             raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
 
-    texts = [decode(sys.stdin.buffer.read() if text == "-" else os.fsencode(text),
-                    "stdin" if text == "-" else "the command line") for text in prompts]
+    texts = [decode(sys.stdin.buffer.read(MAX_BYTES + 1), "stdin") if text == "-" else
+             decode(os.fsencode(text), "the command line") for text in prompts]
+    if any(len(text) > MAX_BYTES for text in texts):
+        raise UsageError("the prompt is too long", "stdin", f"it takes {MAX_BYTES:,} bytes")
     for path in files:
         try:
             texts.append(decode(read_bytes(path), str(path)))

@@ -139,6 +139,11 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
         assert_refused(code, err, 3, path)
 
 
+def test_an_endless_stdin_is_refused() -> None:
+    done = shell("lineartime generate --model small - < /dev/zero")
+    assert_refused(done.returncode, done.stderr, 2, "the prompt is too long: stdin")
+
+
 def test_odd_values_are_refused(call: Call, tmp_path: Path) -> None:
     long = "x" * 6000
     for arguments, expected, words in (
