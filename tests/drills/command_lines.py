@@ -144,7 +144,7 @@ def odd_value(verb: str, name: str, made: Path, random: Random) -> str:
 
 def draw(made: Path, random: Random) -> list[str]:
     """A command line: a right one with some of its values replaced, options added or taken away."""
-    verb = random.choice([*RECIPES, *OFTEN * 2])
+    verb = random.choice([*RECIPES, *OFTEN * 4])
     arguments = list(random.choice(RECIPES[verb])) if random.random() < 0.95 else []
     known = options(verb)
     spelled = {spelling: name for name, spelling, _ in known}
