@@ -239,6 +239,6 @@ def is_bytes(text: str) -> bool:
 
 
 def huge_size(text: str) -> bool:
-    """Whether a setting asks for a model of a size that cannot be."""
+    """Whether a setting, or an exported model, asks for a size that cannot be."""
     name, _, value = text.partition("=")
-    return name in SIZES and bool(re.fullmatch(r"-?\d{5,}", value))
+    return text.startswith("odd/model_") or (name in SIZES and bool(re.fullmatch(r"-?\d{5,}", value)))
