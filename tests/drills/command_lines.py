@@ -11,10 +11,9 @@ from random import Random
 
 from drills import child, folders, odd_files
 
-ODD_NUMBERS = ["0", "-1", "1", "2", "1000000000", "1" + "0" * 400, "-1" + "0" * 400, "nan", "inf", "-inf", "1e-320",
-               "1e400", "0x10",
-               "1_000", "\u0661\u0662", "1.5", "-0.0", "true", "none", "", " 3", "2147483648", "9223372036854775808",
-               "100000"]
+WHOLE = ["0", "-1", "1", "2", "7", "100000", "1000000000", "2147483648", "9223372036854775808", "1" + "0" * 400]
+ODD_NUMBERS = ["-1" + "0" * 400, "nan", "inf", "-inf", "1e-320", "1e400", "0x10", "1_000", "\u0661\u0662", "1.5",
+               "-0.0", "true", "none", "", " 3", "0.5"]
 ODD_WORDS = ["", " ", "-", "--", "---", ".", "..", "x" * 6000, "é" * 3000, "\u202e\u0000".replace("\0", ""),
              "\udcff\udce9", "a\nb\tc",
              odd_files.ESCAPE, "[red]x[/red]", "[/]", "[bold", "%s%d", "{0}", "$HOME", "~", "'", '"', "\\", "=", "=x",
@@ -33,6 +32,9 @@ ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "fifo",
            *odd_files.TRAPS, *odd_files.TRAPS]
 MODELS = ["flash", "flash-quad", "transformer", "transformer+", "transformer++", "mc-tfm++", "combiner", "performer",
           "performer-matmul"]
+NAMED = ("model", "models", "shipped", "task", "split", "precision", "scale", "table", "shape", "only", "device")
+"""Options that take a name."""
+NAMES = ["c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
 FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim", "expansion_factor", "n_heads",
           "steps",
           "tokens_per_step", "micro_batch_tokens", "learning_rate", "seed", "clip", "keep", "save_every", "eval_every",
@@ -111,28 +113,39 @@ def odd_names(made: Path) -> list[str]:
     return [f"odd/{path.name}" for path in sorted((made / "odd").iterdir())]
 
 
+FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "score": (".json",), "evidence": ("model_zero",),
+           "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
+           "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "rows": (".jsonl",),
+           "cells": (".toml",), "targets_file": (".toml",), "into": (".md",), "": ("model_", ".toml")}
+"""Parts of the names of odd files that an option, or an argument (""), would take for its own."""
+
+
 def odd_value(verb: str, name: str, made: Path, random: Random) -> str:
     """A value that nobody means for an option, or an argument ("")."""
+    number = random.choice(WHOLE if random.random() < 0.6 else ODD_NUMBERS)
+    fitting = [each for each in odd_names(made) if any(part in each for part in FITTING.get(name, ()))]
+    if verb == "prepare" and name == "":
+        fitting = [each for each in odd_names(made) if any(part in each for part in FITTING["inputs"])]
     if name == "settings":
-        field = random.choice(FIELDS)
-        return random.choice(["=".join([field, random.choice([*ODD_NUMBERS, *ODD_WORDS])]), field,
-                              random.choice(ODD_WORDS)])
+        if random.random() < 0.7:
+            return f"{random.choice(FIELDS)}={number}"
+        return random.choice([f"{random.choice(FIELDS)}={random.choice(ODD_WORDS)}", random.choice(ODD_WORDS)])
     if name in OUTPUTS or (name == "rows" and verb != "report"):
         return random.choice([*ODD_OUT, *ODD_OUT, *ODD_OUT, *ODD_WORDS])
-    if name in ("model", "models", "shipped", "task", "split", "precision", "scale", "table", "shape", "only",
-                "device"):
-        return random.choice([*MODELS, *ODD_WORDS, *ODD_NUMBERS, "c4", "pg19", "train", "test", "float32,float32",
-                              "cuda", "meta", "gpu"])
-    numbers = random.random() < (0.2 if name in ("", "questions", "document", "data", "validation", "inputs") else 0.6)
-    if numbers:
-        return random.choice([*ODD_NUMBERS, random.choice(ODD_NUMBERS) + "," + random.choice(ODD_NUMBERS)])
-    return random.choice([*ODD_IN, *odd_names(made), *random.choices(odd_names(made), k=30), *ODD_WORDS])
+    if name in NAMED:
+        return random.choice([*MODELS, *ODD_WORDS, *NAMES, number])
+    if fitting:
+        others = [*ODD_IN, *odd_names(made), *ODD_WORDS, number]
+        return random.choice(fitting if random.random() < 0.5 else others)
+    if random.random() < 0.7:
+        return random.choice([number, number, f"{number},{random.choice(WHOLE)}"])
+    return random.choice([*ODD_IN, *odd_names(made), *ODD_WORDS])
 
 
 def draw(made: Path, random: Random) -> list[str]:
     """A command line: a right one with some of its values replaced, options added or taken away."""
-    verb = random.choice([*RECIPES, *OFTEN * 2])
-    arguments = list(random.choice(RECIPES[verb])) if random.random() < 0.85 else []
+    verb = random.choice([*RECIPES, *OFTEN * 4])
+    arguments = list(random.choice(RECIPES[verb])) if random.random() < 0.95 else []
     known = options(verb)
     spelled = {spelling: name for name, spelling, _ in known}
     changes = random.choice([0, 1, 1, 1, 2, 2, 3, 6])
@@ -226,6 +239,6 @@ def is_bytes(text: str) -> bool:
 
 
 def huge_size(text: str) -> bool:
-    """Whether a setting asks for a model of a size that cannot be."""
+    """Whether a setting, or an exported model, asks for a size that cannot be."""
     name, _, value = text.partition("=")
-    return name in SIZES and bool(re.fullmatch(r"-?\d{5,}", value))
+    return text.startswith("odd/model_") or (name in SIZES and bool(re.fullmatch(r"-?\d{5,}", value)))

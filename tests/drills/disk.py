@@ -23,7 +23,7 @@ class Disk:
 
     def __init__(self, folder: Path, *, at: int = 0, number: int = 0, error: int = 0, stays: bool = False):
         self.folder, self.at, self.number, self.error, self.stays = os.path.realpath(folder), at, number, error, stays
-        self.count = 0
+        self.count, self.short = 0, False
         self.real = {"write": os.write, "fsync": os.fsync, "open": io.open}
         sys.addaudithook(self.heard)
         os.write = checkpoint._write = self.write
@@ -49,17 +49,25 @@ class Disk:
         """One more change. partly: does half of it."""
         self.count += 1
         if self.count == self.at or (self.stays and self.count > self.at > 0):
-            if partly is not None and self.count == self.at and (self.error or self.number == signal.SIGKILL):
+            if partly is not None and self.number == signal.SIGKILL:
                 partly()
             if self.number:
                 os.kill(os.getpid(), self.number)
             else:
                 raise OSError(self.error, os.strerror(self.error))
 
+    def written(self, data, write) -> int:
+        """Write data; returns the number of bytes. A disk that fails takes half of them first, and then the next write
+        fails."""
+        half = bytes(data)[: len(data) // 2]
+        if self.error and self.count + 1 == self.at and half and not self.short:
+            self.short, self.at, self.count = True, self.at + 1, self.count + 1
+            return write(half)
+        self.change(lambda: write(half))
+        return write(data)
+
     def write(self, descriptor: int, data: bytes) -> int:
-        real = self.real["write"]
-        self.change(lambda: real(descriptor, bytes(data)[: len(data) // 2]))
-        return real(descriptor, data)
+        return self.written(data, lambda part: self.real["write"](descriptor, part))
 
     def fsync(self, descriptor) -> None:
         self.change()
@@ -84,9 +92,7 @@ class File(io.FileIO):
         self.disk = disk
 
     def write(self, data) -> int:
-        write = super().write
-        self.disk.change(lambda: write(bytes(data)[: len(data) // 2]))
-        return write(data)
+        return self.disk.written(data, super().write)
 
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
