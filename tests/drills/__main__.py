@@ -130,7 +130,8 @@ def main() -> int:
                 file.flush()
                 if done["verdict"] not in FINE:
                     print(f"{done['verdict']}: {done['what']}; {done['how']}\n    {done['message'].strip()[:300]!a}\n"
-                          f"    again: python -m drills {part} --seed {given.seed} --only {number}", flush=True)
+                          f"    again: make drills DRILLS={part} DRILLS_ARGS='--seed {given.seed} --only {number}'",
+                          flush=True)
             print(figures(part, ours[part]), flush=True)
     shutil.rmtree(work / "trial", ignore_errors=True)
     if given.into is not None:
