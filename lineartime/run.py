@@ -266,6 +266,9 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
+    except UsageError as e:
+        where = folder / CONFIG_FILE
+        raise UsageError(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
     if config.n_layers > len(weights):  # a layer takes milliseconds to build
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")

@@ -25,7 +25,7 @@ from lineartime.generation.generate import generate
 from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
-from lineartime.plot import plot_run
+from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import RESULT_FILE, Run, read_result, result_or_none
 from lineartime.runtime import available_bytes, peak_bytes, pick_device
 
@@ -298,7 +298,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
     result, already = fit_once(settings, facts, device, stop, begin,
                                lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
-    if not already:
+    if not already or not (out / PLOT_FILE).exists():  # a kill may have come between the result and the picture
         plot_run(out)
     path = out / SAMPLE_FILE
     sample = read_bytes(path).decode(errors="replace") if path.exists() else ""

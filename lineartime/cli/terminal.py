@@ -44,6 +44,7 @@ def screens() -> Iterator[None]:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")
     whole = sys.stdout, sys.stderr
     sys.stdout = Screen(sys.stdout or open(1, "w", encoding="utf-8"), lenient=False)
     sys.stderr = Screen(sys.stderr or open(2, "w", encoding="utf-8"), lenient=True)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -142,6 +143,25 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
 def test_an_endless_stdin_is_refused() -> None:
     done = shell("lineartime generate --model small - < /dev/zero")
     assert_refused(done.returncode, done.stderr, 2, "the prompt is too long: stdin")
+
+
+def test_a_closed_stdin_is_an_empty_prompt() -> None:
+    done = shell("lineartime generate --model small --max-new-tokens 1 - <&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_wrong_configuration_is_named(call: Call, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    shutil.copytree(model_folder("small"), out)
+    (out / "MANIFEST.json").unlink()  # as `save_pretrained` writes a folder
+    made = json.loads((out / "config.json").read_text())
+    for name, value, words in (("n_layers", 10**9, "n_layers is too large"), ("n_layers", 900, "tensors for n_layers"),
+                               ("vocab_size", float("nan"), "wrong value"), ("d_model", "wide", "wrong value")):
+        (out / "config.json").write_text(json.dumps({**made, name: value}))
+        begun = time.process_time()
+        code, _, err = call("generate", out)
+        assert_refused(code, err, 4 if value == 900 else 2, words, "config.json")
+        assert time.process_time() - begun < 2
 
 
 def test_odd_values_are_refused(call: Call, tmp_path: Path) -> None:

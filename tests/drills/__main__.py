@@ -122,8 +122,13 @@ def main() -> int:
         if file.tell() and not log.read_bytes().endswith(b"\n"):
             file.write("\n")
         for part, trials in given.parts:
-            there = {each["number"] for each in ours[part]}
-            for number in sorted({*range(trials)} - there):
+            missing = sorted({*range(trials)} - {each["number"] for each in ours[part]})
+            begun, told = time.monotonic(), 0.0
+            for i, number in enumerate(missing):
+                if time.monotonic() - told > 10:
+                    told, left = time.monotonic(), (time.monotonic() - begun) * (len(missing) / max(i, 1) - 1)
+                    print(f"{part}: {i:,} of {len(missing):,}" + (f", {left / 60:.0f} min left" if i else ""),
+                          file=sys.stderr, flush=True)
                 done = {"commit": version, **run_trial(part, given.seed, number, work)}
                 ours[part].append(done)
                 file.write(json.dumps(done) + "\n")
