@@ -47,7 +47,8 @@ docs: .venv-docs/installed
 # Trials are added to the log in out/drills as they come; drills that were cut off go on.
 drills: .venv/installed
 	PYTHONPATH=$(CURDIR):tests:tests/helpers nice .venv/bin/python -m drills \
-		$(or $(DRILLS),kills=1000 corruptions=10000 commands=5000) --into docs/reliability.md $(DRILLS_ARGS)
+		$(or $(DRILLS),kills=1000 corruptions=10000 commands=5000) --rows tests/drills/rows.jsonl \
+		--into docs/reliability.md $(DRILLS_ARGS)
 
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
 # The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.

@@ -1,4 +1,7 @@
-"""`python -m drills PART=TRIALS ...`: run the trials that the log lacks, and say what came of all of them."""
+"""`python -m drills PART=TRIALS ...`: run the trials that the rows lack, and say what came of all of them.
+
+Every trial is a line of `WORK/log.jsonl`; blocks of a hundred are rows of `--rows`, which can be committed, so that
+drills go on in another checkout and at another commit."""
 
 import argparse
 import json
@@ -14,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 from drills import child, command_lines, corruptions, folders, kills
-from lineartime.atomic_io import write_atomically
+from lineartime.atomic_io import append_json_lines, write_atomically
 from lineartime.benchmark.measure import commit
 
 PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial}
@@ -22,6 +25,8 @@ BAD = ("lost", "silent", "internal", "hung")
 """Verdicts that every table shows; any other verdict but "ok" is counted beside them."""
 FINE = ("ok", "unnoticed")
 """Verdicts that break no promise."""
+BLOCK = 100
+"""Trials in a row."""
 BEGIN, END = "<!-- drills: begin -->", "<!-- drills: end -->"
 
 
@@ -64,27 +69,34 @@ def make_canary(work: Path) -> None:
         (work / "canary" / name).write_text("nobody may change this\n")
 
 
-def counted(trials: list[dict]) -> dict[str, int]:
+def counted(blocks: list[dict]) -> dict[str, int]:
     """How many trials have each verdict, the good ones left out."""
-    counts = Counter(each["verdict"] for each in trials if each["verdict"] != "ok")
-    return {name: counts[name] for name in [*BAD, *sorted(counts.keys() - BAD)]}
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        counts.update(block["verdicts"])
+    return {name: counts[name] for name in [*BAD, *sorted(counts.keys() - {*BAD, "ok"})]}
 
 
-def figures(part: str, trials: list[dict]) -> str:
+def n_tried(blocks: list[dict]) -> int:
+    return sum(block["trials"] for block in blocks)
+
+
+def figures(part: str, blocks: list[dict]) -> str:
     """The line of a part."""
-    return f"{part}: {len(trials):,} tried, " + ", ".join(f"{n:,} {name}" for name, n in counted(trials).items())
+    return f"{part}: {n_tried(blocks):,} tried, " + ", ".join(f"{n:,} {name}" for name, n in counted(blocks).items())
 
 
-def fill_page(page: Path, trials: dict[str, list[dict]], seed: int, version: str | None) -> None:
+def fill_page(page: Path, blocks: dict[str, list[dict]]) -> None:
     """Put the figures of all parts into a page, between its two marks."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     lines = ["| part | tried | lost | silent | internal | hung | other |", "|---|---:|---:|---:|---:|---:|---|"]
-    for part, done in trials.items():
+    for part, done in blocks.items():
         counts = counted(done)
         other = ", ".join(f"{n:,} {name}" for name, n in counts.items() if name not in BAD) or "none"
-        lines.append(f"| {part} | {len(done):,} | {' | '.join(f'{counts[name]:,}' for name in BAD)} | {other} |")
-    said = f"<sub>Commit {(version or 'unknown')[:10]}, seed {seed}. Made by `make drills`.</sub>"
+        lines.append(f"| {part} | {n_tried(done):,} | {' | '.join(f'{counts[name]:,}' for name in BAD)} | {other} |")
+    commits = dict.fromkeys(str(block["commit"])[:10] for done in blocks.values() for block in done)
+    said = f"<sub>Commits {', '.join(commits)}. Made by `make drills` from tests/drills/rows.jsonl.</sub>"
     write_atomically(page, "\n\n".join([before + BEGIN, "\n".join(lines), said, END]) + rest.partition(END)[2])
 
 
@@ -103,6 +115,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="repeat this trial of the part and print it; the log stays as it is")
     parser.add_argument("--work", type=Path, default=Path("out/drills"), help="folder for the trials and the log")
+    parser.add_argument("--rows", type=Path, help="rows of blocks of trials; by default WORK/rows.jsonl")
     parser.add_argument("--into", type=Path, help="page that gets the figures")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
@@ -115,33 +128,37 @@ def main() -> int:
         done = run_trial(given.parts[0][0], given.seed, given.only, work)
         print(json.dumps(done, indent=1), f"its folder is left: {work / 'trial'}", sep="\n")
         return int(done["verdict"] != "ok")
-    log = work / "log.jsonl"
-    ours = {name: [each for each in read_log(log) if [each[key] for key in ("part", "seed", "commit")] ==
-                   [name, given.seed, version]] for name, _ in given.parts}
-    with open(log, "a", encoding="utf-8") as file:
-        if file.tell() and not log.read_bytes().endswith(b"\n"):
-            file.write("\n")
-        for part, trials in given.parts:
-            missing = sorted({*range(trials)} - {each["number"] for each in ours[part]})
-            begun, told = time.monotonic(), 0.0
-            for i, number in enumerate(missing):
+    rows, log = given.rows or work / "rows.jsonl", work / "log.jsonl"
+    blocks = {name: [row for row in read_log(rows) if (row["part"], row["seed"]) == (name, given.seed)]
+              for name, _ in given.parts}
+    logged = {(each["part"], each["number"]): each for each in read_log(log)
+              if (each["seed"], each["commit"]) == (given.seed, version)}
+    for part, trials in given.parts:
+        begun, n_begun, told = time.monotonic(), n_tried(blocks[part]), 0.0
+        for first in range(n_begun, trials, BLOCK):
+            verdicts: Counter[str] = Counter()
+            for number in range(first, min(first + BLOCK, trials)):
                 if time.monotonic() - told > 10:
-                    told, left = time.monotonic(), (time.monotonic() - begun) * (len(missing) / max(i, 1) - 1)
-                    print(f"{part}: {i:,} of {len(missing):,}" + (f", {left / 60:.0f} min left" if i else ""),
+                    told, done_here = time.monotonic(), number - n_begun
+                    left = (told - begun) / max(done_here, 1) * (trials - number) / 60
+                    print(f"{part}: {number:,} of {trials:,}" + (f", {left:.0f} min left" if done_here else ""),
                           file=sys.stderr, flush=True)
-                done = {"commit": version, **run_trial(part, given.seed, number, work)}
-                ours[part].append(done)
-                file.write(json.dumps(done) + "\n")
-                file.flush()
+                done = logged.get((part, number)) or run_trial(part, given.seed, number, work)
+                verdicts[done["verdict"]] += 1
+                if (part, number) not in logged:
+                    append_json_lines(log, [{"commit": version, **done}])
                 if done["verdict"] not in FINE:
                     print(f"{done['verdict']}: {done['what']}; {done['how']}\n    {done['message'].strip()[:300]!a}\n"
                           f"    again: make drills DRILLS={part} DRILLS_ARGS='--seed {given.seed} --only {number}'",
                           flush=True)
-            print(figures(part, ours[part]), flush=True)
+            blocks[part].append({"part": part, "seed": given.seed, "first": first, "trials": sum(verdicts.values()),
+                                 "verdicts": dict(sorted(verdicts.items())), "commit": version})
+            append_json_lines(rows, blocks[part][-1:])
+        print(figures(part, blocks[part]), flush=True)
     shutil.rmtree(work / "trial", ignore_errors=True)
     if given.into is not None:
-        fill_page(given.into, ours, given.seed, version)
-    return int(any(each["verdict"] not in FINE for trials in ours.values() for each in trials))
+        fill_page(given.into, blocks)
+    return int(any(counted(done)[name] for done in blocks.values() for name in counted(done) if name not in FINE))
 
 
 if __name__ == "__main__":

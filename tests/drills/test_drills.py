@@ -54,7 +54,7 @@ def test_drills_that_are_stopped_go_on(number, tmp_path, monkeypatch):
     assert done.code == 0 and done.out.startswith("kills: 12 tried, 0 lost, 0 silent, 0 internal, 0 hung"), done
     assert 0 < there.count("\n") < 12 and work.read_text().startswith(there)
     assert sorted(each["number"] for each in drills.read_log(work)) == list(range(12))
-    assert child.run(main, tmp_path).out == done.out and work.read_text().count("\n") == 13
+    assert child.run(main, tmp_path).out == done.out and work.read_text().count("\n") == 12
 
 
 def test_a_child_that_waits_is_interrupted_and_one_that_does_not_heed_it_killed(tmp_path, monkeypatch):
@@ -160,8 +160,9 @@ def test_a_change_outside_is_seen(tmp_path):
 def test_the_figures_go_between_the_marks_of_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n{drills.BEGIN}\nold\n{drills.END}\n\nThe end.\n")
-    trials = [{"verdict": verdict} for verdict in ("ok", "lost", "noisy")]
-    drills.fill_page(page, {"kills": trials}, 7, "0123456789abc")
+    blocks = [{"trials": 2, "verdicts": {"ok": 1, "lost": 1}, "commit": "0123456789abc"},
+              {"trials": 1, "verdicts": {"noisy": 1}, "commit": None}]
+    drills.fill_page(page, {"kills": blocks})
     text = page.read_text()
     assert text.startswith("# Page\n\n") and text.endswith(f"\n\n{drills.END}\n\nThe end.\n") and "old" not in text
-    assert "| kills | 3 | 1 | 0 | 0 | 0 | 1 noisy |" in text and "Commit 0123456789, seed 7." in text
+    assert "| kills | 3 | 1 | 0 | 0 | 0 | 1 noisy |" in text and "Commits 0123456789, None." in text
