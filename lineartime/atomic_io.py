@@ -147,7 +147,7 @@ def _locked_file(path: Path, ending: str) -> tuple[Path, int]:
 def remove_leftovers(path: Path) -> bool:
     """Remove the temporary files of killed processes beside `path`. Returns whether a living one writes `path`."""
     busy = False
-    for entry in path.parent.iterdir():
+    for entry in path.parent.iterdir() if path.parent.is_dir() else ():
         match = TEMPORARY.fullmatch(entry.name)
         if match is None:
             continue

@@ -77,7 +77,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "info": [["flash"], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
     "report": [["--rows", "quality.jsonl"], ["speed", "--rows", "speed.jsonl"], ["lm_wiki40b", "--html", "new.html"],
-               ["--into", "odd/page.md", "--images", "new"], ["speed", "--targets"]],
+               ["--into", "odd/page.md", "--images", "new"]],
     "reproduce": [["lm_wiki40b", "--plan"], ["gap", "--out", "new", "--texts", "folder"],
                   ["gap", "--plan", "--rows", "quality.jsonl"]],
     "benchmark decode": [["flash", "--lengths", "16", *TINY, "--set", "vocab_size=50", "--precision", "float32",
@@ -116,7 +116,7 @@ def odd_names(made: Path) -> list[str]:
 FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "score": (".json",), "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
            "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "rows": (".jsonl",),
-           "cells": (".toml",), "targets_file": (".toml",), "into": (".md",), "": ("model_", ".toml")}
+           "cells": (".toml",), "into": (".md",), "": ("model_", ".toml")}
 """Parts of the names of odd files that an option, or an argument (""), would take for its own."""
 
 

@@ -66,8 +66,7 @@ SCENARIOS: dict[str, Scenario] = {
         "--predictions", "{out}/predictions.json")),
     "plot": Scenario(command("plot", "{out}/it"), "run"),
     "plot, side by side": Scenario(command("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
-    "report": Scenario(command("report", "lm_wiki40b", "--rows", "{made}/quality.jsonl", "--html", "{out}/page.html",
-                               "--png", "{out}/pictures")),
+    "report": Scenario(command("report", "lm_wiki40b", "--rows", "{made}/quality.jsonl", "--html", "{out}/page.html")),
     "rows": Scenario(append_rows),
 }
 OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]

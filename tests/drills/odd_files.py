@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -135,9 +136,13 @@ def with_trap(box: Path, name: str, canary: Path) -> None:
     for left in (f".{name}.partial", f".{name}.source"):
         (box / left).symlink_to(canary)
     (box / f".tmp-{name}").symlink_to(canary / "file")
+    planted = box / f".lineartime-01234567-{secrets.token_hex(8)}.tmp"
+    planted.symlink_to(canary)
+    planted.with_suffix(".lock").symlink_to(canary / "lock")
     if name == "trap_folder":
         (box / name).mkdir()
         for left in (".tmp-step-00000002", ".trash-step-00000001", ".tmp-latest"):
             (box / name / left).symlink_to(canary)
+            (box / name / f"{left}-0123456789abcdef").symlink_to(canary)
         for left in (".tmp-run.json", ".tmp-result.json", ".tmp-metrics.jsonl", ".tmp-loss.png", ".tmp-sample.txt"):
             (box / name / left).symlink_to(canary / "file")

@@ -2,12 +2,20 @@
 
 import json
 import os
+import shutil
 import socket
 import threading
 
 import pytest
 
-from lineartime.atomic_io import append_json_lines, read_json_lines, replaced, write_atomically, written_aside
+from lineartime.atomic_io import (
+    append_json_lines,
+    read_json_lines,
+    remove_leftovers,
+    replaced,
+    write_atomically,
+    written_aside,
+)
 from lineartime.errors import DataError, ResourceError
 
 
@@ -112,6 +120,11 @@ def test_nothing_is_deleted_but_unlocked_temporary_files(tmp_path):
     (folder / LEFT.replace("0", "1")).with_suffix(".tmp").touch()  # of a killed writer
     kept = {name for name in os.listdir(folder) if name != f"{LEFT.replace('0', '1')}.tmp"}
     write_atomically(folder / "a.json", "text")
+    with written_aside(folder / "new" / "d") as aside:  # parents are made
+        (aside / "file").touch()
+    assert os.listdir(folder / "new") == ["d"]
+    shutil.rmtree(folder / "new")
+    assert not remove_leftovers(tmp_path / "none" / "d")
     with written_aside(folder / "d") as aside:
         (aside / "file").write_text("text")
     assert set(os.listdir(folder)) == kept | {"a.json", "d"}
