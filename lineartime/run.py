@@ -177,8 +177,13 @@ def read_result(out: Path) -> dict[str, Any]:
     train = run.get("train")
     if type(result.get("steps")) is not int or not isinstance(train, dict) or result["steps"] != train.get("steps"):
         raise CheckpointError("damaged", path, f"its steps are not those of {RUN_FILE}")
-    whole = (has_numbers(result["held_out"], "loss") if "held_out" in result
-             else has_numbers(result, "loss", "exact_match", "f1"))
+    scores = result.get("held_out", {})
+    whole = (has_numbers(scores, "loss") if "held_out" in result else
+             has_numbers(result, "loss", "exact_match", "f1"))
+    if "held_out" in result and whole:
+        blocks = scores.get("loss_by_position", [])
+        whole = isinstance(blocks, list) and all(
+            has_numbers(block, "first", "last", "loss") and 1 <= block["first"] <= block["last"] for block in blocks)
     if not whole or not has_numbers({"peak_mib": 0.0, **result}, "peak_mib"):
         raise CheckpointError("damaged", path, "its scores are missing or not numbers")
     return result

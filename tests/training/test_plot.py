@@ -19,7 +19,8 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
     config = model_config("flash", d_model=32, n_layers=2, vocab_size=100, query_key_dim=16, chunk_size=16, context=64)
     train = TrainConfig(tokens_per_step=4096, steps=max(n_steps, 1), warmup_steps=1)
     described = {"model": to_dict(config), "train": to_dict(train)}
-    (folder / "run.json").write_text(json.dumps({"id": "0", "preset": "flash", **described}))
+    described |= {"id": "0", "preset": "flash", "task": "wiki40b", "data": "data"}
+    (folder / "run.json").write_text(json.dumps(described))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, n_steps + 1):
             line = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1e-3 / step, "clock": {"time": 0.0}}
@@ -142,8 +143,14 @@ def test_nothing_to_draw_is_a_usage_error(tmp_path):
         plot_run(make_run(tmp_path / "empty", n_steps=0, result=False))
 
 
+WRONG_BLOCK = json.dumps({"steps": 60, "held_out": {
+    "loss": 1.0, "loss_by_position": [{"first": -3, "last": 2, "loss": 1.0}]}})
+
+
 @pytest.mark.parametrize(("name", "text"), [
-    ("result.json", "{"), ("result.json", "[]"), ("result.json", '{"steps": 1}'), ("run.json", '{"id": "0"}'),
+    ("result.json", "{"), ("result.json", "[]"), ("result.json", '{"steps": 1}'),
+    ("result.json", WRONG_BLOCK),
+    ("run.json", '{"id": "0"}'),
     ("metrics.jsonl", '{"step": 1}\n')])
 def test_a_damaged_run_is_an_error_of_one_line(tmp_path, name, text):
     run = make_run(tmp_path / "run")
