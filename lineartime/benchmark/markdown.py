@@ -59,13 +59,12 @@ def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (), pictures: P
 
 def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
     """A title, pictures, ratios, and folded what they are made of."""
-    benchmark, known = table.benchmark.iat[0], {name for row in table.row for name in row if row[name]}
+    benchmark = table.benchmark.iat[0]
     parts = [f"### {title(table)}", *links(table, pictures)]
     if benchmark == "memory":
         parts.append(f"{MEMORY}:\n\n{value_table(table, MEMORY)}")
-    shown = [SPEED if benchmark in STEPS else TIMES]
-    shown += [MEMORY] * bool(benchmark != "memory" and table.peak_mib.notna().any())
-    shown += [STATE] * ("state_bytes" in known)
+    shown = [SPEED] if benchmark in STEPS else [TIMES, STATE]
+    shown += [MEMORY] * bool(benchmark == "step" and table.peak_mib.notna().any())
     return [*parts, ratio_table(table), *(folded(what, value_table(table, what)) for what in shown), caption(table)]
 
 
@@ -219,7 +218,7 @@ def machine_text(row: Row) -> str:
 def provenance_words(rows: Sequence[Row]) -> list[str]:
     """How busy the machine was, and which commit and torch made the rows."""
     loads = [row["load_average"] for row in rows]
-    commits = unique(re.sub(r"^(\w{10})\w*", r"\1", row["commit"] or "unknown") for row in rows)
+    commits = unique(re.sub(r"^(\w{10})\w*", r"\1", row.get("commit") or "unknown") for row in rows)
     return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}", f"commit {joined(commits)}",
             "torch " + joined(unique(row["torch"] for row in rows))]
 
