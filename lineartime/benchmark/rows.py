@@ -21,11 +21,7 @@ NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transform
 OURS = "flash"
 """The side that is compared with every other."""
 
-STEPS = ("step", "memory")
-"""Benchmarks of whole training steps; "memory" takes one row, at growing contexts."""
-
-TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding",
-          "decode-read": "Decoding after contexts that were read"}
+TITLES = {"step": "A training step", "decode": "Decoding", "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
 
 KIND = ["side", "variant", "dtype"]
