@@ -75,7 +75,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "info": [["flash"], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
     "report": [["--rows", "quality.jsonl"], ["speed", "--rows", "speed.jsonl"], ["lm_wiki40b", "--html", "new.html"],
-               ["--into", "odd/page.md", "--images", "new"], ["speed", "--targets"]],
+               ["--into", "odd/page.md", "--images", "new"]],
     "reproduce": [["lm_wiki40b", "--plan"], ["gap", "--out", "new", "--texts", "folder"],
                   ["gap", "--plan", "--rows", "quality.jsonl"]],
     "benchmark decode": [["flash", "--lengths", "16", *TINY, "--set", "vocab_size=50", "--precision", "float32",

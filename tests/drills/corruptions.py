@@ -128,8 +128,7 @@ SUBJECTS = [
                                   "{out}/page.html"),
         "reproduce --plan": command("reproduce", "lm_wiki40b", "--plan", "--rows", "{it}")}),
     Subject("speed.jsonl", "speed2.jsonl", {
-        "report speed": command("report", "speed", "--rows", "{it}"),
-        "report speed --targets": command("report", "speed", "--rows", "{it}", "--targets")}),
+        "report speed": command("report", "speed", "--rows", "{it}")}),
     Subject("contexts.json", "contexts2.json", {
         "plot": command("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
 ]

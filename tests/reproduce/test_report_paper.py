@@ -429,7 +429,7 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
 def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PLACE + "<!-- speed: begin -->\nold speed\n<!-- speed: end -->\n")
-    fill_pages([page], tmp_path, speed_places([], 0, []))
+    fill_pages([page], tmp_path, speed_places([]))
     assert page.read_text().startswith(PLACE) and "old speed" not in page.read_text()
 
 
@@ -475,7 +475,6 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("gaps",), 2, "unknown table: gaps; did you mean gap?"),
     (("gap", "--scale", "tpu"), 2, "unknown scale: tpu"),
-    (("gap", "--targets"), 2, "arguments that do not go together: a table of the paper takes no --targets"),
     (("speed", "--scale", "cpu"), 2, "arguments that do not go together: speed takes no --scale"),
     (("gap", "--into", "README.md"), 2, "arguments that do not go together: --into, whose places name their tables,"),
     (("gap", "--rows", "nothing.jsonl"), 3, "no rows to report: nothing.jsonl; `lineartime reproduce` writes them"),
