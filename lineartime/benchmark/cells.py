@@ -125,14 +125,18 @@ def end_with_parent(parent: int, number: int) -> None:
             os._exit(1)
 
 
+def environment() -> dict[str, str]:
+    """That of a process that imports this checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def run(command: Sequence[str], seconds: float = math.inf, log: Path | None = None, save_s: float = 0.0) -> str:
     """Run a command of this checkout for at most so long; how it ended.
 
     log: gets what it says, in place of the terminal. save_s: how long before the end it is asked to save, if it can."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     out = log.open("w", encoding="utf-8") if log else None
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}, stdout=out, stderr=out,
+        command, env={**environment(), "PYTHONUNBUFFERED": "1"}, stdout=out, stderr=out,
         start_new_session=True,
         preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL))
     try:
@@ -154,4 +158,4 @@ def run(command: Sequence[str], seconds: float = math.inf, log: Path | None = No
 
 def last_line(path: Path) -> str:
     """Of a file that may be empty."""
-    return (path.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
+    return (path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]

@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lineartime.benchmark.markdown import parameters, title, tokens
-from lineartime.benchmark.rows import KIND, OURS, STEPS, contexts_of, dtypes_of, kinds_of, newest, side_name, size_of
+from lineartime.benchmark.rows import KIND, OURS, contexts_of, dtypes_of, kinds_of, newest, side_name, size_of
 from lineartime.plot import COLOURS, Line, Panel, Picture
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def pictures_of(table: "DataFrame") -> dict[str, Picture]:
     parts = [first["benchmark"], first["name"], machine, f"{first['threads']}threads" if first["threads"] > 1 else "",
              parameters(size_of(table)).replace(" ", ""), f"{table.n_tokens.max()}"]
     shown = ([("time", "ms", "ms per token of a step"), ("memory", "peak_mib", "peak memory, MiB")]
-             if first["benchmark"] in STEPS else [("time", "ms", "ms per generated token")])
+             if first["benchmark"] == "step" else [("time", "ms", "ms per generated token")])
     pictures = {}
     for what, column, y_label in shown:
         panels = panels_of(table, column, y_label)

@@ -10,7 +10,6 @@ from lineartime.benchmark import Row
 from lineartime.benchmark.rows import (
     KIND,
     OURS,
-    STEPS,
     TITLES,
     compare,
     contexts_of,
@@ -59,13 +58,10 @@ def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (), pictures: P
 
 def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
     """A title, pictures, ratios, and folded what they are made of."""
-    benchmark, known = table.benchmark.iat[0], {name for row in table.row for name in row if row[name]}
+    benchmark = table.benchmark.iat[0]
     parts = [f"### {title(table)}", *links(table, pictures)]
-    if benchmark == "memory":
-        parts.append(f"{MEMORY}:\n\n{value_table(table, MEMORY)}")
-    shown = [SPEED if benchmark in STEPS else TIMES]
-    shown += [MEMORY] * bool(benchmark != "memory" and table.peak_mib.notna().any())
-    shown += [STATE] * ("state_bytes" in known)
+    shown = [SPEED] if benchmark == "step" else [TIMES, STATE]
+    shown += [MEMORY] * bool(benchmark == "step" and table.peak_mib.notna().any())
     return [*parts, ratio_table(table), *(folded(what, value_table(table, what)) for what in shown), caption(table)]
 
 
@@ -74,7 +70,7 @@ def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures:
     of the names, alone or with a hyphen behind it, on the machine of the one with most contexts."""
     import pandas
 
-    chosen = [table for table in tables if table.benchmark.iat[0] in STEPS and table.side.nunique() > 1
+    chosen = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
               and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
         return "No training steps of two models were measured side by side yet.\n"
@@ -93,7 +89,7 @@ def title(table: "DataFrame") -> str:
     """"A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)"."""
     first, n_tokens = table.iloc[0], span_of(f"{n:,}" for n in sorted(table.n_tokens.unique()))
     words = TITLES[first["benchmark"]]
-    if first["benchmark"] in STEPS:
+    if first["benchmark"] == "step":
         words += f" of {n_tokens} tokens"
     elif n_tokens != "1":
         words += f" {n_tokens} rows at once"
@@ -115,7 +111,7 @@ def ratio_table(table: "DataFrame") -> str:
     lines = []
     for rival in table.side.unique() if OURS in set(table.side) else ():
         shown: list[list[tuple[int, int]]] = []
-        for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] in STEPS),
+        for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] == "step"),
                                       ("both eager", "eager", True)):
             both = compare(table, OURS, rival, by_type=by_type, variant=variant)
             for dtype in dtypes_of(table) if by_type else [None]:
@@ -132,7 +128,7 @@ def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[t
     of `compare`."""
     texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
     unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
-    note = f"\n\n\\* FLASH was measured {joined(unmatched)} too, the other was not." if unmatched else ""
+    note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
     return by_context(["FLASH's speed over", *words], contexts, texts) + note
 
 
@@ -183,8 +179,8 @@ def part_table(table: "DataFrame") -> str:
 def caption(table: "DataFrame") -> str:
     """Where the numbers come from: machine, clock, repeats, commit, versions, commands; and what failed."""
     rows: list[Row] = table.row.tolist()
-    words = [machine_text(rows[0]), joined(unique(CLOCKS[row["clock"]] for row in rows if "clock" in row)),
-             joined(dtypes_of(table))]
+    words = [machine(rows[0]), listed(CLOCKS[row["clock"]] for row in rows if "clock" in row),
+             listed(dtypes_of(table))]
     if "filled" in [row.get("context") for row in rows]:
         words.append("states of random numbers that were never tokens")
     counts, warm = sorted(table.n.dropna().unique()), sorted({row.get("warm_up", 0) for row in rows})
@@ -192,11 +188,11 @@ def caption(table: "DataFrame") -> str:
         words.append(f"medians of {span_of(f'{n:.0f}' for n in counts)}, after {span_of(map(str, warm))} to warm up")
     words += provenance_words(rows)
     for name in sorted({name for row in rows for name in row.get("settings") or {}}):
-        chosen = unique(str((row.get("settings") or {}).get(name, "not set")) for row in rows)
-        words.append(f"{name.replace('_', ' ')}: {joined(chosen)}")
+        chosen = listed((row.get("settings") or {}).get(name, "not set") for row in rows)
+        words.append(f"{name.replace('_', ' ')}: {chosen}")
     overhead = [row["peak_mib"] - row["above_import_mib"] for row in rows
                 if row.get("peak_mib") and row.get("above_import_mib") is not None]
-    if overhead and table.benchmark.iat[0] in STEPS:
+    if overhead and table.benchmark.iat[0] == "step":
         words.append(f"memory is the process's own, {statistics.median(overhead):,.0f} MiB of it the imported program")
     commands = unique(re.sub(r" --json [^ ]+", "", row["command"]) for row in rows)
     made_by = ", ".join(f"`{command}`" for command in commands[:3])
@@ -208,7 +204,7 @@ def caption(table: "DataFrame") -> str:
     return text + (f"\n\nFailed: {'; '.join(failed)}." if failed else "")
 
 
-def machine_text(row: Row) -> str:
+def machine(row: Row) -> str:
     """What a row was measured on."""
     if row["device"] == "cpu":
         threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
@@ -219,9 +215,9 @@ def machine_text(row: Row) -> str:
 def provenance_words(rows: Sequence[Row]) -> list[str]:
     """How busy the machine was, and which commit and torch made the rows."""
     loads = [row["load_average"] for row in rows]
-    commits = unique(re.sub(r"^(\w{10})\w*", r"\1", row["commit"] or "unknown") for row in rows)
-    return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}", f"commit {joined(commits)}",
-            "torch " + joined(unique(row["torch"] for row in rows))]
+    commits = listed(re.sub(r"^(\w{10})\w*", r"\1", row.get("commit") or "unknown") for row in rows)
+    return [f"load {span_of([f'{min(loads):.1f}', f'{max(loads):.1f}'])}", f"commit {commits}",
+            "torch " + listed(row["torch"] for row in rows)]
 
 
 def parameters(n: int) -> str:
@@ -247,8 +243,9 @@ def span_of(texts: Iterable[str]) -> str:
     return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
 
 
-def joined(texts: Iterable[str]) -> str:
-    return ", ".join(texts)
+def listed(words: Iterable[object]) -> str:
+    """Each once."""
+    return ", ".join(unique(map(str, words)))
 
 
 def unique(texts: Iterable[str]) -> list[str]:

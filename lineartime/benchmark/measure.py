@@ -70,19 +70,12 @@ def commit() -> str | None:
         return os.environ.get("LINEARTIME_COMMIT") or None
 
 
-def proc_file(name: str) -> dict[str, str]:
-    """What Linux says in a file of `/proc`, by name; nothing elsewhere."""
-    try:
-        lines = Path("/proc", name).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 def cpu_model() -> str:
-    named = proc_file("cpuinfo")
-    if not named:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
         return platform.processor()
+    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = named.get("model name", platform.machine())
     return f"{name} (family {named.get('cpu family')}, model {named.get('model')})"
 
@@ -90,12 +83,6 @@ def cpu_model() -> str:
 def memory_bytes() -> int:
     """Memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def available_bytes() -> int:
-    """Memory that processes can still have, swap left out."""
-    available = proc_file("meminfo").get("MemAvailable")
-    return int(available.split()[0]) * 1024 if available else memory_bytes() // 2
 
 
 def installed_version(package: str) -> str | None:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime import ops
 from lineartime.benchmark import Row, measure
 from lineartime.benchmark.loss import Loss, counted_bytes, head_inputs, losses
 from lineartime.benchmark.measure import OnRows, Progress, Times, ignore
@@ -23,7 +22,7 @@ from lineartime.benchmark.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
 from lineartime.ops import reference
 from lineartime.ops.reference import rotary
-from lineartime.settings import require, require_name
+from lineartime.settings import require_name
 
 LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
 """Largest relative error of the output and of any gradient that is let pass, against the reference in float64."""
@@ -85,15 +84,6 @@ def in_kernels(module: str, name: str) -> Implementation:
     return kernel
 
 
-def chunked_inputs(config: ModelConfig, n_rows: int, names: Sequence[str]) -> Inputs:
-    """q, k `[B, G, C, S]` and v `[B, G, C, E]`, a model without chunks having one; and w, the bias of positions in a
-    chunk."""
-    c = config.chunk_size or config.context
-    shape = (n_rows, max(config.context // c, 1), c)
-    return {name: torch.randn(2 * c - 1) * 0.02 if name == "w" else
-            torch.randn(*shape, config.v_width if name == "v" else config.qk_width) for name in names}
-
-
 def mean(loss: Loss) -> Implementation:
     """The mean loss, as a training step takes it."""
     return lambda **inputs: loss(*inputs.values()).sum() / len(inputs["targets"])
@@ -140,13 +130,6 @@ OPS: dict[str, Op] = {
     "add_norm": Op(norm_inputs, side_by_side(
         {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
         ("weight", "bias")),
-    "mixed_chunk_attention": Op(
-        lambda config, n: chunked_inputs(config, n, ("q_quad", "k_quad", "q_lin", "k_lin", "v", "w")),
-        side_by_side(SCALED, reference=ops.mixed_chunk_attention)),
-    "quadratic_attention": Op(lambda config, n: chunked_inputs(config, n, "qkvw"),
-                              side_by_side(SCALED, reference=ops.quadratic_attention)),
-    "linear_attention": Op(lambda config, n: chunked_inputs(config, n, "qkv"),
-                           side_by_side(CAUSAL, reference=reference.linear_attention)),
     "softmax_attention": Op(row_inputs, side_by_side(CAUSAL, unfused=softmax_attention, fused=fused_softmax)),
     "linear_cross_entropy": Op(
         lambda config, n: head_inputs(n * config.context, config.vocab_size, config.d_model),
@@ -154,25 +137,20 @@ OPS: dict[str, Op] = {
         ("x", "weight", "bias"), head=True),
 }
 
-MODEL_OF = {"gated_quadratic_attention": "flash-quad", "quadratic_attention": "flash-quad",
-            "softmax_attention": "transformer++"}
+MODEL_OF = {"gated_quadratic_attention": "flash-quad", "softmax_attention": "transformer++"}
 """The preset whose sizes an op has, where it is not FLASH."""
 
 
 def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 8192,
-                 precisions: Sequence[str] = ("float32",), only: Sequence[str] = (), repeats: int = 10,
-                 threads: int = 1, device: str = "cpu", seed: int = 0,
-                 progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
+                 precisions: Sequence[str] = ("float32",), repeats: int = 10, threads: int = 1, device: str = "cpu",
+                 seed: int = 0, progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of forward and backward of one op; a row per implementation, model and type.
 
     The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). A model and
     type is one process, in which the implementations take turns. Before a time counts, the output and every gradient
-    have been compared with those of the reference in float64. only: the implementations wanted, by default all that
-    the device can run. Raises UsageError for an unknown op, implementation or type and for a kernel on a processor,
-    ResourceError where the process dies."""
+    have been compared with those of the reference in float64. Kernels are left out on a processor. Raises UsageError
+    for an unknown op or type, ResourceError where the process dies."""
     require_name("op", name, OPS)
-    require(KERNEL not in only or device == "cuda", "kernels run on a GPU", f"--only {KERNEL} on {device}",
-            "leave it out, or take --device cuda")
     measure.require_positive(models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
     for precision in precisions:
         require_name("precision", precision, LIMITS)
@@ -181,8 +159,8 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
         n_rows, where = max(tokens // config.context, 1), f"context {config.context:,}, {precision}"
         progress(f"{name}, {where}")
         answer = measure.measured_alone(measure_op, {
-            "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "only": list(only),
-            "repeats": repeats, "threads": threads, "device": device, "seed": seed}, name, where)
+            "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "repeats": repeats,
+            "threads": threads, "device": device, "seed": seed}, name, where)
         n_tokens = n_rows * config.context
         shared = {"benchmark": "op", "cell": None, "model": name, "config": to_dict(config), "n_parameters": 0,
                   "context_tokens": config.context, "batch_size": n_rows, "tokens_per_step": n_tokens,
@@ -196,16 +174,14 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
     return rows
 
 
-def measure_op(name: str, config: Row, n_rows: int, precision: str, only: Sequence[str], repeats: int, threads: int,
-               device: str, seed: int) -> Generator[Row, Row, None]:
+def measure_op(name: str, config: Row, n_rows: int, precision: str, repeats: int, threads: int, device: str,
+               seed: int) -> Generator[Row, Row, None]:
     """One process's part of `benchmark_op`."""
     on, settings = measure.set_up(threads, device, seed)
     fields, op, dtype = ModelConfig(**config), OPS[name], getattr(torch, precision)
     every = op.implementations(fields)
-    for each in only:
-        require_name("implementation", each, every)
     first = next(iter(every.values()))
-    chosen = {each: every[each] for each in only or every if each in only or each != KERNEL or on.type == "cuda"}
+    chosen = {each: function for each, function in every.items() if each != KERNEL or on.type == "cuda"}
     inputs = typed(op, op.inputs(fields, n_rows), on, dtype)
     few = {key: x[:CHECKED_TOKENS] if op.head and key in ("x", "targets") else x for key, x in inputs.items()}
     found: dict[str, Row] = {}

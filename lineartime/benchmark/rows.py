@@ -5,9 +5,9 @@ A table is a data frame with a row for each measurement, in the order of time. A
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lineartime.atomic_io import read_json_lines
 from lineartime.benchmark import Row
@@ -21,11 +21,7 @@ NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transform
 OURS = "flash"
 """The side that is compared with every other."""
 
-STEPS = ("step", "memory")
-"""Benchmarks of whole training steps; "memory" takes one row, at growing contexts."""
-
-TITLES = {"step": "A training step", "memory": "Memory of a training step", "decode": "Decoding",
-          "decode-read": "Decoding after contexts that were read"}
+TITLES = {"step": "A training step", "decode": "Decoding", "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
 
 KIND = ["side", "variant", "dtype"]
@@ -53,15 +49,44 @@ def read_rows(path: Path) -> list[Row]:
     return [row for row in read_json_lines(path, parse, "a row of a measurement") if row is not None]
 
 
+def require_types(row: Row, types: Mapping[type, str]) -> None:
+    """Raise KeyError for a field that is missing, TypeError for one of another type; numbers are finite.
+
+    types: names of fields; a dot leads into a field, and one with "?" may be missing or null."""
+    for wanted, name in ((wanted, name) for wanted, names in types.items() for name in names.split()):
+        value: Any = row
+        for key in name.rstrip("?").split("."):
+            value = value.get(key) if name.endswith("?") else value[key]
+        number = wanted is float and type(value) in (int, float) and abs(value) < math.inf
+        if not (number or (wanted is not float and type(value) is wanted) or (value is None and name.endswith("?"))):
+            raise TypeError(f"{name.rstrip('?')} is {str(value)[:40]}")
+
+
+def require_provenance(row: Row) -> None:
+    """Raise as `require_types` for what every row says of its machine and its making."""
+    require_types(row, {
+        str: "time command device dtype cpu torch commit?" + " gpu" * (row["device"] != "cpu"), int: "threads cores",
+        float: "memory_gib load_average"})
+
+
 def measurement(row: Row) -> Row:
-    """The columns of a table, from a row as `lineartime benchmark` writes it. Raises KeyError for what is missing.
+    """The columns of a table, from a row as `lineartime benchmark` writes it. Raises KeyError, TypeError.
 
     `side` is what is compared with what: the model, "model/unfused" for attention that is not fused, "model/reference"
     for the PyTorch reference where there are kernels. `ms` (with quartiles) is milliseconds per token by the clock that
     counts, NaN where the measurement failed. `n_tokens` is of a step; of what else is timed, rows at once."""
+    require_provenance(row)
+    require_types(row, {
+        str: "benchmark run model variant? attention? context? cell? failed? unit?", dict: "settings? many_tokens?",
+        int: "context_tokens n_parameters tokens_per_step? batch_size? warm_up?", float: "peak_mib? above_import_mib?"})
+    require_types(row.get("many_tokens") or {}, {int: "tokens?", float: "counted_mib?"})
     side = row["model"] + (f"/{row['attention']}" if row.get("attention") in ("unfused", "reference") else "")
     decoding, well = row["benchmark"] == "decode", not row.get("failed")
-    times = row[f"{row['clock']}_ms"] if well else dict.fromkeys(("median", "q1", "q3", "n"), math.nan)
+    times: Row = dict.fromkeys(("median", "q1", "q3", "n"), math.nan)
+    if well:
+        times = row[f"{row['clock']}_ms"]
+        require_types(times, {float: "median q1 q3", int: "n"})
+        require_types(row, {float: "slowest_token_ms.max state_bytes" * decoding})
     tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
     return {
         # A decoding state may have been made up; then its context is a length, and no text that was read.
@@ -70,7 +95,7 @@ def measurement(row: Row) -> Row:
         "variant": row.get("variant") or "eager", "dtype": row["dtype"], "context": row["context_tokens"],
         "device": row["device"], "hardware": row["cpu"] if row["device"] == "cpu" else row["gpu"],
         "threads": row["threads"], "n_parameters": row["n_parameters"],
-        "n_tokens": row.get("tokens_per_step") or row.get("batch_size") or 1, "time": row.get("time", ""),
+        "n_tokens": row.get("tokens_per_step") or row.get("batch_size") or 1, "time": row["time"],
         "ms": times["median"] / tokens, "q1": times["q1"] / tokens, "q3": times["q3"] / tokens, "n": times["n"],
         # Decoding has all models in one process.
         "peak_mib": row.get("peak_mib", math.nan) if well and not decoding else math.nan,

@@ -24,7 +24,7 @@ from lineartime.info import describe
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
-from lineartime.runtime import forget_peak, release_memory, rss_bytes
+from lineartime.runtime import available_bytes, forget_peak, release_memory, rss_bytes
 from lineartime.settings import require_name
 from lineartime.training import compute_gradient, make_optimizer
 
@@ -82,8 +82,7 @@ class StepCase:
 
 
 def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int = 1, device: str = "cpu", seed: int = 0,
-                   together: bool = False, benchmark: str = "step", progress: Progress = ignore,
-                   on_rows: OnRows = ignore) -> list[Row]:
+                   together: bool = False, progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of whole training steps; a row per case.
 
     Every case is a process of its own that stays. Those of one context and type take a step in turn, `repeats` times
@@ -99,7 +98,7 @@ def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int 
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         for group in groups.values():
             measured = measure_group(group, references, Path(folder), {**machine, "seed": seed}, repeats, progress)
-            shared = {"benchmark": benchmark, **machine, "warm_up": WARM_UP, "repeats": repeats,
+            shared = {"benchmark": "step", **machine, "warm_up": WARM_UP, "repeats": repeats,
                       **measure.facts_of_run()}
             made = [step_row(case, answer) | shared for case, answer in zip(group, measured, strict=True)]
             on_rows(made)
@@ -135,13 +134,13 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
             references[cases[0].reference] = make_reference(cases[0])
         answers = [prepare(cases[0], workers[0])]
         # What follows is not timed: on a processor with cores to spare, several at once where memory is ample.
-        ample = 4 * answers[0].get("above_import_mib", math.inf) * 2**20 < measure.available_bytes()
+        ample = 4 * answers[0].get("above_import_mib", math.inf) * 2**20 < (available_bytes() or 0)
         at_once = max((os.cpu_count() or 1) // machine["threads"], 1) if on_cpu and ample else 1
         with ThreadPoolExecutor(at_once) as pool:
             references |= zip(missing, pool.map(make_reference, missing.values()), strict=True)
             answers += pool.map(prepare, cases[1:], workers[1:])
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
-        hold = on_cpu and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * measure.available_bytes()
+        hold = on_cpu and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * (available_bytes() or 0)
         if on_cpu and not hold:
             progress("too little memory for all at once: each gives it back after its step, and takes one more before")
         for number, i in measure.in_turn(alive, range(-1 if hold else 0, repeats)):

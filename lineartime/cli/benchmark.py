@@ -1,6 +1,5 @@
 """The verb that measures: `lineartime benchmark ...`."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +62,7 @@ def benchmark_decode(
     measured = decode.benchmark_decode(
         configs, contexts, batch_size=batch, precisions=precision.split(","), quadratic_up_to=quadratic_up_to,
         read_up_to=read_up_to, repeats=repeats, capture=capture, **place(threads, device))
-    show_and_keep(rows)(measured)
+    show_and_keep(rows, measured)
 
 
 @benchmark.command("step")
@@ -84,51 +83,22 @@ def benchmark_step(
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
     Any --set applies to every model that has the field."""
-    measure_steps("step", labels, contexts, precision, tokens, task, shape_named(shape), settings, together, repeats,
-                  rows, place(threads, device))
-
-
-@benchmark.command("memory")
-def benchmark_memory(
-    labels: Labels = None,
-    contexts: Lengths = "2048,4096,8192,16384",
-    precision: Precision = "float32",
-    task: Task = "wiki40b",
-    shape: Shape = None,
-    settings: Setting = None,
-    repeats: Repeats = 3,
-    threads: Threads = 1,
-    device: Device = None,
-    rows: Rows = None,
-) -> None:
-    """Peak memory, and time per token beside it, of a training step of one row at growing contexts."""
-    measure_steps("memory", labels, contexts, precision, 1, task, shape_named(shape), settings, True, repeats, rows,
-                  place(threads, device))
-
-
-def measure_steps(benchmark: str, labels: list[str] | None, contexts: str, precision: str, tokens: int, task: str,
-                  shape: dict[str, Any], settings: list[str] | None, together: bool, repeats: int, rows: Path | None,
-                  where: dict[str, Any]) -> None:
-    """Training steps, whose rows are written as soon as they are there."""
-    lengths = whole_numbers(contexts)
+    lengths, fields = whole_numbers(contexts), shape_named(shape)
     from lineartime.benchmark import step
 
     chosen = step.step_cases(labels or DEFAULT, lengths, precision.split(","), tokens=tokens,
-                             config_of=lambda preset: shaped_config(preset, task, shape, settings or []))
-    step.benchmark_step(chosen, repeats=repeats, together=together, benchmark=benchmark, on_rows=show_and_keep(rows),
-                        **where)
+                             config_of=lambda preset: shaped_config(preset, task, fields, settings or []))
+    step.benchmark_step(chosen, repeats=repeats, together=together, on_rows=partial(show_and_keep, rows),
+                        **place(threads, device))
 
 
 @benchmark.command("op")
 def benchmark_op(
     op: Annotated[str, typer.Argument(help="gated_chunk_attention, gated_quadratic_attention, add_norm, "
-                                           "mixed_chunk_attention, quadratic_attention, linear_attention, "
                                            "softmax_attention or linear_cross_entropy.")],
     contexts: Lengths = "2048",
     precision: Precision = "float32",
     tokens: Tokens = 8192,
-    only: Annotated[list[str] | None, typer.Option(
-        help="An implementation; may be given again. All by default.")] = None,
     model: Annotated[str | None, typer.Option(help="Model whose sizes the op has; by default one that has it.")] = None,
     task: Task = "wiki40b",
     shape: Shape = None,
@@ -144,7 +114,7 @@ def benchmark_op(
 
     config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
     ops.benchmark_op(op, [replace(config, context=n) for n in lengths], tokens=tokens, precisions=precision.split(","),
-                     only=only or [], repeats=repeats, on_rows=show_and_keep(rows), **place(threads, device))
+                     repeats=repeats, on_rows=partial(show_and_keep, rows), **place(threads, device))
 
 
 @benchmark.command("loss")
@@ -204,16 +174,13 @@ def benchmark_run(
         raise ResourceError("a call failed", rows, "what it said is above; the same command tries it again")
 
 
-def show_and_keep(path: Path | None) -> "Callable[[list[Row]], None]":
-    """What to do with rows as they come: print them, and write them to the file if there is one."""
-    def on_rows(rows: "list[Row]") -> None:
-        from lineartime.benchmark.measure import print_rows
+def show_and_keep(path: Path | None, rows: "list[Row]") -> None:
+    """Print rows, and write them to the file if there is one."""
+    from lineartime.benchmark.measure import print_rows
 
-        print_rows(rows)
-        if path is not None:
-            append_json_lines(path, rows)
-
-    return on_rows
+    print_rows(rows)
+    if path is not None:
+        append_json_lines(path, rows)
 
 
 def place(threads: int, device: str | None) -> dict[str, Any]:

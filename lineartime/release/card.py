@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lineartime.benchmark.markdown import machine_text, markdown, provenance_words
+from lineartime.benchmark.markdown import machine, markdown, provenance_words
 from lineartime.config import ModelConfig, run_config, to_dict
 from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
@@ -155,5 +155,5 @@ def code_block(text: str, language: str = "") -> str:
 
 def made_by(made: dict[str, Any]) -> str:
     """The provenance of the export and its scores."""
-    return (f"<sub>Made by `lineartime export` on {made['time'][:10]}: {machine_text(made)}; "
+    return (f"<sub>Made by `lineartime export` on {made['time'][:10]}: {machine(made)}; "
             f"{'; '.join(provenance_words([made]))}; lineartime {made['lineartime']}.</sub>")

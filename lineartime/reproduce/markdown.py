@@ -1,12 +1,12 @@
 """The paper's tables with our numbers beside its own, as Markdown, made of records and `paper.toml` alone."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
 
-from lineartime.benchmark.markdown import CLOCKS, folded, machine_text, markdown, number, provenance_words, unique
+from lineartime.benchmark.markdown import CLOCKS, folded, listed, machine, markdown, number, provenance_words, unique
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.results import CELL, Results, paired, results_of, speedups, spread, step_speedups
 from lineartime.reproduce.scales import Kind, caption_of
@@ -254,7 +254,7 @@ def provenance(results: Results) -> str:
                     f"{row['data']['validation_tokens']:,} held out, vocabulary {row['data']['vocab_size']:,}, "
                     f"sha256 {row['data']['sha256'][:10]})" for row in results.trained.record)
     if records:
-        words += [listed(row["dtype"] for row in records), *unique(map(machine_text, records)),
+        words += [listed(row["dtype"] for row in records), *unique(map(machine, records)),
                   *provenance_words(records)]
         texts.append(f"Ours: {'; '.join(words)}. Made by {command_text(results)}.")
     if questions:
@@ -262,8 +262,3 @@ def provenance(results: Results) -> str:
         texts.append(f"F1 of {listed(row['n_questions'] for row in questions)} questions; that of the span that shares "
                      f"most words with the question: {overlap}. Fine-tuning was not timed side by side.")
     return " ".join(texts)
-
-
-def listed(words: Iterable[object]) -> str:
-    """Each once."""
-    return ", ".join(unique(map(str, words)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.atomic_io import read_json_lines
+from lineartime.benchmark.rows import require_provenance, require_types
 from lineartime.errors import DataError
 from lineartime.reproduce.scales import Cell, Kind, key_of
 
@@ -22,20 +23,52 @@ COLUMNS: dict[Kind, list[str]] = {
     "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters"]}
 
 
+TYPES: dict[Kind, dict[type, str]] = {
+    "train": {float: "held_out.loss held_out.n_words? held_out.word_perplexity?", str: "data.sha256",
+              int: "n_parameters tokens data.train_tokens data.validation_tokens data.vocab_size"},
+    "finetune": {float: "f1 word_overlap.f1", int: "n_questions", dict: "questions"},
+    "step": {str: "run clock", int: "tokens_per_step n_parameters?", float: "peak_mib?"}}
+"""What `require_types` wants of a record that did not fail."""
+
+
 def numbers_of(row: Record) -> list[Any]:
     """What a record that did not fail has in these columns. Losses are in nats per token of the whole held-out split
     after training, F1 in percent, a step's times in milliseconds of one micro-batch of "tokens"."""
     if row["kind"] == "train":
         held_out = row["held_out"]
-        return [int(row["settings"]["seed"]), held_out["loss"], math.exp(held_out["loss"]),
+        return [row["settings"]["seed"], held_out["loss"], math.exp(held_out["loss"]),
                 held_out["word_perplexity"] if held_out.get("n_words") else None, row["n_parameters"],
                 row["curve"][-1][0], row["tokens"]]
     if row["kind"] == "finetune":
-        clock = "cpu" if row["device"] == "cpu" else "wall"
-        return [int(row["settings"]["seed"]), row["f1"], row["step_ms"][clock]["median"]]
-    ms = row[f"{row['clock']}_ms"]
+        return [row["settings"]["seed"], row["f1"], times_of(row)["median"]]
+    ms = times_of(row)
     return [row["run"], row["time"], ms["median"], ms["q1"], ms["q3"], row["tokens_per_step"], row.get("peak_mib"),
             row.get("n_parameters")]
+
+
+def times_of(row: Record) -> Record:
+    """A record's times of a step, by the clock that counts."""
+    if row["kind"] == "step":
+        return row[f"{row['clock']}_ms"]
+    return row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]
+
+
+def require_record(row: Record) -> None:
+    """Raise for a record that no table can be made of."""
+    kind, wanted = row["kind"], TYPES[row["kind"]]
+    require_types(row, {str: "text scale failed?", dict: "settings"})
+    require_types(row["settings"], {int: "seed?" if kind == "step" else "seed"})
+    if not row.get("failed"):
+        require_provenance(row)
+        require_types(row, wanted)
+        if kind != "train":
+            require_types(times_of(row), {float: "median q1 q3", int: "n"})
+        else:
+            for step, loss in row["curve"]:
+                require_types({"step": step, "loss": loss}, {int: "step", float: "loss"})
+            for span in row["held_out"].get("loss_by_position") or ():
+                require_types(span, {int: "first last", float: "loss"})
+        numbers_of(row)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -45,10 +78,8 @@ def read_records(path: Path) -> list[Record]:
     records = read_json_lines(path, dict, "a row of a run") if path.exists() else []
     for number, record in enumerate(records, 1):
         try:
-            key_of(record["kind"], record["text"], record["settings"])
-            if not record.get("failed"):
-                numbers_of(record)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
+            require_record(record)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as e:
             raise DataError("not a row of a run", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
     return records
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lineartime import checkpoint
 from lineartime.atomic_io import append_json_lines, write_atomically
-from lineartime.benchmark import ROOT
+from lineartime.benchmark.cells import environment, last_line
 from lineartime.benchmark.measure import provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
@@ -243,12 +243,10 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     Returns the error that a table shows: the numbers went bad, or memory ran out. Raises any other."""
     if stop.number is not None:
         return None
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(place.threads)}
     with open(log, "wb") as file:
         process = subprocess.Popen([sys.executable, "-m", "lineartime", *arguments], stdout=file, stderr=file,
-                                   env=environment, start_new_session=True,
-                                   preexec_fn=partial(end_with_parent, os.getpid()))
+                                   env={**environment(), "OMP_NUM_THREADS": str(place.threads)},
+                                   start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid()))
     place.tell(f"  {label}: starts")
     asked, told = False, time.monotonic()
     while process.poll() is None:
@@ -270,10 +268,6 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     if isinstance(error, NumericsError) or (isinstance(error, ResourceError) and error.what == "out of memory"):
         return str(error)
     raise error
-
-
-def last_line(log: Path) -> str:
-    return (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""])[-1].strip()
 
 
 def toml(settings: Settings) -> str:

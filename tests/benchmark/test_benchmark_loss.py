@@ -55,4 +55,4 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(measure, "choose_settings", lambda device: {})
     monkeypatch.setattr(loss_module, "linear_cross_entropy", lambda *inputs: 1.0001 * plain(*inputs))
     with pytest.raises(NumericsError, match="by chunks, "):
-        next(measure_op("linear_cross_entropy", to_dict(CONFIG), 1, "float32", [], 1, 1, "cpu", 0))
+        next(measure_op("linear_cross_entropy", to_dict(CONFIG), 1, "float32", 1, 1, "cpu", 0))

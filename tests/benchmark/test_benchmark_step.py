@@ -194,7 +194,7 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     orders = [order for _, order in here if order and "warm" in order]
     assert orders == [{"warm": 0, "release": False, "timed": i >= 2} for i in range(6)]
     here.clear()
-    monkeypatch.setattr(measure, "available_bytes", lambda: 0)
+    monkeypatch.setattr(step, "available_bytes", lambda: 0)
     rows = benchmark_step(cells("flash", "performer"), repeats=2)
     assert [order for _, order in here if order and "warm" in order] == [
         {"warm": 1, "release": True, "timed": True}] * 4
@@ -223,7 +223,7 @@ def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, avai
     monkeypatch.setattr(measure, "Worker", Slow)
     monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
     monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(measure, "available_bytes", lambda: available)
+    monkeypatch.setattr(step, "available_bytes", lambda: available)
     rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
     assert max(n for during, n in most if not during) == at_once
     assert {n for during, n in most if during} == {1} and len(rows) == 4

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.image import imread
 from PIL import Image
 
+from broken_rows import changed, lines_of_other_types, paths_of
 from lineartime.benchmark.figures import pictures_of
 from lineartime.benchmark.markdown import number, ratio_table, speed_section
 from lineartime.benchmark.rows import compare, read_rows, tables_of
@@ -30,7 +31,8 @@ def made(model="flash", ms=100.0, *, context=2048, variant="eager", dtype="float
            "n_parameters": 1_800_000, "context_tokens": context, "dtype": dtype, "device": "cpu", "threads": 1,
            "unit": "step" if benchmark == "step" else "token", "warm_up": 3, "repeats": 5,
            "settings": {"allocator": "keeps freed memory"}, **FACTS, **more}
-    row |= {"tokens_per_step": max(8192, context)} if benchmark == "step" else {"batch_size": 1}
+    row |= {"tokens_per_step": max(8192, context)} if benchmark == "step" else {
+        "batch_size": 1, "slowest_token_ms": {"max": 9.0}, "state_bytes": 2**20}
     if failed:
         return row | {"failed": failed}
     low, high = quartiles
@@ -156,10 +158,61 @@ def test_a_cut_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_
     path.write_text(json.dumps(made()) + '\n{"run": "1", "un')
     assert len(read_rows(path)) == 1
     path.write_text('{"run": "1", "benchmark": "step"}\n' + json.dumps(made()) + "\n")
-    with pytest.raises(DataError, match=r"line 1; KeyError: 'model'"):
+    with pytest.raises(DataError, match=r"line 1; KeyError: 'device'"):
         read_rows(path)
     with pytest.raises(DataError, match="cannot read the rows"):
         read_rows(tmp_path / "missing.jsonl")
+
+
+SHIPPED = [row for row in map(json.loads, (ROOT / "lineartime/results/speed.jsonl").read_text().splitlines())
+           if row["benchmark"] != "read"]
+ONE_OF_EACH = {row["benchmark"]: row for row in SHIPPED}
+UNUSED = ("label", "config", "check", "python", "lineartime", "tokens_per_s", "repeats", "peer", "block_tokens",
+          "allocated_state_bytes", "dtype_ms", "wall_ms", "mfu", "peak_flops", "peak_flops_from", "flops_per_token",
+          "vocab_size", "d_model")
+"""Fields of rows that no table or picture is made of; "wall_ms" where another clock counts."""
+
+
+def used(path):
+    return path[0] not in UNUSED and (len(path) == 1 or path == ("slowest_token_ms", "max") or not (
+        path[0] in ("settings", "slowest_token_ms") or path[-1] in ("min", "max")))
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_a_field_of_another_type_is_an_error_of_one_line(tmp_path, kind):
+    file, row = tmp_path / "rows.jsonl", ONE_OF_EACH[kind]
+    tried = 0
+    for path in filter(used, paths_of(row)):
+        for line in lines_of_other_types(row, path):
+            file.write_text(json.dumps(row) + "\n" + line + "\n")
+            with pytest.raises(DataError) as raised:
+                read_rows(file)
+            message = str(raised.value)
+            assert message.startswith(f"not a row of a measurement: {file}, line 2; ") and "\n" not in message, path
+            tried += 1
+    assert tried > 100
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_a_field_that_is_missing_is_an_error_or_tables_are_made_without_it(tmp_path, kind):
+    """All that may be missing is, at once; what no table is made of is nonsense."""
+    row, missing = ONE_OF_EACH[kind], []
+    for path in filter(used, paths_of(row)):
+        less = changed(row, path, ...)
+        try:
+            cells_of(tmp_path, [row, less])
+        except DataError as error:
+            assert path[-1] in str(error) or path[0] == "clock"
+        else:
+            missing += [path] if len(path) == 1 else []
+    assert set(missing) < {(name,) for name in (
+        "cell", "variant", "commit", "gpu", "settings", "warm_up", "peak_mib", "above_import_mib", "attention",
+        "context", "batch_size", "unit", "many_tokens", "tokens_per_step", "counted_mib")}
+    for path in missing:
+        row = changed(row, path, ...)
+    row |= dict.fromkeys(set(UNUSED) & set(row) - {"wall_ms"}, "nonsense")
+    cells = cells_of(tmp_path, [row])
+    assert "|" in speed_section(cells) and len([pictures_of(table) for table in tables_of(cells) if kind != "loss"]) < 2
 
 
 def part(variant, ms, counted, run="1", benchmark="loss"):

@@ -83,7 +83,6 @@ RECIPES: dict[str, list[list[str]]] = {
     "benchmark decode": [["flash", "--lengths", "16", *TINY, "--set", "vocab_size=50", "--precision", "float32",
                           "--repeats", "1"]],
     "benchmark step": [["flash", "--contexts", "16", "--tokens", "16", *TINY, "--repeats", "1"]],
-    "benchmark memory": [["flash", "--contexts", "16", *TINY, "--repeats", "1"]],
     "benchmark op": [["add_norm", "--contexts", "16", "--tokens", "16", *TINY, "--repeats", "1"]],
     "benchmark run": [["bench", "--json", "new.jsonl"]],
     "benchmark loss": [["--vocab-size", "50", "--d-model", "8", "--tokens", "16", "--many-tokens", "16", "--repeats",
@@ -91,7 +90,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "benchmark read": [["flash", "--tokens", "64", *TINY]],
 }
 OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "report", "export", "answer"]
-SPAWNING = {"benchmark step", "benchmark memory", "benchmark op", "benchmark run", "benchmark loss", "benchmark read"}
+SPAWNING = {"benchmark step", "benchmark op", "benchmark run", "benchmark loss", "benchmark read"}
 """Verbs that start a fresh Python to measure in: few of these lines are right."""
 
 

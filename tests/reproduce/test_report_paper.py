@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from broken_rows import changed, lines_of_other_types, paths_of
 from lineartime.cli import report as cli_report
 from lineartime.errors import DataError, UsageError
 from lineartime.plot import digest
@@ -374,6 +375,32 @@ def test_a_row_that_lacks_something_is_an_error_of_one_line(tmp_path, broken):
     assert "line 2" in str(raised.value) and "\n" not in str(raised.value)
 
 
+UNUSED = ("python", "lineartime", "epochs", "train_s", "exact_match", "benchmark", "model", "context_tokens", "wall_ms")
+
+
+@pytest.mark.parametrize("kind", ["train", "finetune", "step"])
+def test_every_field_that_a_table_is_made_of_is_checked(tmp_path, kind):
+    """Deleted, or of another type: an error of one line, but for what a record may lack."""
+    row = next(row for row in made_rows("triviaqa") if row["kind"] == kind)
+    unused = {*UNUSED, *(("step_ms", "peak_mib") if kind == "train" else ())}
+    for path in paths_of(row):
+        inside = path[0] in ("settings", "questions", "step_ms") and path[1:] not in (
+            (), ("seed",), ("cpu",), ("cpu", "median"))
+        if inside or unused.intersection(path) or path[-1] in ("min", "max", "bits_per_byte", "n_bytes", "perplexity",
+                                                               "n_tokens"):
+            continue
+        may_lack = path[-1] in ("commit", "gpu", "peak_mib", "n_words", "loss_by_position") or (
+            kind, path[-1]) == ("step", "n_parameters")
+        for line in [*lines_of_other_types(row, path), *([] if may_lack else [json.dumps(changed(row, path, ...))])]:
+            (tmp_path / "rows.jsonl").write_text(line + "\n")
+            with pytest.raises(DataError, match="not a row of a run") as raised:
+                read_records(tmp_path / "rows.jsonl")
+            assert "line 1; " in str(raised.value) and "\n" not in str(raised.value), path
+    less = {key: value for key, value in row.items() if key not in (*UNUSED, "commit", "gpu", "peak_mib")}
+    results = results_of("triviaqa", "cpu", read_records(written(tmp_path, [less])))
+    assert "Ours: " in table_section(results) and len(pictures_of(results)) == (kind != "step")
+
+
 def test_a_file_that_is_not_there_or_cut_off(tmp_path):
     assert read_records(tmp_path / "rows.jsonl") == []
     path = written(tmp_path, made_rows("gap"))
@@ -402,7 +429,7 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
 def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PLACE + "<!-- speed: begin -->\nold speed\n<!-- speed: end -->\n")
-    fill_pages([page], tmp_path, speed_places([], 0, []))
+    fill_pages([page], tmp_path, speed_places([]))
     assert page.read_text().startswith(PLACE) and "old speed" not in page.read_text()
 
 
@@ -448,7 +475,6 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("gaps",), 2, "unknown table: gaps; did you mean gap?"),
     (("gap", "--scale", "tpu"), 2, "unknown scale: tpu"),
-    (("gap", "--targets"), 2, "arguments that do not go together: a table of the paper takes no --targets"),
     (("speed", "--scale", "cpu"), 2, "arguments that do not go together: speed takes no --scale"),
     (("gap", "--into", "README.md"), 2, "arguments that do not go together: --into, whose places name their tables,"),
     (("gap", "--rows", "nothing.jsonl"), 3, "no rows to report: nothing.jsonl; `lineartime reproduce` writes them"),

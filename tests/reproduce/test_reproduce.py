@@ -275,7 +275,7 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
 
 def test_rows_are_of_runs_and_nothing_else(tmp_path):
     path = tmp_path / "rows.jsonl"
-    row = {"kind": "train", "text": "t", "settings": {"seed": 0}, "failed": "out of memory"}
+    row = {"kind": "train", "scale": "cpu", "text": "t", "settings": {"seed": 0}, "failed": "out of memory"}
     assert read_records(path) == []
     path.write_text(json.dumps(row) + '\n{"kind": "tr')
     assert read_records(path) == [row]
