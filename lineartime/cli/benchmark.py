@@ -92,6 +92,15 @@ def benchmark_step(
                         **place(threads, device))
 
 
+@benchmark.command("memory")
+def benchmark_memory(labels: Labels = None, contexts: Lengths = "2048,4096,8192,16384",
+                     precision: Precision = "float32", task: Task = "wiki40b", shape: Shape = None,
+                     settings: Setting = None, repeats: Repeats = 3, threads: Threads = 1, device: Device = None,
+                     rows: Rows = None) -> None:
+    """Peak memory of training steps of one row at growing contexts: `step --tokens 1 --together`."""
+    benchmark_step(labels, contexts, precision, 1, task, shape, settings, True, repeats, threads, device, rows)
+
+
 @benchmark.command("op")
 def benchmark_op(
     op: Annotated[str, typer.Argument(help="gated_chunk_attention, gated_quadratic_attention, add_norm, "
