@@ -28,7 +28,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def info_of(config: ModelConfig, segment_ids_BT: Tensor) -> SequenceInfo:
-    angles = rotary(torch.arange(segment_ids_BT.shape[1])[None], config.qk_width, torch.float64)
+    angles = rotary(torch.arange(segment_ids_BT.shape[1])[None], config.qk_width, torch.float64, config.rope_base)
     info = SequenceInfo(angles if config.rel_pos else None, segment_ids_BT)
     if config.by_document:
         info.cu_seqlens = cu_seqlens(segment_ids_BT)
