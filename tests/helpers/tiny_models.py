@@ -47,6 +47,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash local": replace(FLASH, chunk_parts="local"),
     "flash global": replace(FLASH, chunk_parts="global"),
     "flash local overlap": replace(FLASH, chunk_parts="local", overlap=True),
+    "combiner rope base": model_config("combiner", **SIZES, **HEADS, chunk_size=CHUNK, rope_base=100.0),
     "flash key conv": replace(FLASH, key_conv=3),
     "flash write gate": replace(FLASH, linear_gate=True, linear_rope=False),
     "flash read norm": replace(FLASH, linear_norm=True, rope_base=100.0),
