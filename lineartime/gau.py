@@ -36,7 +36,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def __init__(self, config: ModelConfig | None = None, **fields: object):
         config = gau_config(config, fields)
-        require(not config.is_ablated_gau, "this GAU is an ablation of the paper", "GatedAttentionUnit",
+        require(not config.is_ablated_gau, "this GAU is neither FLASH's nor FLASH-Quad's", "GatedAttentionUnit",
                 "take lineartime.ablations.AblatedGatedAttentionUnit")
         super().__init__(config)
         self.make_parameters(n_made=2 if config.chunk_size is None else 4, out_width=config.d_inner)
