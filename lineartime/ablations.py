@@ -1,4 +1,5 @@
-"""The paper's ablations and variants of a GAU. FLASH and FLASH-Quad do not use this file.
+"""The paper's ablations and variants of a GAU, and the options beyond the paper (`memory.py`). FLASH and FLASH-Quad do
+not use this file.
 
 The ablations are several heads, softmax, another activation, no gate, one half of mixed chunk attention, overlapping
 chunks, learned chunk weights (Appendix A), first-to-all and softmax for [CLS] (Section 4.3), and the paper's document
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.attention.mixed_chunk import attend_in_chunks
+from lineartime.attention.mixed_chunk import attend_in_chunks, linear_heads
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache, TokenPosition, with_room
 from lineartime.decoding.extend import extend_chunks, extend_row
@@ -27,13 +28,14 @@ from lineartime.layers import (
     fold_heads,
     unfold_heads,
 )
+from lineartime.memory import KeyConv, ReadNorm, WriteGate
 from lineartime.ops.ablations import (
     ablated_quadratic_attention,
     chunk_means,
     first_to_all_attention,
     learned_chunk_weights,
 )
-from lineartime.ops.dispatch import use_kernels
+from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import chunk_ids, from_chunks, read_states, rope, to_chunks
 
@@ -42,7 +44,7 @@ CHUNK_BIAS_LEN = 512
 
 
 class AblatedGatedAttentionUnit(GatedAttentionUnit):
-    """A `GatedAttentionUnit` with any of the ablations in `ModelConfig`; always runs the PyTorch reference.
+    """A `GatedAttentionUnit` with any of the ablations and options in `ModelConfig`; always runs the PyTorch reference.
 
     With several heads, each head is a slice of z and of v. Without the gate, W_o takes [u, A v]. Raises UsageError for
     a wrong field."""
@@ -55,6 +57,9 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         if config.chunk_pooling == "attention":
             self.chunk_scale_offset = ScaleOffset(2, config.query_key_dim)
             self.chunk_bias = RelPosBias(CHUNK_BIAS_LEN)
+        self.key_conv = KeyConv(config) if config.key_conv else None
+        self.linear_gate = WriteGate(config) if config.linear_gate else None
+        self.linear_norm = ReadNorm(config) if config.linear_norm else None
         self.init_weights(config.init_std)
 
     def init_weights(self, std: float) -> None:
@@ -63,35 +68,56 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             for scale in (self.chunk_scale_offset.gamma, *self.chunk_bias.parameters()):
                 nn.init.normal_(scale, std=0.02)
             nn.init.zeros_(self.chunk_scale_offset.beta)
+        for option in (self.key_conv, self.linear_gate, self.linear_norm):
+            if option is not None:
+                option.init_weights()
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         config, segment_ids_BT = self.config, info.segment_ids_BT
-        use_kernels(self.impl, normed_BTD.device, lambda: "kernels do not have the paper's ablations")
-        u_BTE, v_BTE, z_BTS, heads_NBTS = self.project(normed_BTD, info)
+        use_kernels(self.impl, normed_BTD.device, unsupported_variant)
+        u_BTE, v_BTE, z_BTS = self.project(normed_BTD)
+        near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT)
+        heads_NBTS, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         if segment_ids_BT is not None:
             segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
-        attend = self.attend_row if config.chunk_size is None else self.attend_chunks
-        return self.output(u_BTE, attend(heads_NBTS, v_BTE, z_BTS, segment_ids_BT))
+        if config.chunk_size is None:
+            out_BTE = self.attend_row(heads_NBTS, v_BTE, segment_ids_BT)
+        else:
+            out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, gate_BT)
+        return self.output(u_BTE, out_BTE)
 
-    def project(self, normed_BTD: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """u_BTE, v_BTE, z_BTS, and heads_NBTS made from z: q and k of the quadratic half, then with chunks those of the
-        linear half, then those of first-to-all. In v and heads_NBTS B counts rows times attention heads."""
+    def project(self, normed_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """u_BTE, v_BTE and z_BTS. In v B counts rows times attention heads."""
         config = self.config
-        assert info.rotary is not None
         activation, e, s = ACTIVATIONS[config.activation], config.d_inner, config.query_key_dim
         u_BTE, v_BTE, z_BTS = (activation(part) for part in self.in_proj(normed_BTD).split([e, e, s], dim=-1))
+        return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS
+
+    def make_heads(self, z_BTS: Tensor, near_BTS: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
+        """heads_NBTS made from z: q and k of the quadratic half, then with chunks those of the linear half, then those
+        of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads. near_BTS: z, or with
+        `key_conv` its convolution, for the linear half's key, without chunks for the only one."""
+        config, h = self.config, self.config.n_heads
+        assert info.rotary is not None
         sin, cos = (angle[..., None, :] for angle in info.rotary)
-        made_NBTHS = self.scale_offset(z_BTS).unflatten(-1, (config.n_heads, -1))
-        heads_NBTS = rope(made_NBTHS, sin, cos).to(z_BTS.dtype).flatten(-2)
-        heads_NBTS = torch.stack([fold_heads(head_BTS, config.n_heads) for head_BTS in heads_NBTS.unbind()])
-        return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS, heads_NBTS
+        heads = list(self.scale_offset(z_BTS).unflatten(-1, (h, -1)))
+        if self.key_conv is not None:
+            key = 1 if config.chunk_size is None else 3
+            k_BTS = near_BTS * self.scale_offset.gamma[key] + self.scale_offset.beta[key]
+            heads[key] = k_BTS.unflatten(-1, (h, -1))
+        not_turned = () if config.linear_rope else (2, 3)
+        heads = [head if n in not_turned else rope(head, sin, cos) for n, head in enumerate(heads)]
+        gate_BT = None
+        if config.has_linear_half:
+            heads[2], heads[3], gate_BT = linear_heads(heads[2], heads[3], near_BTS, config, self.linear_gate)
+        return torch.stack([fold_heads(head.to(z_BTS.dtype).flatten(-2), h) for head in heads]), gate_BT
 
     def output(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
         """W_o (u * A v) (Eq. 3), or without the gate W_o [u, A v]."""
         out_BTE = unfold_heads(out_BTE, self.config.n_heads)
         return self.out_proj(u_BTE * out_BTE if self.config.gate else torch.cat([u_BTE, out_BTE], dim=-1))
 
-    def attend_row(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
+    def attend_row(self, heads_NBTS: Tensor, v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
         """A v over the whole row: out_BTE."""
         config, (q_BTS, k_BTS) = self.config, heads_NBTS.unbind()
         return ablated_quadratic_attention(
@@ -100,8 +126,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             segment_ids_BGC=None if segment_ids_BT is None else segment_ids_BT[:, None],
             cls_softmax=config.cls_softmax)[:, 0]
 
-    def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor,
-                      segment_ids_BT: Tensor | None) -> Tensor:
+    def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None,
+                      gate_BT: Tensor | None) -> Tensor:
         """A v of mixed chunk attention: out_BTE."""
         config, n_tokens, learned = self.config, v_BTE.shape[1], self.config.chunk_pooling == "attention"
         assert config.chunk_size is not None
@@ -113,7 +139,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             assert segment_ids_BGC is not None
             a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
         out_BGCE = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, v_BGCE, self.rel_pos_bias, segment_ids_BGC,
-                                    a_BGG)
+                                    a_BGG, gate_BT, self.linear_norm)
         if first:
             assert segment_ids_BGC is not None
             q_all, k_all = first
@@ -139,18 +165,23 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def empty_cache(self, n_rows: int) -> Cache:
         cache = super().empty_cache(n_rows)
-        if self.config.chunk_pooling != "attention":
-            return cache
-        assert isinstance(cache, ChunkState)
-        s, e = cache.kv_BSE.shape[1:]
-        kv_BLSE, summary_BLS = cache.kv_BSE.new_zeros(n_rows, 0, s, e), cache.kv_BSE.new_zeros(n_rows, 0, s)
-        return LearnedChunkState(**vars(cache), weigh=self.weigh_chunks, z_sum_BS=cache.kv_BSE.new_zeros(n_rows, s),
-                                 kv_BLSE=kv_BLSE, summary_BLS=summary_BLS)
+        if self.config.chunk_pooling == "attention":
+            assert isinstance(cache, ChunkState)
+            s, e = cache.kv_BSE.shape[1:]
+            kv_BLSE, summary_BLS = cache.kv_BSE.new_zeros(n_rows, 0, s, e), cache.kv_BSE.new_zeros(n_rows, 0, s)
+            cache = LearnedChunkState(**vars(cache), weigh=self.weigh_chunks,
+                                      z_sum_BS=cache.kv_BSE.new_zeros(n_rows, s), kv_BLSE=kv_BLSE,
+                                      summary_BLS=summary_BLS)
+        if self.key_conv is not None:
+            self.key_conv.add_to(cache)
+        return cache
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:
         x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
-        u_BNE, v_BNE, z_BNS, heads_HBNS = self.project(normed_BND, info)
+        u_BNE, v_BNE, z_BNS = self.project(normed_BND)
+        near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
+        heads_HBNS, gate_BN = self.make_heads(z_BNS, near_BNS, info)
         inputs = inputs.for_heads(self.config.n_heads)
         if isinstance(cache, KeyValueCache):
             q_BNS, k_BNS = heads_HBNS.unbind()
@@ -159,7 +190,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             assert isinstance(cache, ChunkState)
             if isinstance(cache, LearnedChunkState):
                 cache.take(z_BNS, inputs)
-            out_BNE = extend_chunks(heads_HBNS, v_BNE, inputs, cache, self.config, self.rel_pos_bias)
+            out_BNE = extend_chunks(heads_HBNS, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN,
+                                    self.linear_norm)
         return x_BND, self.output(u_BNE, out_BNE)
 
 
@@ -197,7 +229,8 @@ class LearnedChunkState(ChunkState):
         self.kv_BSE[rows] = self.pool((at.number_B + 1)[:, None])[rows, 0]
 
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor]) -> Tensor:
+                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor],
+                gate_BGC: Tensor | None = None) -> Tensor:
         assert self.z_BNS is not None
         n_chunks, c = q_lin_BGCS.shape[1:3]
         device, n_closed_B = q_lin_BGCS.device, inputs.n_closed_B(c)

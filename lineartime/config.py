@@ -16,7 +16,7 @@ from lineartime.settings import check_fields, parse_field, replace_fields, requi
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
-           "micro_batch_tokens": 2**26, "steps": 2**40, "keep": 2**20}
+           "micro_batch_tokens": 2**26, "steps": 2**40, "keep": 2**20, "key_conv": 2**8}
 """The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
 
 
@@ -62,8 +62,9 @@ class ModelConfig:
     """Token that starts a new document in a packed row; None: every row is one document."""
     document_mask: Literal["exact", "paper"] = "exact"
     """"exact": no token sees another document. "paper": the chunk-range mask of the paper's listing, which leaks."""
-    chunk_pooling: Literal["mean", "sum", "attention"] = "mean"
-    """How the linear half combines chunks: the listing's mean, the main text's sum, or Appendix A's learned weights."""
+    chunk_pooling: Literal["mean", "sum", "attention", "fixed", "written"] = "mean"
+    """How the linear half combines chunks: the listing's mean, the main text's sum, or Appendix A's learned weights.
+    Beyond the paper: the sum divided by `linear_divisor`, or by the sum of the gates of `linear_gate` (at least 1)."""
     chunk_parts: Literal["both", "local", "global"] = "both"
     """Both halves of mixed chunk attention, or one alone (the paper's LocalOnly and GlobalOnly)."""
     overlap: bool = False
@@ -81,6 +82,22 @@ class ModelConfig:
     """Standard deviation of the initial weight matrices and embeddings. The paper's 0.02 is for widths of 512 to 1,024;
     0.02 (768 / d_model)^1/2 suits a narrow model."""
 
+    rope_base: float = 10_000
+    """Base of the frequencies of RoPE. This field and those below are beyond the paper."""
+    key_conv: int = 0
+    """Tokens in the window of a depthwise convolution of z, or of a Transformer's keys, that keys are made from: a
+    token and those before it, or when not causal those around it. With chunks the linear half's keys alone. 0: none."""
+    linear_scale_init: float | None = None
+    """Initial value of the scales of the linear half's queries and keys; None: the paper's normal(0, 0.02)."""
+    linear_rope: bool = True
+    """Whether RoPE turns the linear half's queries and keys."""
+    linear_gate: bool = False
+    """Each linear key is multiplied by a learned gate of its token and head, sigmoid(w z + b)."""
+    linear_norm: bool = False
+    """What is read from the linear half is divided by its root mean square and has a learned gain."""
+    linear_divisor: float | None = None
+    """Divisor of the linear half with chunk_pooling "fixed"."""
+
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context"):
@@ -88,6 +105,7 @@ class ModelConfig:
         check_largest(self)
         self._check_chunks()
         self._check_kernel()
+        self._check_memory()
         if self.first_to_all or self.cls_softmax:
             require(not self.causal and self.ffn == "gau" and self.n_heads == 1,
                     "first_to_all and cls_softmax are for bidirectional GAU layers with one head",
@@ -150,6 +168,36 @@ class ModelConfig:
         require(self.rel_pos is None or self.qk_width % 2 == 0, "RoPE needs an even width",
                 f"queries and keys are {self.qk_width} wide")
 
+    def _check_memory(self) -> None:
+        """Raise UsageError for an option beyond the paper in a model that has no place for it."""
+        require(self.rope_base > 1, "rope_base must be above 1", f"rope_base = {self.rope_base:g}")
+        require(self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
+                f"rope_base = {self.rope_base:g}, rel_pos = {self.rel_pos}", "leave it out")
+        for name in ("linear_scale_init", "linear_rope", "linear_gate", "linear_norm", "linear_divisor"):
+            require(getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
+                    f"{name} is for the linear half of mixed chunk attention",
+                    f"attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}", "leave it out")
+        for name in ("linear_scale_init", "linear_divisor"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be positive", f"{name} = {value}")
+        require(self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out",
+                f"rel_pos = {self.rel_pos}", "leave linear_rope out")
+        require((self.chunk_pooling == "fixed") == (self.linear_divisor is not None),
+                'chunk_pooling "fixed" and linear_divisor need each other',
+                f"chunk_pooling = {self.chunk_pooling}, linear_divisor = {self.linear_divisor}")
+        require(self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
+                f"linear_gate = {self.linear_gate}", "set linear_gate = true")
+        if self.key_conv:
+            require(self.key_conv >= 2, "key_conv is 0 or at least 2", f"key_conv = {self.key_conv}")
+            require(self.attn_type == "quadratic" or self.has_linear_half,
+                    "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
+                    f"attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}", "leave it out")
+            require(self.causal or self.key_conv % 2 == 1, "a window around a token is odd",
+                    f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
+        require(self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.linear_norm),
+                "the paper's document mask is the listing's alone", f"document_mask = {self.document_mask}",
+                'set document_mask = "exact"')
+
     @property
     def d_inner(self) -> int:
         """The paper's e: the inner width of the FFN or GAU. A GLU has three matrices where an MLP has two, so its width
@@ -194,11 +242,17 @@ class ModelConfig:
         return 2 * self.scale_len if self.overlap else self.scale_len
 
     @property
+    def has_linear_half(self) -> bool:
+        """Whether attention has mixed chunk attention's linear half."""
+        return self.attn_type == "mixed_chunk" and self.chunk_parts != "local"
+
+    @property
     def is_ablated_gau(self) -> bool:
-        """Whether a GAU differs from those of FLASH-Quad and FLASH; such a GAU is in `ablations.py`."""
+        """Whether a GAU computes other things than those of FLASH-Quad and FLASH; such a GAU is in `ablations.py`."""
         return (self.n_heads > 1 or self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
-                or self.document_mask != "exact" or self.chunk_pooling == "attention" or self.chunk_parts != "both"
-                or self.overlap or self.first_to_all or self.cls_softmax)
+                or self.document_mask != "exact" or self.chunk_pooling not in ("mean", "sum")
+                or self.chunk_parts != "both" or self.overlap or self.first_to_all or self.cls_softmax
+                or self.key_conv > 0 or not self.linear_rope or self.linear_gate or self.linear_norm)
 
     @property
     def by_document(self) -> bool:

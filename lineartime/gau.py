@@ -31,12 +31,12 @@ class GatedAttentionUnit(ResidualLayer):
     inside a chunk (n = chunk_size) plus linear attention across chunks. The arguments are a `ModelConfig`, or fields
     of one by name. `model.init_weights` lists the initial values.
 
-    Raises UsageError for a wrong field, and for the paper's ablations, which are in
-    `ablations.AblatedGatedAttentionUnit`."""
+    Raises UsageError for a wrong field, and for what `ablations.AblatedGatedAttentionUnit` computes: the paper's
+    ablations and the options beyond the paper."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: object):
         config = gau_config(config, fields)
-        require(not config.is_ablated_gau, "this GAU is an ablation of the paper", "GatedAttentionUnit",
+        require(not config.is_ablated_gau, "this GAU is neither FLASH's nor FLASH-Quad's", "GatedAttentionUnit",
                 "take lineartime.ablations.AblatedGatedAttentionUnit")
         super().__init__(config)
         self.make_parameters(n_made=2 if config.chunk_size is None else 4, out_width=config.d_inner)
@@ -54,11 +54,13 @@ class GatedAttentionUnit(ResidualLayer):
 
     def init_weights(self, std: float) -> None:
         """Set the initial values of Codes 6 and 8: normal(0, std) for matrices, normal(0, 0.02) for scales of heads and
-        the position bias, 0 for offsets, 1 for norm scales."""
+        the position bias, 0 for offsets, 1 for norm scales; `linear_scale_init` for scales of the linear half."""
         for matrix in (self.in_proj.weight, self.out_proj.weight):
             nn.init.normal_(matrix, std=std)
         for scale in (self.scale_offset.gamma, *self.rel_pos_bias.parameters()):
             nn.init.normal_(scale, std=0.02)
+        if self.config.linear_scale_init is not None:
+            nn.init.constant_(self.scale_offset.gamma[2:4], self.config.linear_scale_init)
         for offset in (self.in_proj.bias, self.out_proj.bias, self.scale_offset.beta):
             nn.init.zeros_(offset)
         for name, parameter in self.norm.named_parameters():

@@ -174,7 +174,12 @@ class LineartimeModel(PreTrainedModel):
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         if isinstance(module, LanguageModel):
+            # A weight that was loaded stays. transformers sees to it in torch.nn.init alone.
+            loaded = [(p, p.detach().clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
             init_weights(module)
+            with torch.no_grad():
+                for p, value in loaded:
+                    p.copy_(value)
         if isinstance(module, torch.nn.Linear) and module is getattr(self.model, "span_head", None):
             init_span_head(module)
 

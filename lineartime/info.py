@@ -21,7 +21,8 @@ NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chun
 """Values of fields by their names in the paper's tables, where the two differ."""
 
 OPTIONS = ("gate", "prefix_sum", "document_mask", "chunk_pooling", "chunk_parts", "overlap", "first_to_all",
-           "cls_softmax")
+           "cls_softmax", "rope_base", "key_conv", "linear_scale_init", "linear_rope", "linear_gate", "linear_norm",
+           "linear_divisor")
 """Fields that the paper's tables do not have; `print_description` shows those that are not the default."""
 
 
@@ -42,8 +43,8 @@ class Part:
 class Flops:
     """FLOPs of a forward pass, per token of a full row that is one document.
 
-    A multiply-add is 2, and only matmuls count. Causal scores are counted in full, masked half included; a kernel
-    that skips the masked half saves `masked` of `attention`."""
+    A multiply-add is 2, and only matmuls count: not `key_conv`, `linear_gate` and `linear_norm`. Causal scores are
+    counted in full, masked half included; a kernel that skips the masked half saves `masked` of `attention`."""
 
     projections: float
     attention: float
@@ -153,7 +154,8 @@ def count_parameters(model: LanguageModel) -> list[Part]:
         for name, parameter in layer.named_parameters():
             owner = name.split(".")[0]
             part = next((part for end, part in (("norm", "norms"), ("scale_offset", "scale and offset"),
-                                                ("bias", "position bias")) if owner.endswith(end)),
+                                                ("bias", "position bias"), ("conv", "key convolution"),
+                                                ("gate", "write gate")) if owner.endswith(end)),
                         f"{kind}projections")
             per_layer[part] = per_layer.get(part, 0) + parameter.numel()
 

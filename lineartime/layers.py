@@ -141,7 +141,7 @@ def one_document_info(x_BTD: Tensor, config: ModelConfig) -> SequenceInfo:
     if config.rel_pos is None:
         return SequenceInfo(None)
     position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
-    return SequenceInfo(rotary(position_1T, config.qk_width, at_least_float32(x_BTD).dtype))
+    return SequenceInfo(rotary(position_1T, config.qk_width, at_least_float32(x_BTD).dtype, config.rope_base))
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:

@@ -13,6 +13,7 @@ from lineartime.attention.softmax import Softmax
 from lineartime.config import ModelConfig, layer_config
 from lineartime.decoding.cache import Cache, DecodeInputs
 from lineartime.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
+from lineartime.memory import KeyConv, ReadNorm, WriteGate
 from lineartime.settings import require
 
 
@@ -58,15 +59,29 @@ class MultiHeadAttention(ResidualLayer):
             self.summary_proj, self.summary_key = nn.Linear(d, d), nn.Linear(d, d)
             self.summary_norm = make_norm(config)
         self.rel_pos_bias = RelPosBias(config.bias_len) if config.attn_kernel == "relu2" else None
+        self.key_conv = KeyConv(config) if config.key_conv else None
+        self.linear_gate = WriteGate(config) if config.linear_gate else None
+        self.linear_norm = ReadNorm(config) if config.linear_norm else None
         with torch.random.fork_rng(devices=[]):  # the model's own draws do not depend on those of its layers
             self.init_weights(config.init_std)
+
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        """Set the initial values of `ResidualLayer.init_weights`, then those of the options beyond the paper."""
+        super().init_weights(std)
+        if self.config.linear_scale_init is not None:
+            nn.init.constant_(self.scale_offset.gamma, self.config.linear_scale_init)
+        for option in (self.key_conv, self.linear_gate, self.linear_norm):
+            if option is not None:
+                option.init_weights()
 
     @property
     def core(self) -> Core:
         """The attention between the projections, by attn_type and attn_kernel."""
         config = self.config
         if config.attn_type == "mixed_chunk":
-            return MixedChunk(config, self.scale_offset, self.rel_pos_bias)
+            return MixedChunk(config, self.scale_offset, self.rel_pos_bias, self.key_conv, self.linear_gate,
+                              self.linear_norm)
         if config.attn_type == "rowmajor_axial":
             return Combiner(config, self.summary_proj, self.summary_key, self.summary_norm)
         if config.attn_type == "linear":
@@ -76,6 +91,8 @@ class MultiHeadAttention(ResidualLayer):
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """W_o of the concatenated heads: `[B, T, D]`."""
         q_BTHK, k_BTHK, v_BTHK, *gate = self.project(normed_BTD)
+        if self.key_conv is not None and self.config.attn_type == "quadratic":
+            k_BTHK = self.key_conv(k_BTHK.flatten(2), info.segment_ids_BT).view_as(k_BTHK)
         return self.output(self.core.attend(q_BTHK, k_BTHK, v_BTHK, normed_BTD, info), gate)
 
     def project(self, normed_BTD: Tensor) -> tuple[Tensor, ...]:
@@ -91,7 +108,10 @@ class MultiHeadAttention(ResidualLayer):
 
     def empty_cache(self, n_rows: int) -> Cache:
         """The core's cache of `n_rows` rows that have no token yet."""
-        return self.core.empty_cache(n_rows, self.like)
+        cache = self.core.empty_cache(n_rows, self.like)
+        if self.key_conv is not None:
+            self.key_conv.add_to(cache)
+        return cache
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:
@@ -99,6 +119,8 @@ class MultiHeadAttention(ResidualLayer):
         `add` of the whole rows. For causal models."""
         x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
         q_BNHK, k_BNHK, v_BNHK, *gate = self.project(normed_BND)
+        if self.key_conv is not None and self.config.attn_type == "quadratic":
+            k_BNHK = self.key_conv.extend(k_BNHK.flatten(2), inputs, cache).view_as(k_BNHK)
         return x_BND, self.output(self.core.extend(q_BNHK, k_BNHK, v_BNHK, normed_BND, info, inputs, cache), gate)
 
 

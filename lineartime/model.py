@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
         config = self.config
         if config.rel_pos is None:
             return None
-        return rotary(position_BT, config.qk_width, self.embed.weight.dtype)
+        return rotary(position_BT, config.qk_width, self.embed.weight.dtype, config.rope_base)
 
     def check_length(self, length: int) -> None:
         """Raise UsageError for a row longer than the position tables allow."""

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
-from lineartime.config import QUESTION_ANSWERING, RunConfig, model_config_from_json, model_config_json, to_dict
+from lineartime.config import (
+    QUESTION_ANSWERING,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    model_config_from_json,
+    model_config_json,
+    to_dict,
+)
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel
@@ -56,7 +64,10 @@ class Run:
             stored = read_run(out)
             self.id = stored["id"]
             same_anyway = {"id": self.id, "data": config.data}  # the data's hash counts, not its folder
-            changed = different({**stored, **same_anyway}, {**description, **same_anyway})
+            # A field that is newer than the run has its default there.
+            filled_up = {"model": {**to_dict(ModelConfig()), **stored["model"]},
+                         "train": {**to_dict(TrainConfig()), **stored["train"]}}
+            changed = different({**stored, **filled_up, **same_anyway}, {**description, **same_anyway})
             if changed:
                 todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
                 raise UsageError("another run is here", out, todo)

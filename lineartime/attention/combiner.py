@@ -171,4 +171,4 @@ class Combiner:
             return ()
         sin, _ = info.rotary
         position_1T = torch.arange(first, first + n_tokens, device=sin.device)[None]
-        return rotary(position_1T, self.config.qk_width, sin.dtype)
+        return rotary(position_1T, self.config.qk_width, sin.dtype, self.config.rope_base)

@@ -9,6 +9,7 @@ from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
+from lineartime.memory import KeyConv, ReadNorm, WriteGate
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
 from lineartime.ops.reference import chunk_ids, from_chunks, to_chunks
 
@@ -21,25 +22,37 @@ class MixedChunk:
     config: ModelConfig
     scale_offset: ScaleOffset
     rel_pos_bias: RelPosBias | None
+    key_conv: KeyConv | None
+    linear_gate: WriteGate | None
+    linear_norm: ReadNorm | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         config, n_tokens, h = self.config, v_BTHK.shape[1], self.config.n_heads
         assert config.chunk_size is not None
         c = config.chunk_size
-        q_quad, k_quad, q_lin, k_lin = (to_chunks(x, c) for x in self.make_heads(q_BTHK, k_BTHK, info))
-        v_BTK, ids_BT = fold_heads(v_BTHK.flatten(2), h), info.segment_ids_BT
+        k_BTD, ids_BT = k_BTHK.flatten(2), info.segment_ids_BT
+        near_BTD = k_BTD if self.key_conv is None else self.key_conv(k_BTD, ids_BT)
+        heads_4BTK, gate_BT = self.make_heads(q_BTHK, k_BTHK, near_BTD, info)
+        q_quad, k_quad, q_lin, k_lin = (to_chunks(x, c) for x in heads_4BTK)
+        v_BTK = fold_heads(v_BTHK.flatten(2), h)
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)
         out_BGCK = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, to_chunks(v_BTK, c), self.rel_pos_bias,
-                                    chunk_ids(ids_BT, v_BTK, c, config.causal))
+                                    chunk_ids(ids_BT, v_BTK, c, config.causal), None, gate_BT, self.linear_norm)
         return unfold_heads(from_chunks(out_BGCK, n_tokens), h)
 
-    def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> Tensor:
-        """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`."""
-        gamma, beta = self.scale_offset.gamma, self.scale_offset.beta
-        q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], k_BTHK.flatten(2) * gamma[1] + beta[1]
-        heads = (q_BTHK, k_BTHK, q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK))
-        return torch.stack([fold_heads(rotate_heads(x, info).flatten(2), self.config.n_heads) for x in heads])
+    def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, near_BTD: Tensor,
+                   info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
+        """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`, and the linear keys'
+        gates, gate_BT. near_BTD: k, or with `key_conv` its convolution, for the linear half."""
+        config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
+        q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], near_BTD * gamma[1] + beta[1]
+        q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
+        if config.linear_rope:
+            q_lin_BTHK, k_lin_BTHK = rotate_heads(q_lin_BTHK, info), rotate_heads(k_lin_BTHK, info)
+        q_lin_BTHK, k_lin_BTHK, gate_BT = linear_heads(q_lin_BTHK, k_lin_BTHK, near_BTD, config, self.linear_gate)
+        heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), q_lin_BTHK, k_lin_BTHK)
+        return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
@@ -50,19 +63,37 @@ class MixedChunk:
                inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
         assert isinstance(cache, ChunkState)
-        h = self.config.n_heads
-        out = extend_chunks(self.make_heads(q_BNHK, k_BNHK, info), fold_heads(v_BNHK.flatten(2), h),
-                            inputs.for_heads(h), cache, self.config, self.rel_pos_bias)
+        h, near_BND = self.config.n_heads, k_BNHK.flatten(2)
+        if self.key_conv is not None:
+            near_BND = self.key_conv.extend(near_BND, inputs, cache)
+        heads_4BNK, gate_BN = self.make_heads(q_BNHK, k_BNHK, near_BND, info)
+        out = extend_chunks(heads_4BNK, fold_heads(v_BNHK.flatten(2), h), inputs.for_heads(h), cache, self.config,
+                            self.rel_pos_bias, gate_BN, self.linear_norm)
         return unfold_heads(out, h)
 
 
 def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor,
                      k_lin_BGCS: Tensor, v_BGCE: Tensor, rel_pos_bias: RelPosBias | None,
-                     segment_ids_BGC: Tensor | None, a_BGG: Tensor | None = None) -> Tensor:
+                     segment_ids_BGC: Tensor | None, a_BGG: Tensor | None, gate_BT: Tensor | None,
+                     linear_norm: ReadNorm | None) -> Tensor:
     """`ablated_mixed_chunk_attention` with the options of a layer's configuration: `[B, G, C, E]`."""
+    gate_BGC = None if gate_BT is None else to_chunks(gate_BT, config.scale_len)
     return ablated_mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, v_BGCE,
         None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n), scale_len=config.scale_len,
         causal=config.causal, segment_ids_BGC=segment_ids_BGC, document_mask=config.document_mask,
         pooling=config.chunk_pooling, parts=config.chunk_parts, kernel=config.attn_kernel, overlap=config.overlap,
-        cls_softmax=config.cls_softmax, a_BGG=a_BGG)
+        cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, read_norm=linear_norm)
+
+
+def linear_heads(q_BTHS: Tensor, k_BTHS: Tensor, near_BTS: Tensor, config: ModelConfig,
+                 linear_gate: WriteGate | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q and k of the linear half with the divisor and the gates, and for chunk_pooling "written" the gates, gate_BT, in
+    which B counts rows times heads. near_BTS: what the keys were made from."""
+    if config.linear_divisor is not None:
+        q_BTHS = q_BTHS / config.linear_divisor
+    if linear_gate is None:
+        return q_BTHS, k_BTHS, None
+    gate_BTH = linear_gate(near_BTS)
+    gate_BT = gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None
+    return q_BTHS, (k_BTHS * gate_BTH[..., None]).to(k_BTHS.dtype), gate_BT

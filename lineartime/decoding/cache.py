@@ -167,6 +167,8 @@ class Cache:
     """Whether replaying a step of one token is idempotent: it overwrites slots and accumulates nothing."""
     n_heads: int = 1
     """Adjacent entries of the batch that make up a row."""
+    z_BKS: Tensor | None = None
+    """With `key_conv` the last K tokens' z, or keys; position p at place p modulo K. See `memory.KeyConv`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors with state of the rows, by name; the first axis counts rows times heads."""
@@ -190,6 +192,9 @@ class ChunkState(Cache):
     k_before_BCS: Tensor | None = None
     v_before_BCE: Tensor | None = None
     """Keys and values of the chunk before the open one, if local attention overlaps."""
+    gate_BC: Tensor | None = None
+    written_B: Tensor | None = None
+    """With chunk_pooling "written" the gates of the open chunk's tokens, and their sum as `kv_BSE` is one."""
     bias_M: Tensor | None = None
     """The layer's position bias at key position minus query position: 1 - M, ..., 0."""
 
@@ -206,20 +211,32 @@ class ChunkState(Cache):
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
             kv_BSE = torch.where(at.weight_B11[at.full] > 0, kv_BSE, 0.0)
         self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(float16_as_float32(k_BCS).mT, float16_as_float32(v_BCE)))
+        if self.gate_BC is not None and self.written_B is not None:
+            gate_BC, written_B = self.gate_BC[at.full], self.written_B[at.full]
+            if at.document_BC is not None:
+                gate_BC = gate_BC * at.document_BC[at.full]
+                written_B = torch.where(at.weight_B11[at.full][:, 0, 0] > 0, written_B, 0.0)
+            self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor]) -> Tensor:
+                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor],
+                gate_BGC: Tensor | None = None) -> Tensor:
         """The linear half for the chunks from the open one on: `[B, G, C, E]`. Full chunks are added to `kv_BSE`.
 
-        to_slots: maps new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`."""
+        to_slots: maps new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`. gate_BGC: with pooling "written" the
+        gates of tokens in their slots."""
         c = self.v_BCE.shape[1]
         n_carried_B = inputs.n_carried_B(c).to(self.kv_BSE.dtype)
         entering_BSE = torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0)
-        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC,
-                                                        (entering_BSE, n_carried_B))
+        count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
+        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, (entering_BSE, count_B),
+                                                        gate_BGC)
         seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
-        count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling == "mean" else 1.0
-        self.kv_BSE = kv_BPSE[torch.arange(len(kv_BPSE), device=kv_BPSE.device), inputs.n_closed_B(c)]
+        count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling in ("mean", "written") else 1.0
+        rows, n_closed_B = torch.arange(len(kv_BPSE), device=kv_BPSE.device), inputs.n_closed_B(c)
+        self.kv_BSE = kv_BPSE[rows, n_closed_B]
+        if self.written_B is not None:
+            self.written_B = count_BP[rows, n_closed_B]
         return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
     def step_back(self, rows: Tensor | slice) -> None:

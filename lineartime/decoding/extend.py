@@ -2,6 +2,8 @@
 calls. B counts rows times heads: the heads of a row are adjacent entries of the batch.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,20 +43,25 @@ def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tenso
     state = ChunkState(k_BCS, k_BCS.clone(), v_BCE, kv_BSE, n_heads=config.n_heads)
     if config.overlap:
         state.k_before_BCS, state.v_before_BCE = k_BCS.clone(), v_BCE.clone()
+    if config.chunk_pooling == "written":
+        state.gate_BC, state.written_B = kv_BSE.new_zeros(n, config.chunk_size), kv_BSE.new_zeros(n)
     return state
 
 
 def extend_chunks(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                  rel_pos_bias: RelPosBias | None) -> Tensor:
+                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None = None,
+                  read_norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Causal mixed chunk attention of the next tokens of rows whose past is in `cache`, which is updated: out_BNE.
 
-    heads_HBNS: q and k of the quadratic half, then of the linear half."""
+    heads_HBNS: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
+    of the linear keys. read_norm: applied to the linear half, or None."""
     extend = extend_by_one if inputs.single_token else extend_by_many
-    return extend(heads_HBNS, v_BNE, inputs, cache, config, rel_pos_bias)
+    return extend(heads_HBNS, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN, read_norm)
 
 
 def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                  rel_pos_bias: RelPosBias | None) -> Tensor:
+                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None,
+                  read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     """`extend_chunks` by one token per row, which closes the open chunk if it fills it."""
     at = inputs.token_position(config, cache.kv_BSE.dtype)
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads_HBNS
@@ -71,7 +78,12 @@ def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
         out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
     if config.chunk_parts != "local":
-        linear_BNE = torch.bmm(q_lin_BNS * at.weight_B11, cache.kv_BSE)
+        weight_B11 = at.weight_B11
+        if cache.gate_BC is not None and cache.written_B is not None and gate_BN is not None:
+            cache.gate_BC[at.place] = gate_BN[:, 0]
+            weight_B11 = weight_B11 / cache.written_B.clamp(min=1)[:, None, None]
+        linear_BNE = torch.bmm(q_lin_BNS * weight_B11, cache.kv_BSE)
+        linear_BNE = linear_BNE if read_norm is None else read_norm(linear_BNE)
         out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
     assert out_BNE is not None
     if at.full is not None:
@@ -81,7 +93,8 @@ def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache
 
 
 def extend_by_many(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                   rel_pos_bias: RelPosBias | None) -> Tensor:
+                   rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None,
+                   read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     """`extend_chunks` by any number of tokens per row: the open chunk and the new tokens are laid out in whole chunks,
     from the start of the open chunk on."""
     c = cache.v_BCE.shape[1]
@@ -124,10 +137,13 @@ def extend_by_many(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cach
         if cache.k_before_BCS is not None:
             cache.k_before_BCS, cache.v_before_BCE = k_quad[rows, n_closed_B], v[rows, n_closed_B]
 
+    gate_BGC = None if gate_BN is None else to_slots(gate_BN, cache.gate_BC)
     lin_BGCE = cache.advance(to_slots(q_lin_BNS), k_lin_BGCS, v_BGCE, segment_ids_BGC, inputs, config.chunk_pooling,
-                             to_slots)
+                             to_slots, gate_BGC)
     if config.chunk_parts != "local":
-        out_BGCE = out_BGCE + lin_BGCE
+        out_BGCE = out_BGCE + (lin_BGCE if read_norm is None else read_norm(lin_BGCE))
+    if gate_BGC is not None:
+        cache.gate_BC = F.pad(gate_BGC, [0, 0, 0, 1])[rows, n_closed_B]
     for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):
         setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B])
     return out_BGCE.flatten(1, 2).gather(1, slot_BN.clamp(min=0)[..., None].expand_as(v_BNE))

@@ -4,6 +4,8 @@ The ablations are softmax in place of relu^2, overlapping chunks, [CLS] (Section
 of mixed chunk attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -68,13 +70,15 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
                                   v_BGCE: Tensor, w: Tensor | None, *, scale_len: int, causal: bool,
                                   segment_ids_BGC: Tensor | None = None, document_mask: str = "exact",
                                   pooling: str = "mean", parts: str = "both", kernel: str = "relu2",
-                                  overlap: bool = False, cls_softmax: bool = False,
-                                  a_BGG: Tensor | None = None) -> Tensor:
+                                  overlap: bool = False, cls_softmax: bool = False, a_BGG: Tensor | None = None,
+                                  gate_BGC: Tensor | None = None,
+                                  read_norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """`reference.mixed_chunk_attention` with the ablations of both halves: `[B, G, C, E]`.
 
     w, kernel, overlap, cls_softmax: see `ablated_quadratic_attention`. document_mask: "exact" separates documents in
     both halves; "paper" is the mask of the listing. parts: "local" or "global" selects one half (the paper's LocalOnly
-    and GlobalOnly). a_BGG: the learned chunk weights, or None."""
+    and GlobalOnly). a_BGG: the learned chunk weights, or None. gate_BGC: the gates of the linear keys, which pooling
+    "written" divides by. read_norm: applied to the linear half, or None."""
     if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
         segment_ids_BGC = one_document(v_BGCE)
     out_BGCE = None
@@ -93,11 +97,12 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
         lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
     elif document_mask == "exact":
         lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                    pooling=pooling)
+                                    pooling="mean" if pooling == "written" else pooling, gate_BGC=gate_BGC)
     else:
         assert segment_ids_BGC is not None
         lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
                                           segment_ids_BGC=segment_ids_BGC)
+    lin_BGCE = lin_BGCE if read_norm is None else read_norm(lin_BGCE)
     return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
 
 

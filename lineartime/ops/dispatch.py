@@ -59,6 +59,11 @@ def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None)
     return None
 
 
+def unsupported_variant() -> str:
+    """The reason why no kernel runs a GAU that is neither FLASH's nor FLASH-Quad's."""
+    return "kernels have neither the paper's ablations nor the options beyond it"
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels on the CPU, as in the tests."""
     import triton

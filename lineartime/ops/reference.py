@@ -18,13 +18,13 @@ SCAN_BLOCK = 32
 """Chunks whose states are summed by one matmul, see `sum_states`."""
 
 
-def rotary(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """sin and cos of position x 10000^(-i / half) for i < half = width / 2: the angles of Codes 2 and 3.
+def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """sin and cos of position x base^(-i / half) for i < half = width / 2: the angles of Codes 2 and 3.
 
     position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. Angles, sin and cos are
     computed in float64, so that the error stays below 1e-6 at position 10^6."""
     half = width // 2
-    frequency = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=position.device) / half)
+    frequency = base ** -(torch.arange(half, dtype=torch.float64, device=position.device) / half)
     angle = position.double()[..., None] * frequency
     return angle.sin().to(dtype), angle.cos().to(dtype)
 
@@ -184,31 +184,34 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
     return total.flatten(1, 2)[:, :n_places]
 
 
-def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
+                 gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the tokens of each chunk's last document: the sum of k v, their number, and the document: kv_BGSE and
-    count_BG, in float32 at least, and last_BG."""
+    count_BG, in float32 at least, and last_BG. gate_BGC: what each token counts for, 1 by default."""
     last_BG = segment_ids_BGC.amax(-1)
     tail_BGC = (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
     kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
-    return kv_BGSE, tail_BGC.sum(-1).to(kv_BGSE.dtype), last_BG
+    counted_BGC = tail_BGC if gate_BGC is None else tail_BGC * gate_BGC
+    return kv_BGSE, counted_BGC.sum(-1).to(kv_BGSE.dtype), last_BG
 
 
-def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
+                    gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the last document before each chunk: the sum of k v over its tokens in earlier chunks, their number, and the
-    document: kv_BGSE and count_BG, in float32 at least, and entering_BG."""
-    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC)
+    document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`."""
+    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     entering_BG = F.pad(last_BG[:, :-1], [1, 0])
     kv_in_BGSE = sum_states(kv_BGSE, last_BG, entering_BG)
     count_in_BG = sum_states(count_BG[..., None, None], last_BG, entering_BG)[..., 0, 0]
     return kv_in_BGSE, count_in_BG, entering_BG
 
 
-def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                   initial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, initial: tuple[Tensor, Tensor],
+                   gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """`entering_states` of rows that have a past, and the state after the last chunk: kv_BPSE, count_BP, document_BP.
 
     initial: kv_BSE and count_B of document 0 in the past."""
-    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC)
+    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     document_BP = F.pad(last_BG, [1, 0])
     kv_BSE, count_B = initial
     still_BP = document_BP == 0
@@ -226,11 +229,13 @@ def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
 
 
 def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
-                     segment_ids_BGC: Tensor | None = None, pooling: str = "mean") -> Tensor:
+                     segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
+                     gate_BGC: Tensor | None = None) -> Tensor:
     """q sum(k^T v) over tokens of the query's document (Eqs. 7-8): when causal those of earlier chunks, otherwise all.
 
-    pooling: "mean" divides by their number (Codes 7-8), "sum" does not. Returns `[B, G, C, E]`."""
-    if segment_ids_BGC is None and causal:  # one document: no mask
+    pooling: "mean" divides by their number (Codes 7-8), "sum" does not. gate_BGC: what each token counts for in their
+    number, which is then at least 1; by default 1. Returns `[B, G, C, E]`."""
+    if segment_ids_BGC is None and causal and gate_BGC is None:  # one document: no mask
         n_chunks, c = q_BGCS.shape[1:3]
         kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS, v_BGCE))
         none_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
@@ -239,7 +244,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         return read_states(q_BGCS, sum_states(kv_BGSE, none_BG, none_BG), weight_G[None, :, None])
 
     segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
-    kv_BGSE, count_BG, entering_BG = entering_states(k_BGCS, v_BGCE, segment_ids_BGC)
+    kv_BGSE, count_BG, entering_BG = entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
     count_BGC = seen_BGC * count_BG[..., None]
     if causal:
@@ -249,11 +254,13 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still rise.
     most = torch.iinfo(segment_ids_BGC.dtype).max
     turned_BGC = torch.where(segment_ids_BGC >= 0, most - segment_ids_BGC, -1).flip(1, 2)
-    after = entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC)
+    turned_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
+    after = entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC, turned_gate_BGC)
     kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in after)
     seen_after_BGC = (turned_BGC.flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
     same_BGCM = same_document(segment_ids_BGC)
-    count_BGC = count_BGC + seen_after_BGC * count_after_BG[..., None] + same_BGCM.sum(-1)
+    own_BGC = (same_BGCM if gate_BGC is None else same_BGCM * gate_BGC[..., None, :]).sum(-1)
+    count_BGC = count_BGC + seen_after_BGC * count_after_BG[..., None] + own_BGC
     each_BGC = 1 / count_BGC.clamp(min=1) if pooling == "mean" else torch.ones_like(count_BGC)
     wide_BGCS = float16_as_float32(q_BGCS)
     scaled_BGCS = (wide_BGCS * each_BGC[..., None]).to(wide_BGCS.dtype)

@@ -28,7 +28,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def info_of(config: ModelConfig, segment_ids_BT: Tensor) -> SequenceInfo:
-    angles = rotary(torch.arange(segment_ids_BT.shape[1])[None], config.qk_width, torch.float64)
+    angles = rotary(torch.arange(segment_ids_BT.shape[1])[None], config.qk_width, torch.float64, config.rope_base)
     info = SequenceInfo(angles if config.rel_pos else None, segment_ids_BT)
     if config.by_document:
         info.cu_seqlens = cu_seqlens(segment_ids_BT)
@@ -90,6 +90,22 @@ def test_a_layer_is_its_definition(name: str, causal: bool, data: st.DataObject,
     if config.chunk_size is not None:
         config = replace(config, chunk_size=chunk_size)
     agree_with_definition(config, data.draw(rows_of_documents(packed=name not in UNPACKED)), seed)
+
+
+@pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "performer", "combiner", "mc-tfm++"])
+@torch.no_grad()
+def test_the_base_of_rope(name: str) -> None:
+    """A model and a layer by itself turn by the angles of their base."""
+    config = replace(CONFIGS[name], rope_base=50.0, n_layers=1)
+    model, x_BTD = random_model(config), random_x(11)
+    info = info_of(config, torch.zeros(2, 11, dtype=torch.long))
+    assert all(map(torch.equal, model.rotary(torch.arange(11)[None]), info.rotary))
+    slowest_T = torch.arange(11, dtype=torch.float64) * 50.0 ** -(1 - 2 / config.qk_width)
+    assert error(info.rotary[0][0, :, -1], slowest_T.sin()) <= EXACT
+    layer = model.layers[0]
+    assert error(layer(x_BTD), layer(x_BTD, info)) <= EXACT
+    other = info_of(replace(config, rope_base=10_000.0), torch.zeros(2, 11, dtype=torch.long))
+    assert error(layer(x_BTD), layer(x_BTD, other)) > 1e-3
 
 
 def first_layer_output(config: ModelConfig, x_BTD: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:

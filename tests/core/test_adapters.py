@@ -11,7 +11,8 @@ from lineartime.generation.generate import decode_step, prefill
 from lineartime.model import LanguageModel
 from tiny_models import CONFIGS, random_ids, random_model
 
-MODELS = ["flash", "flash-quad", "flash heads", "transformer++", "mc-tfm++", "performer", "combiner"]
+MODELS = ["flash", "flash-quad", "flash heads", "transformer++", "mc-tfm++", "performer", "combiner",
+          "flash long memory"]
 PROJECTIONS = ("in_proj", "out_proj")
 
 

@@ -13,13 +13,14 @@ import torch
 from lineartime.config import model_config
 from lineartime.layers import cu_seqlens, one_document_info
 from lineartime.model import token_losses
-from tiny_models import CONFIGS, random_ids, random_model, with_end
+from tiny_models import CONFIGS, LONG_MEMORY, random_ids, random_model, with_end
 
 SMALL = {"d_model": 64, "n_layers": 2, "vocab_size": 97, "context": 512}
 MODELS = {
     "flash": model_config("flash", chunk_size=256, **SMALL),
     "flash, documents": model_config("flash", query_key_dim=32, chunk_size=32, end_of_document=0, **SMALL),
     "transformer++": model_config("transformer++", n_heads=4, **SMALL),
+    "long memory": model_config("flash", query_key_dim=32, chunk_size=32, end_of_document=0, **LONG_MEMORY, **SMALL),
 }
 
 
@@ -38,7 +39,8 @@ def gradients(model, rows_BT, dtype):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("name", "length", "dtype", "checkpointing"), [
     ("flash", 512, torch.bfloat16, False), ("flash", 512, torch.bfloat16, True), ("flash", 512, torch.float32, False),
-    ("flash, documents", 203, torch.float32, False), ("transformer++", 203, torch.float32, False)])
+    ("flash, documents", 203, torch.float32, False), ("transformer++", 203, torch.float32, False),
+    ("long memory", 203, torch.float32, False)])
 def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing):
     """At most twice as far from float64 as eager layers in the same type, or the rounding of a few operations in that
     type. 203 tokens end inside a chunk."""

@@ -170,6 +170,31 @@ REFUSED = [
     ({"cls_softmax": True, "causal": False, "attn_kernel": "softmax"}, "cls_softmax takes the place of relu2: attn_"),
     ({"model": "transformer", "chunk_parts": "local"}, "chunk_parts is for mixed chunk attention: chunk_parts = "),
     ({"model": "flash-quad", "document_mask": "paper"}, "document_mask is for mixed chunk attention: document_mask = "),
+    ({"rope_base": 1}, "rope_base must be above 1: rope_base = 1"),
+    ({"model": "transformer", "rope_base": 500}, "there is no RoPE to set a base of: rope_base = 500, rel_pos = None"),
+    ({"key_conv": 1}, "key_conv is 0 or at least 2: key_conv = 1"),
+    ({"key_conv": -3}, "key_conv is 0 or at least 2: key_conv = -3"),
+    ({"key_conv": 257}, "key_conv is too large: key_conv = 257; the largest is 256"),
+    ({"key_conv": 4, "causal": False}, "a window around a token is odd: key_conv = 4, causal = false; set key_conv = "),
+    ({"model": "performer", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "),
+    ({"model": "combiner", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "),
+    ({"chunk_parts": "local", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "
+     "chunk attention: attn_type = mixed_chunk, chunk_parts = local; leave it out"),
+    *(({"model": model, name: value}, f"{name} is for the linear half of mixed chunk attention: attn_type = ")
+      for model in ("flash-quad", "transformer++", "performer", "combiner")
+      for name, value in (("linear_scale_init", 1.0), ("linear_rope", False), ("linear_gate", True),
+                          ("linear_norm", True), ("linear_divisor", 2))),
+    ({"chunk_parts": "local", "linear_gate": True}, "linear_gate is for the linear half of mixed chunk attention: "
+     "attn_type = mixed_chunk, chunk_parts = local; leave it out"),
+    ({"linear_scale_init": 0}, "linear_scale_init must be positive: linear_scale_init = 0.0"),
+    ({"linear_divisor": -1, "chunk_pooling": "fixed"}, "linear_divisor must be positive: linear_divisor = -1.0"),
+    ({"linear_divisor": 96}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = mean, '),
+    ({"chunk_pooling": "fixed"}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = fixed, '),
+    ({"chunk_pooling": "written"}, 'chunk_pooling "written" needs gates: linear_gate = False; set linear_gate = true'),
+    ({"model": "flash-quad", "chunk_pooling": "written"}, "chunk_pooling is for mixed chunk attention: "),
+    ({"model": "mc-tfm++", "rel_pos": None, "linear_rope": False}, "there is no RoPE to leave out: rel_pos = None"),
+    *(({"document_mask": "paper", name: value}, "the paper's document mask is the listing's alone: document_mask = pa")
+      for name, value in (("key_conv", 3), ("linear_gate", True), ("linear_norm", True))),
     ({"n_heads": 3}, "query_key_dim must be a multiple of n_heads: 128, n_heads = 3"),
     ({"n_heads": 4, "d_model": 3, "query_key_dim": 8, "abs_pos": "learned"},
      "the inner width must be a multiple of n_heads: 6, n_heads = 4"),

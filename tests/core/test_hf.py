@@ -21,6 +21,7 @@ from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.model import LanguageModel, token_losses
 from tiny_checkpoints import random_model, write_checkpoint
+from tiny_models import LONG_MEMORY
 
 EOD = byte_tokenizer().end_of_document
 SIZES = {"n_layers": 2, "d_model": 16, "vocab_size": byte_tokenizer().vocab_size, "context": 96, "end_of_document": EOD}
@@ -28,6 +29,7 @@ CONFIGS = {
     "flash": model_config("flash", **SIZES, query_key_dim=8, chunk_size=4),
     "flash-quad": model_config("flash-quad", **SIZES, query_key_dim=8),
     "transformer++": model_config("transformer++", **SIZES, n_heads=2),
+    "flash long memory": model_config("flash", **SIZES, query_key_dim=8, chunk_size=8, **LONG_MEMORY),
 }
 PROMPTS = [[EOD, *b"once upon a time"], [EOD, 7], [*b"a", EOD, *b"the second document"]]
 

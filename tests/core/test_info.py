@@ -10,6 +10,7 @@ from lineartime.generation.generate import prefill
 from lineartime.info import DecodingBytes, decoding_bytes, describe, millions, print_description
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
+from tiny_models import LONG_MEMORY
 from token_by_token import add_up_states
 
 SMALL = {"d_model": 48, "n_layers": 3, "vocab_size": 96, "context": 32}
@@ -61,7 +62,8 @@ def test_every_parameter_is_counted_once(preset, task):
     small("performer", prefix_sum="blocks"), small("flash-quad", n_heads=4), small("flash", n_heads=4),
     small("flash-quad", gate=False), small("flash-quad", attn_kernel="softmax"), small("transformer++", gate=True),
     small("transformer++", attn_kernel="relu2"), small("flash", overlap=True),
-    small("flash", chunk_pooling="attention"),
+    small("flash", chunk_pooling="attention"), small("flash", **LONG_MEMORY), small("flash", "c4", **LONG_MEMORY),
+    small("mc-tfm++", **LONG_MEMORY), small("transformer++", key_conv=3), small("flash-quad", key_conv=3),
     small("flash", "c4", chunk_pooling="attention", overlap=True, first_to_all=True, cls_softmax=True)])
 def test_flops_are_those_that_pytorch_counts(config, monkeypatch):
     # The states of chunks are sums. That they are made by a product with zeros and ones is not counted.
@@ -108,7 +110,9 @@ def test_decoding_bytes_are_those_of_a_state(preset):
 @pytest.mark.parametrize("config", [
     *(small(preset) for preset in PRESETS), small("flash", n_heads=4), small("flash", overlap=True),
     small("flash", chunk_pooling="attention"), small("flash-quad", n_heads=4), small("mc-tfm++", overlap=True),
-    small("transformer++", attn_kernel="relu2")], ids=lambda config: f"{config.attn_type} {config.ffn}")
+    small("transformer++", attn_kernel="relu2"), small("flash", n_heads=4, **LONG_MEMORY),
+    small("mc-tfm++", **LONG_MEMORY), small("transformer++", key_conv=3), small("flash-quad", key_conv=3)],
+    ids=lambda config: f"{config.attn_type} {config.ffn}")
 def test_decoding_bytes_by_formula(config, dtype):
     """The table in docs/paper.md."""
     w, f, c, h, d = dtype.itemsize, max(4, dtype.itemsize), config.chunk_size, config.n_heads, config.d_model
@@ -118,14 +122,30 @@ def test_decoding_bytes_by_formula(config, dtype):
         constant = c * (2 * s + e) * w + s * e * f // h + config.overlap * c * (s + e) * w
         if config.chunk_pooling == "attention":
             constant, per_token = constant + s * f, (s * e // h + s) * f // c
+        if config.chunk_pooling == "written":
+            constant += h * (c + 1) * f
     elif config.attn_type == "quadratic":
         per_token = (s + e) * w
     elif config.attn_type == "linear":
         constant = d * (d // h + 1) * f
     else:
         constant, per_token = 4 * c * d * w + 16, 2 * d * w
+    constant += config.key_conv * s * w
     expected = DecodingBytes(config.n_layers * constant, config.n_layers * per_token)
     assert decoding_bytes(config, dtype) == expected
+
+
+def test_options_beyond_the_paper_are_named_and_counted(capsys):
+    config = small("flash", n_heads=4, **LONG_MEMORY)
+    parts = {part.name: part.each for part in describe(config).parts}
+    assert parts["layer: key convolution"] == 3 * 16 and parts["layer: write gate"] == 16 + 4
+    assert parts["layer: norms"] == 2 * config.d_model + config.d_inner
+    assert set(parts) - {part.name for part in describe(small("flash", n_heads=4)).parts} == {
+        "layer: key convolution", "layer: write gate"}
+    print_description(small("flash", rope_base=500, **LONG_MEMORY), "flash")
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert lines >= {"rope_base 500.0", "key_conv 3", "linear_scale_init 1.0", "linear_rope false", "linear_gate true",
+                     "linear_norm true", "chunk_pooling written"}
 
 
 def test_print_description(capsys):

@@ -417,6 +417,7 @@ def test_every_length_is_a_prefix_of_the_longest(name: str) -> None:
 
 
 WITH_A_TABLE = {"transformer", "transformer++ relu2", "flash-quad", "flash-quad softmax", "flash-quad heads",
+                "flash-quad key conv", "transformer++ relu2 key conv",
                 "flash-quad no gate", "flash-quad cls"}
 
 

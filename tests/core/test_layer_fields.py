@@ -17,6 +17,7 @@ WRONG = [
     (GatedAttentionUnit, (), {"chunk_parts": "local"}, "chunk_parts is for mixed chunk attention"),
     (GatedAttentionUnit, (), {"document_mask": "paper"}, "document_mask is for mixed chunk attention"),
     (GatedAttentionUnit, (), {"chunk_pooling": "attention"}, "chunk_pooling is for mixed chunk attention"),
+    (GatedAttentionUnit, (), {"chunk_size": 4, "key_conv": 3}, "this GAU is neither FLASH's nor FLASH-Quad's"),
     (GatedAttentionUnit, (), {"chunk_size": 0}, "chunk size"),
     (GatedAttentionUnit, (), {"query_key_dim": 7}, "RoPE needs an even width"),
     (GatedAttentionUnit, (), {"n_heads": 2}, "AblatedGatedAttentionUnit"),

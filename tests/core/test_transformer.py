@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import PRESETS, model_config
 from lineartime.layers import SequenceInfo, cu_seqlens
 from lineartime.mhsa import FeedForward, MultiHeadAttention
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, init_weights
 from lineartime.ops.reference import rotary
 
 T, D, H = 11, 24, 4
@@ -122,3 +123,32 @@ def test_initial_values(preset: str, options: dict, task: str, init_std: float) 
             assert abs(parameter.std() / std - 1) < 4 / (2 * parameter.numel()) ** 0.5, name
             assert abs(parameter.mean()) < 4 * std / parameter.numel() ** 0.5, name
     assert abs(torch.cat(drawn).std() - 1) < 0.01
+
+
+@pytest.mark.parametrize("preset", ["flash", "mc-tfm++", "flash-quad", "transformer++"])
+def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
+    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; a gain of 0.3; constant linear scales.
+    The other weights of the first layer are those without the options."""
+    gau, chunks = PRESETS[preset].ffn == "gau", PRESETS[preset].chunk_size is not None
+    fields = {"n_layers": 1, "d_model": 256, "vocab_size": 500} | ({"query_key_dim": 256} if gau else {"n_heads": 4})
+    options = {"key_conv": 3}
+    if chunks:
+        options |= {"linear_scale_init": 0.7, "linear_gate": True, "linear_norm": True}
+    plain = LanguageModel(model_config(preset, **fields))
+    torch.manual_seed(0)
+    init_weights(plain)
+    for causal in (True, False):
+        made = LanguageModel(model_config(preset, causal=causal, **fields, **options))
+        torch.manual_seed(0)
+        init_weights(made)
+        old, new = dict(plain.layers[0].named_parameters()), dict(made.layers[0].named_parameters())
+        taps_KS = new.pop("key_conv.taps")
+        taps_KS = taps_KS - F.one_hot(torch.tensor(2 if causal else 1), 3)[:, None]
+        assert abs(taps_KS.mean()) < 0.05 and abs(taps_KS.std() - 0.3) < 0.03
+        if chunks:
+            assert abs(new.pop("linear_gate.weight").std() - 0.1) < 0.02 and not new.pop("linear_gate.bias").any()
+            assert (new.pop("linear_norm.gain") == 0.3).all()
+            first = 2 if gau else 0
+            gamma = new.pop("scale_offset.gamma")
+            assert (gamma[first:] == 0.7).all() and torch.equal(gamma[:first], old.pop("scale_offset.gamma")[:first])
+        assert new.keys() == old.keys() and all(torch.equal(old[name], new[name]) for name in old)

@@ -155,7 +155,29 @@ def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], mon
         assert getattr(holder, part) is tensor, part  # a graph writes where it wrote when it was captured
 
 
-@pytest.mark.parametrize("name", ["flash", "transformer++", "flash-quad", "mc-tfm++"])
+@EVERY_MODEL
+@torch.inference_mode()
+def test_a_step_may_be_repeated(name: str) -> None:
+    """As the warm-up before a capture is, with the positions put back: it overwrites and accumulates nothing."""
+    model = random_model(with_documents(name))
+    prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in (1, CHUNK, 2 * CHUNK + 1)]
+    once, twice = (generate.prefill(model, prompts)[1] for _ in range(2))
+    if not all(cache.replayable for cache in once.caches):
+        return
+    for seed in range(2 * CHUNK + 2):
+        steps = [CapturedStep(model, state) for state in (once, twice)]
+        ids_B = random_ids(len(prompts), seed=seed, vocab_size=6)
+        seq_lens_B, start_B = twice.seq_lens_B.clone(), twice.start_B.clone()
+        steps[1].window = CONTEXT
+        twice.reserve(CONTEXT)
+        steps[1].ids_B.copy_(ids_B)
+        steps[1].step()
+        twice.seq_lens_B.copy_(seq_lens_B)
+        twice.start_B.copy_(start_B)
+        assert difference(steps[1](ids_B), steps[0](ids_B)) <= 1e-12, seed
+
+
+@pytest.mark.parametrize("name", ["flash", "transformer++", "flash-quad", "mc-tfm++", "flash long memory"])
 @torch.no_grad()
 def test_a_captured_step_asks_nothing_of_the_device(name: str) -> None:
     """On the meta device, which has no numbers to give: any question fails."""

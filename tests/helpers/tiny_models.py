@@ -12,6 +12,10 @@ SIZES = {"n_layers": 2, "d_model": 8, "vocab_size": 13, "context": CONTEXT}
 HEADS = {"n_heads": 2}
 GAU = {"query_key_dim": 4, "expansion_factor": 2}
 
+LONG_MEMORY = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "linear_norm": True,
+               "chunk_pooling": "written"}
+"""Every option beyond the paper but the fixed divisor, which is an alternative to the written one."""
+
 FLASH = model_config("flash", **SIZES, **GAU, chunk_size=CHUNK)
 FLASH_QUAD = model_config("flash-quad", **SIZES, **GAU)
 
@@ -43,6 +47,17 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash local": replace(FLASH, chunk_parts="local"),
     "flash global": replace(FLASH, chunk_parts="global"),
     "flash local overlap": replace(FLASH, chunk_parts="local", overlap=True),
+    "combiner rope base": model_config("combiner", **SIZES, **HEADS, chunk_size=CHUNK, rope_base=100.0),
+    "flash key conv": replace(FLASH, key_conv=3),
+    "flash write gate": replace(FLASH, linear_gate=True, linear_rope=False),
+    "flash read norm": replace(FLASH, linear_norm=True, rope_base=100.0),
+    "flash fixed": replace(FLASH, chunk_pooling="fixed", linear_divisor=5.0),
+    "flash long memory": replace(FLASH, **LONG_MEMORY),
+    "flash global heads long memory": replace(FLASH, **LONG_MEMORY, n_heads=2, chunk_parts="global"),
+    "mc-tfm++ long memory": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, **LONG_MEMORY),
+    "flash-quad key conv": replace(FLASH_QUAD, key_conv=3),
+    "transformer++ key conv": model_config("transformer++", **SIZES, **HEADS, key_conv=3, rope_base=100.0),
+    "transformer++ relu2 key conv": model_config("transformer++", **SIZES, **HEADS, attn_kernel="relu2", key_conv=3),
 }
 """Every preset and every option that changes what attention computes; all causal, no end-of-document token."""
 
@@ -50,6 +65,7 @@ UNPACKED = {
     "flash learned weights": replace(FLASH, chunk_pooling="attention"),
     "flash global learned weights": replace(FLASH, chunk_pooling="attention", chunk_parts="global"),
     "flash overlap learned weights": replace(FLASH, chunk_pooling="attention", overlap=True, gate=False),
+    "flash learned weights long memory": replace(FLASH, **{**LONG_MEMORY, "chunk_pooling": "attention"}),
 }
 """Models whose rows are one document, causal too."""
 
@@ -59,6 +75,8 @@ BIDIRECTIONAL = {
     "flash first to all": replace(FLASH, causal=False, first_to_all=True),
     "flash local first to all": replace(FLASH, causal=False, first_to_all=True, chunk_parts="local"),
     "flash overlap cls first to all": replace(FLASH, causal=False, first_to_all=True, cls_softmax=True, overlap=True),
+    "flash cls first to all long memory": replace(FLASH, causal=False, first_to_all=True, cls_softmax=True,
+                                                  **LONG_MEMORY),
 }
 """What only a bidirectional model can be."""
 

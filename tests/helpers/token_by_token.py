@@ -30,10 +30,10 @@ def dense(x: Tensor, w: Weights, name: str) -> Tensor:
     return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
 
-def turned(x_K: Tensor, position: int) -> Tensor:
-    """RoPE: pairs (k, k + K / 2) turned by position x 10000^(-2 k / K)."""
+def turned(x_K: Tensor, position: int, base: float = 10000.0) -> Tensor:
+    """RoPE: pairs (k, k + K / 2) turned by position x base^(-2 k / K)."""
     a, b = x_K.chunk(2)
-    angle = position * 10000.0 ** (-torch.arange(len(a), dtype=x_K.dtype) / len(a))
+    angle = position * base ** (-torch.arange(len(a), dtype=x_K.dtype) / len(a))
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
 
@@ -81,19 +81,49 @@ def quadratic(config: ModelConfig, w: Weights, q_TK: Tensor, k_TK: Tensor, v_TE:
     return weights(kernel, q_TK[t], k_TK[keys], bias_L, config.scale_len) @ v_TE[keys]
 
 
-def linear(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor, ids: list[int], t: int) -> Tensor:
+def convolved(config: ModelConfig, w: Weights, z_TS: Tensor, ids: list[int]) -> Tensor:
+    """Each dimension of z times a weight per place in a window, summed over the document's tokens in the window, which
+    ends at the token itself, or when not causal has it in the middle."""
+    if not config.key_conv:
+        return z_TS
+    own = config.key_conv - 1 if config.causal else config.key_conv // 2
+    return torch.stack([sum((w["key_conv.taps"][j - t + own] * z_TS[j] for j in mates(ids, t)
+                             if 0 <= j - t + own < config.key_conv), torch.zeros_like(z_TS[t]))
+                        for t in range(len(ids))])
+
+
+def gates(config: ModelConfig, w: Weights, near_TS: Tensor, head: int) -> Tensor:
+    """The gate of each token's key in a head: sigmoid(w z + b) by the head's slice of z; 1 without gates."""
+    if not config.linear_gate:
+        return torch.ones(len(near_TS), dtype=near_TS.dtype)
+    width = near_TS.shape[1] // config.n_heads
+    mine = slice(head * width, (head + 1) * width)
+    return 1 / (1 + torch.exp(-near_TS[:, mine] @ w["linear_gate.weight"][mine] - w["linear_gate.bias"][head]))
+
+
+def linear(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor, ids: list[int], t: int,
+           gate_T: Tensor) -> Tensor:
     """Over the document's tokens in earlier chunks when causal, over all of them when not."""
     out_E, c = torch.zeros_like(v_TE[t]), config.chunk_size
     if config.chunk_parts == "local":
         return out_E
     keys = [j for j in mates(ids, t) if j // c < t // c or not config.causal]
+    divisor = {"mean": len(keys), "sum": 1, "fixed": config.linear_divisor,
+               "written": sum((gate_T[j] for j in keys), torch.zeros(())).clamp(min=1)}[config.chunk_pooling]
     for j in keys:
-        out_E = out_E + (q_TK[t] @ k_TK[j]) * v_TE[j] / (len(keys) if config.chunk_pooling == "mean" else 1)
+        out_E = out_E + (q_TK[t] @ k_TK[j]) * gate_T[j] * v_TE[j] / divisor
     return out_E
 
 
+def read(config: ModelConfig, w: Weights, x_E: Tensor, head: int) -> Tensor:
+    """What the linear half says: with its norm of length sqrt(E), times a gain."""
+    if not config.linear_norm or not x_E.any():
+        return x_E
+    return x_E / (x_E.square().mean() + 1e-12).sqrt() * w["linear_norm.gain"][head]
+
+
 def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor,
-                              ids: list[int], t: int) -> Tensor:
+                              ids: list[int], t: int, gate_T: Tensor) -> Tensor:
     """Appendix A: chunk h has the weight relu(q_g k_h / G + b)^2, made from the means of z of two chunks, and enters
     as the mean of k v over its tokens. When causal chunk g asks by the mean of the chunk before it."""
     c, out_E = config.chunk_size, torch.zeros_like(v_TE[t])
@@ -110,7 +140,7 @@ def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_T
         k_S = means[h] * gamma[1] + beta[1]
         score = q_S @ k_S / -(-config.context // c) + position_bias(w, "chunk_bias", h - g)
         for j in chunk:
-            out_E = out_E + F.relu(score).square() * (q_TK[t] @ k_TK[j]) * v_TE[j] / len(chunk)
+            out_E = out_E + F.relu(score).square() * (q_TK[t] @ k_TK[j]) * gate_T[j] * v_TE[j] / len(chunk)
     return out_E
 
 
@@ -118,18 +148,24 @@ def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor
     """Eqs. 3-5, and Section 3.2 with chunks; with heads each takes its slice of z's scaled copies and of v."""
     n_tokens, e, s, n_heads = len(x_TD), config.d_inner, config.query_key_dim, config.n_heads
     u_TE, v_TE, z_TS = activation(config, dense(normed(x_TD, w), w, "in_proj")).split([e, e, s], dim=1)
-    made = [[torch.stack([turned(x_S, t) for t, x_S in enumerate(x_TS)])
-             for x_TS in (z_TS * gamma + beta).split(s // n_heads, dim=1)]
-            for gamma, beta in zip(w["scale_offset.gamma"], w["scale_offset.beta"], strict=True)]
+    near_TS = convolved(config, w, z_TS, ids)
+    made = []
+    for n, (gamma, beta) in enumerate(zip(w["scale_offset.gamma"], w["scale_offset.beta"], strict=True)):
+        x_TS = (near_TS if n == (1 if config.chunk_size is None else 3) else z_TS) * gamma + beta
+        base = config.rope_base if config.linear_rope or n not in (2, 3) else None
+        made.append([x_TK if base is None else torch.stack([turned(x_K, t, base) for t, x_K in enumerate(x_TK)])
+                     for x_TK in x_TS.split(s // n_heads, dim=1)])
     rows = []
     for t in range(n_tokens):
         heads = []
-        for v_TF, *made_TS in zip(v_TE.split(e // n_heads, dim=1), *made, strict=True):
+        for head, (v_TF, *made_TS) in enumerate(zip(v_TE.split(e // n_heads, dim=1), *made, strict=True)):
             out_F = quadratic(config, w, made_TS[0], made_TS[1], v_TF, ids, t)
+            gate_T = gates(config, w, near_TS, head)
             if config.chunk_size is not None and config.chunk_pooling == "attention":
-                out_F = out_F + linear_by_learned_weights(config, w, z_TS, made_TS[2], made_TS[3], v_TF, ids, t)
+                out_F = out_F + read(config, w, linear_by_learned_weights(
+                    config, w, z_TS, made_TS[2], made_TS[3], v_TF, ids, t, gate_T), head)
             elif config.chunk_size is not None:
-                out_F = out_F + linear(config, made_TS[2], made_TS[3], v_TF, ids, t)
+                out_F = out_F + read(config, w, linear(config, made_TS[2], made_TS[3], v_TF, ids, t, gate_T), head)
             if config.first_to_all and t % config.chunk_size == 0 and ids[t] >= 0:
                 keys = mates(ids, t)
                 out_F = out_F + weights("softmax", made_TS[4][t], made_TS[5][keys], 0.0, 1) @ v_TF[keys]
@@ -149,8 +185,11 @@ def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) ->
         split = x_TD.view(n_tokens, n_heads, width).unbind(1)
         if config.rel_pos is None or not rotate:
             return list(split)
-        return [torch.stack([turned(x_K, t) for t, x_K in enumerate(x_TK)]) for x_TK in split]
+        return [torch.stack([turned(x_K, t, config.rope_base) for t, x_K in enumerate(x_TK)]) for x_TK in split]
 
+    near_TD = convolved(config, w, k_TD, ids)
+    if config.chunk_size is None:
+        k_TD = near_TD
     qs, ks, vs = heads(q_TD), heads(k_TD), heads(v_TD, rotate=False)
     if config.attn_type == "rowmajor_axial":
         attended_TD = combiner(config, w, xn_TD, qs, ks, vs, ids)
@@ -158,16 +197,20 @@ def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) ->
     q_lins, k_lins = qs, ks
     if config.attn_type == "mixed_chunk":
         gamma, beta = w["scale_offset.gamma"], w["scale_offset.beta"]
-        q_lins, k_lins = heads(q_TD * gamma[0] + beta[0]), heads(k_TD * gamma[1] + beta[1])
+        q_lins, k_lins = (heads(x_TD, config.linear_rope)
+                          for x_TD in (q_TD * gamma[0] + beta[0], near_TD * gamma[1] + beta[1]))
     rows = []
     for t in range(n_tokens):
         outs = []
-        for q, k, v, q_lin, k_lin in zip(qs, ks, vs, q_lins, k_lins, strict=True):
+        for head, (q, k, v, q_lin, k_lin) in enumerate(zip(qs, ks, vs, q_lins, k_lins, strict=True)):
             if config.attn_type == "linear":
                 outs.append(performer(config, q, k, v, ids, t))
                 continue
             out_K = quadratic(config, w, q, k, v, ids, t)
-            outs.append(out_K + linear(config, q_lin, k_lin, v, ids, t) if config.chunk_size else out_K)
+            if config.chunk_size is not None:
+                gate_T = gates(config, w, near_TD, head)
+                out_K = out_K + read(config, w, linear(config, q_lin, k_lin, v, ids, t, gate_T), head)
+            outs.append(out_K)
         rows.append(torch.cat(outs))
     attended_TD = torch.stack(rows)
     if gate:
@@ -199,7 +242,7 @@ def combiner(config: ModelConfig, w: Weights, xn_TD: Tensor, qs: list[Tensor], k
         value.append([(ks[h][mine] @ qs[h][t] / width**0.5).softmax(0) @ vs[h][mine] for h in range(n_heads)])
         made_D = dense(normed(xn_TD[t] + dense(torch.cat(value[t]), w, "summary_proj"), w, "summary_norm"), w,
                        "summary_key")
-        key.append([turned(part_K, t) for part_K in made_D.split(width)])
+        key.append([turned(part_K, t, config.rope_base) for part_K in made_D.split(width)])
     rows = []
     for t in range(n_tokens):
         outs = []

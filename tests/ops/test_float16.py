@@ -81,7 +81,8 @@ def test_scores_whose_square_exceeds_float16(causal: bool, documents: bool, kern
 
 @pytest.mark.parametrize("name", ["flash", "flash-quad", "flash sum", "flash overlap", "flash learned weights",
                                   "flash cls", "flash-quad cls", "flash first to all", "transformer++ relu2",
-                                  "mc-tfm++", "performer"])
+                                  "mc-tfm++", "performer", "flash fixed", "flash write gate", "flash long memory",
+                                  "mc-tfm++ long memory"])
 def test_a_model_of_large_heads(name: str) -> None:
     """All of it in float16, with scores above 256, at once and token by token."""
     config = (CONFIGS | UNPACKED | BIDIRECTIONAL)[name]

@@ -1,0 +1,121 @@
+"""Options beyond the paper for a longer memory of the linear half: keys made from several tokens, a gate on what is
+written, a norm of what is read. All are off by default; FLASH and FLASH-Quad do not use this file.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.config import ModelConfig
+from lineartime.decoding.cache import Cache, DecodeInputs
+from lineartime.layers import fold_heads, unfold_heads
+from lineartime.ops.dtypes import at_least_float32
+
+CONV_NOISE = 0.3
+"""Standard deviation of the noise on a new convolution's weights: keys differ by their neighbours from the start."""
+GATE_STD = 0.1
+"""Standard deviation of a new gate's weights: the gates of all tokens start near one half."""
+READ_GAIN = 0.3
+"""A new gain of the read-out. With it synthetic recall was learned; 0.03 cost a text model 0.1 nats."""
+READ_EPS = 1e-12
+"""Added to the mean square of a read-out, which is far below 1 with the paper's initial scales."""
+
+
+class KeyConv(nn.Module):
+    """A depthwise convolution of z over `key_conv` tokens: from those before a token up to itself, or in a model that
+    is not causal around it. Other documents and padding count as 0."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.n_after = 0 if config.causal else config.key_conv // 2
+        self.taps = nn.Parameter(torch.empty(config.key_conv, config.n_heads * config.qk_width))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Set the initial values: normal(0, 0.3), plus 1 for the token itself."""
+        nn.init.normal_(self.taps, std=CONV_NOISE)
+        self.taps[-1 - self.n_after] += 1
+
+    def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
+        """The convolution of whole rows: `[B, T, S]` of z's dtype. segment_ids_BT: see `layers.SequenceInfo`."""
+        n_taps, n_tokens = len(self.taps), z_BTS.shape[1]
+        around = [n_taps - 1 - self.n_after, self.n_after]
+        row_BLS = F.pad(z_BTS, [0, 0, *around])
+        if segment_ids_BT is None:
+            return self.weigh(row_BLS, None)
+        ids_BL = F.pad(segment_ids_BT, around, value=-1)
+        same_KBT = [ids_BL[:, tap : tap + n_tokens] == segment_ids_BT for tap in range(n_taps)]
+        return self.weigh(row_BLS, same_KBT)
+
+    def weigh(self, row_BLS: Tensor, visible_KBT: list[Tensor] | None) -> Tensor:
+        """The sum over taps k of taps[k] row[t + k], where it is visible: `[B, T, S]`, T = L - K + 1."""
+        n_tokens, out_BTS = row_BLS.shape[1] - len(self.taps) + 1, row_BLS.new_zeros(())
+        for tap, weight_S in enumerate(self.taps):
+            part_BTS = row_BLS[:, tap : tap + n_tokens]
+            if visible_KBT is not None:
+                part_BTS = torch.where(visible_KBT[tap][..., None], part_BTS, 0.0)
+            out_BTS = out_BTS + part_BTS * weight_S
+        return out_BTS.to(row_BLS.dtype)
+
+    def add_to(self, cache: Cache) -> None:
+        """Give an empty cache the places for the last tokens' z."""
+        like = next(iter(cache.tensors().values()))
+        cache.z_BKS = like.new_zeros(len(like), len(self.taps), self.taps.shape[1] // self.n_heads)
+
+    def extend(self, z_BNS: Tensor, inputs: DecodeInputs, cache: Cache) -> Tensor:
+        """`forward` for the next N tokens of rows whose last z are in `cache`, which is updated: `[B, N, S]`."""
+        assert cache.z_BKS is not None
+        n_taps = len(self.taps)
+        place_K = torch.arange(n_taps, device=z_BNS.device)
+        before_BKS = unfold_heads(cache.z_BKS, self.n_heads)
+        index_BK1 = ((inputs.seq_lens_B[:, None] + place_K) % n_taps)[..., None]
+        row_BLS = torch.cat([before_BKS.gather(1, index_BK1.expand_as(before_BKS)), z_BNS], dim=1)
+        first_BN = inputs.position_BN - inputs.start_BN
+        visible_KBN = [first_BN >= n_taps - 1 - tap for tap in range(n_taps)]
+        last_BK1 = (inputs.n_new_B[:, None] + place_K)[..., None]
+        last_BKS = row_BLS.gather(1, last_BK1.expand_as(before_BKS))
+        # Position p is at place p modulo K. The step of a token writes what it wrote if it is repeated.
+        index_BK1 = ((inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K)[..., None] % n_taps
+        kept_BKS = torch.zeros_like(last_BKS).scatter(1, index_BK1.expand_as(last_BKS), last_BKS)
+        cache.z_BKS.copy_(fold_heads(kept_BKS, self.n_heads))
+        return self.weigh(row_BLS[:, 1:], visible_KBN)
+
+
+class WriteGate(nn.Module):
+    """sigmoid(w z + b) of each token and head, by which the linear half's key is multiplied."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.n_heads * config.qk_width))
+        self.bias = nn.Parameter(torch.empty(config.n_heads))
+
+    def init_weights(self) -> None:
+        """Set the initial values: normal(0, 0.1), bias 0."""
+        nn.init.normal_(self.weight, std=GATE_STD)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, z_BTS: Tensor) -> Tensor:
+        """gate_BTH, in float32 at least."""
+        product_BTS = at_least_float32(z_BTS) * self.weight
+        return torch.sigmoid(product_BTS.unflatten(-1, (len(self.bias), -1)).sum(-1) + self.bias)
+
+
+class ReadNorm(nn.Module):
+    """x / sqrt(mean(x^2)) of each head times a learned gain; 0 stays 0."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(config.n_heads, config.v_width))
+
+    def init_weights(self) -> None:
+        """Set the initial gain, 0.3."""
+        nn.init.constant_(self.gain, READ_GAIN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: `[B, ..., E]`, B counts rows times heads. Returns the same shape and dtype."""
+        n_heads, width = self.gain.shape
+        wide = at_least_float32(x)
+        square = wide.square().mean(-1, keepdim=True)
+        gain = self.gain.repeat(len(x) // n_heads, 1).view(len(x), *[1] * (x.dim() - 2), width)
+        return torch.where(square > 0, wide * torch.rsqrt(square + READ_EPS) * gain, 0.0).to(x.dtype)
