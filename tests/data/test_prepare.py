@@ -236,7 +236,7 @@ def test_the_sample_is_prepared_without_inputs(tmp_path):
     ({"held_out": 0.1, "validation": ["v.txt"]}, "two validation splits: held_out = 0.1"),
     ({"jobs": 0}, "jobs = 0; it takes 1 or more"),
     ({"shard_tokens": 0}, "shard_tokens = 0"),
-    ({"vocab_size": 256}, "vocab_size = 256; it takes 257 or more"),
+    ({"vocab_size": 256}, "vocab_size = 256; it takes 257 to 16,777,216"),
     ({"tokenizer": "none.json"}, "cannot read the tokenizer: none.json"),
 ])
 def test_wrong_arguments_are_usage_errors_before_anything_is_read(tmp_path, monkeypatch, options, message):
