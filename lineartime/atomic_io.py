@@ -1,5 +1,5 @@
 """Files that are complete or absent, whenever the process dies: atomic replacement of text and folders, append-only
-JSON lines, and files with a SHA-256."""
+JSON lines, and files with a SHA-256; whole files of limited size."""
 
 import contextlib
 import errno
@@ -12,11 +12,12 @@ import re
 import secrets
 import shutil
 import stat
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from lineartime.errors import CheckpointError, DataError, ResourceError
+from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
 
 T = TypeVar("T")
 
@@ -246,6 +247,20 @@ def read_json(path: Path) -> dict[str, Any]:
         return content
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError("damaged", path, str(e)) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file. Raises UsageError for a section, because settings are flat."""
+    try:
+        settings = tomllib.loads(read_bytes(path).decode())
+    except OSError as e:
+        raise UsageError("cannot read the configuration", path, e.strerror) from None
+    except (ValueError, RecursionError) as e:
+        raise UsageError("not valid TOML", path, str(e)) from None
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            raise UsageError("settings are flat", f"[{name}] in {path}", "move its fields to the top")
+    return settings
 
 
 def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -1,18 +1,15 @@
-"""Typed settings: fields of a dataclass are checked, replaced by name, and parsed from the command line or TOML.
+"""Typed settings: fields of a dataclass are checked, replaced by name, and parsed from the command line.
 
 Errors are UsageErrors that name the field and, for an unknown name, the nearest valid one."""
 
 import dataclasses
 import difflib
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.atomic_io import read_bytes
 from lineartime.errors import UsageError
 
 
@@ -99,16 +96,3 @@ def parse_field(name: str, text: str, kind: Any) -> Any:
     if any(typing.get_origin(a) is Literal for a in _alternatives(kind)):
         return text
     raise UsageError("wrong value", f"{name} = {text!r}", f"it takes {_describe(kind)}")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file. Raises UsageError for a section, because settings are flat."""
-    try:
-        settings = tomllib.loads(read_bytes(path).decode())
-    except OSError as e:
-        raise UsageError("cannot read the configuration", path, e.strerror) from None
-    except (ValueError, RecursionError) as e:
-        raise UsageError("not valid TOML", path, str(e)) from None
-    for name, value in settings.items():
-        require(not isinstance(value, dict), "settings are flat", f"[{name}] in {path}", "move its fields to the top")
-    return settings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lineartime.atomic_io import MAX_BYTES, read_bytes
+from lineartime.atomic_io import MAX_BYTES, read_bytes, read_toml
 from lineartime.cli import benchmark as cli_speed
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
@@ -34,7 +34,7 @@ from lineartime.cli.terminal import (
 from lineartime.config import PRESETS, model_config, parse_setting
 from lineartime.errors import LineartimeError, ResourceError, UsageError
 from lineartime.release.pretrained import model_folder
-from lineartime.settings import read_toml, require_precision
+from lineartime.settings import require_precision
 
 if TYPE_CHECKING:
     from lineartime.training import TrainResult

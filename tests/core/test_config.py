@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lineartime.atomic_io import read_toml
 from lineartime.config import (
     MODEL_FIELDS,
     PRESETS,
@@ -26,7 +27,6 @@ from lineartime.config import (
     to_dict,
 )
 from lineartime.errors import UsageError
-from lineartime.settings import read_toml
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}
 
