@@ -16,7 +16,7 @@ from lineartime.settings import check_fields, parse_field, replace_fields, requi
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
-           "micro_batch_tokens": 2**26, "steps": 2**40, "keep": 2**20, "key_conv": 2**8}
+           "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8}
 """The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
 
 

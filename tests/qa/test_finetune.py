@@ -142,7 +142,7 @@ def test_flash_alone_is_not_clipped(folder, tmp_path, preset, fields, monkeypatc
 
     config = model_config(preset, vocab_size=400, d_model=16, context=48, causal=False, **fields)
     _, tokenizer, facts = lineartime.load_model(folder / "pretrained")
-    monkeypatch.setattr(finetune, "load_model", lambda run: (LanguageModel(config).eval(), tokenizer, facts))
+    monkeypatch.setattr(finetune, "load_model", lambda run, strict: (LanguageModel(config).eval(), tokenizer, facts))
     monkeypatch.setattr(finetune, "fit_once", stop_here)
     seen = []
     for settings in ({}, {"clip": None}):
