@@ -118,7 +118,7 @@ class Run:
         end = None
         try:
             with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(
-                    name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)) as file:
+                    name, flags | os.O_NONBLOCK, 0o666)) as file:
                 end = file.tell()
                 if file.write(self.waiting.encode()) < len(self.waiting):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
