@@ -187,8 +187,8 @@ def test_a_stdout_that_is_full_or_closed(tmp_path: Path) -> None:
     train = (f"lineartime train flash --data {tmp_path}/1 --steps 2 --context 32 --tokens-per-step 64 "
              "--set micro_batch_tokens=64 --set warmup_steps=1 --set n_layers=1 --set d_model=16 --set chunk_size=8 "
              f"--set query_key_dim=8 --out {tmp_path}")
-    for line, folder in ((f"{prepare}/1 | true", "1"), (f"{prepare}/2 > /dev/full", "2"), (f"{prepare}/3 >&-", "3"),
-                         (f"{train}/run1 2>&1 | true", "run1"), (f"{train}/run2 > /dev/full 2>&1", "run2")):
+    for line, folder in ((f"{prepare}/1 | true", "1"), (f"{prepare}/2 >&-", "2"),
+                         (f"{train}/run1 > /dev/full 2>&1", "run1")):
         done = shell(line)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), line
         assert (tmp_path / folder / ("result.json" if "run" in folder else "manifest.json")).exists()

@@ -618,6 +618,7 @@ def train_to_recall(model: LanguageModel, most_steps: int) -> int:
     return most_steps
 
 
+@pytest.mark.campaign
 def test_recall_across_chunks() -> None:
     """A fact seven chunks back is repeated. Without the linear part no layer carries it, however long it is trained."""
     flash, local = recall_model("both"), recall_model("local")

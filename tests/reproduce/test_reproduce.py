@@ -210,6 +210,7 @@ def test_a_text_that_memory_is_too_small_for_ends_the_table(tiny, monkeypatch):
         runner.prepare(cells_of("speedup", "cpu")[0].text, place, StopSignal())
 
 
+@pytest.mark.campaign
 def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypatch):
     """One job gives two rows; where a kill took the second, the first is not made again."""
     place, _ = tiny

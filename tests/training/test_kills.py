@@ -89,8 +89,8 @@ def kill_until(n_kills, n_inside, processes, data, reference, folder):
     print(f"{kills} kills, {inside} inside a save, {runs} runs, {launched} processes")
 
 
-def test_fifty_kills(processes, data, reference, tmp_path):
-    kill_until(50, 10, processes, data, reference, tmp_path)
+def test_twenty_kills(processes, data, reference, tmp_path):
+    kill_until(20, 4, processes, data, reference, tmp_path)
 
 
 @pytest.mark.campaign
