@@ -65,3 +65,8 @@ def processes():
     processes = Processes()
     yield processes
     processes.close()
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest test, which would otherwise run alone at the end."""
+    items.sort(key=lambda item: "test_kernel_resources" not in item.nodeid)
