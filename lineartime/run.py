@@ -118,7 +118,7 @@ class Run:
         end = None
         try:
             with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(
-                    name, flags | os.O_NONBLOCK, 0o666)) as file:
+                    name, flags | os.O_NONBLOCK, 0o666)) as file:  # a pipe is not waited for
                 end = file.tell()
                 if file.write(self.waiting.encode()) < len(self.waiting):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -185,16 +185,15 @@ def read_result(out: Path) -> dict[str, Any]:
     path, result, run = out / RESULT_FILE, read_json(out / RESULT_FILE), read_run(out)
     if result.get("run", run["id"]) != run["id"]:  # older versions wrote no id
         raise CheckpointError("damaged", path, "it is the result of another run")
-    train = run.get("train")
-    if type(result.get("steps")) is not int or not isinstance(train, dict) or result["steps"] != train.get("steps"):
+    if type(result.get("steps")) is not int or result["steps"] != run["train"].get("steps"):
         raise CheckpointError("damaged", path, f"its steps are not those of {RUN_FILE}")
-    scores = result.get("held_out", {})
-    whole = (has_numbers(scores, "loss") if "held_out" in result else
-             has_numbers(result, "loss", "exact_match", "f1"))
-    if "held_out" in result and whole:
-        blocks = scores.get("loss_by_position", [])
-        whole = isinstance(blocks, list) and all(
+    if "held_out" in result:
+        scores = result["held_out"]
+        blocks = scores.get("loss_by_position", []) if isinstance(scores, dict) else []
+        whole = has_numbers(scores, "loss") and isinstance(blocks, list) and all(
             has_numbers(block, "first", "last", "loss") and 1 <= block["first"] <= block["last"] for block in blocks)
+    else:
+        whole = has_numbers(result, "loss", "exact_match", "f1")
     if not whole or not has_numbers({"peak_mib": 0.0, **result}, "peak_mib"):
         raise CheckpointError("damaged", path, "its scores are missing or not numbers")
     return result
