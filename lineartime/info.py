@@ -244,7 +244,7 @@ def table(heading: str, *columns: str, width: int = 34) -> Table:
 
 def print_description(config: ModelConfig, title: str) -> None:
     """Print `describe(config)` as tables."""
-    console, described = Console(highlight=False, color_system=None), describe(config)
+    console, described = Console(highlight=False), describe(config)
     console.print(title, style="bold", markup=False)
     console.print()
     rows = table("Specification", "")

@@ -36,6 +36,10 @@ class Screen(io.TextIOWrapper):
         with suppress(*self.dropped):
             super().flush()
 
+    def isatty(self) -> bool:
+        """False, so that no library styles text: its escape sequences would be written as text too."""
+        return False
+
 
 @contextmanager
 def screens() -> Iterator[None]:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -209,6 +210,25 @@ def test_what_a_terminal_lacks_is_written_as_an_escape(tmp_path: Path) -> None:
     assert done.returncode == 0 and str(markup) in done.stdout
     done = shell("lineartime generate --model small --max-new-tokens 1 $'a\\x1b]0;title\\x07b'")
     assert "\x1b" not in done.stdout and done.stdout.startswith("a\\x1b]0;title\\x07b")
+
+
+def test_a_terminal_gets_tables_without_escapes() -> None:
+    reader, writer = pty.openpty()
+    with subprocess.Popen([*LINEARTIME, "info", "flash"], stdout=writer, stdin=writer, stderr=writer) as process:
+        os.close(writer)
+        printed = b""
+        while block := read_or_end(reader):
+            printed += block
+    os.close(reader)
+    assert process.returncode == 0 and b"Specification" in printed and b"x1b" not in printed and b"\x1b" not in printed
+
+
+def read_or_end(descriptor: int) -> bytes:
+    """What a terminal shows next; nothing after its last writer has gone."""
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:
+        return b""
 
 
 def test_a_sample_cannot_break_out_of_the_model_card() -> None:
