@@ -107,7 +107,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     require(context >= 1 and (batch_rows is None or batch_rows >= 1), "wrong value",
             f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
     model.check_length(context)
-    batch_rows = batch_rows or min(8, max(1, 65_536 // context))
+    batch_rows = min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
     was_training = model.training
     model.eval()
     nll_T, count_T, n_read = np.zeros(context), np.zeros(context, dtype=np.int64), 0
