@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import secrets
@@ -20,6 +21,8 @@ from typing import IO, Any, TypeVar
 from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 def hash_of(path: Path) -> dict[str, Any]:
@@ -287,7 +290,8 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
     """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line without its end is left
-    out if it is wrong, because another process may be writing it. Raises DataError for any other line that is wrong.
+    out, with a warning, if it is wrong: another process may be writing it. Raises DataError for any other line that is
+    wrong.
 
     what: a noun for a line, for the message ("a row of a run")."""
     try:
@@ -304,4 +308,6 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             if whole:
                 raise DataError(f"not {what}", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
+            if line:
+                logger.warning(f"an incomplete last line is left out: {path}, line {number}")
     return parsed

@@ -62,6 +62,18 @@ class LineartimeConfig(PreTrainedConfig):
             fields.setdefault(name, model.end_of_document)
         super().__init__(**fields)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Load as `PreTrainedConfig` does. Raises CheckpointError for a config.json of a local folder that a manifest
+        does not match, and names the file where `ModelConfig` refuses a value."""
+        place = Path(kwargs.get("name_or_path") or "", CONFIG_FILE)
+        if place.is_file():
+            check_shared(place.parent, [CONFIG_FILE])
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except UsageError as e:
+            raise UsageError(e.what, f"{e.where} in {place}", e.todo) from None
+
     def model_config(self) -> ModelConfig:
         return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
 

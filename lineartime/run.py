@@ -27,7 +27,7 @@ from lineartime.config import (
     to_dict,
 )
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from lineartime.errors import CheckpointError, UsageError
+from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel, SpanModel
 
 RUN_FILE = "run.json"
@@ -332,4 +332,6 @@ def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         weights = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, safetensors.SafetensorError) as e:
         raise CheckpointError("damaged", folder / WEIGHTS_FILE, str(e)) from None
+    except MemoryError:
+        raise ResourceError("out of memory", folder / WEIGHTS_FILE) from None
     return files, {name: weight.float() for name, weight in weights.items()}

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from random import Random
 
@@ -111,7 +112,7 @@ def part_of(text: str) -> tuple[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m drills", description=__doc__)
     parser.add_argument("parts", nargs="+", type=part_of, metavar="PART=TRIALS",
-                        help=f"{', '.join(PARTS)}; the log shall have the trials from 0 on")
+                        help=f"{', '.join(PARTS)}; those of the trials from 0 on that the rows lack")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="repeat this trial of the part and print it; the log stays as it is")
     parser.add_argument("--work", type=Path, default=Path("out/drills"), help="folder for the trials and the log")
@@ -134,15 +135,19 @@ def main() -> int:
     logged = {(each["part"], each["number"]): each for each in read_log(log)
               if (each["seed"], each["commit"]) == (given.seed, version)}
     for part, trials in given.parts:
-        begun, n_begun, told = time.monotonic(), n_tried(blocks[part]), 0.0
-        for first in range(n_begun, trials, BLOCK):
+        there = {number for block in blocks[part] for number in range(block["first"], block["first"] + block["trials"])}
+        missing = [number for number in range(trials) if number not in there]
+        begun, done_here, told = time.monotonic(), 0, 0.0
+        for _, numbers in groupby(missing, lambda number: number // BLOCK):
             verdicts: Counter[str] = Counter()
-            for number in range(first, min(first + BLOCK, trials)):
+            first = None
+            for number in numbers:
+                first = number if first is None else first
                 if time.monotonic() - told > 10:
-                    told, done_here = time.monotonic(), number - n_begun
-                    left = (told - begun) / max(done_here, 1) * (trials - number) / 60
-                    print(f"{part}: {number:,} of {trials:,}" + (f", {left:.0f} min left" if done_here else ""),
-                          file=sys.stderr, flush=True)
+                    told, n_left = time.monotonic(), len(missing) - done_here
+                    left = f", {(told - begun) / done_here * n_left / 60:.0f} min left" if done_here else ""
+                    print(f"{part}: {trials - n_left:,} of {trials:,}{left}", file=sys.stderr, flush=True)
+                done_here += 1
                 done = logged.get((part, number)) or run_trial(part, given.seed, number, work)
                 verdicts[done["verdict"]] += 1
                 if (part, number) not in logged:

@@ -131,5 +131,5 @@ def content(path: Path) -> object:
         if path.name == "README.md":
             return path.read_text(encoding="utf-8").partition("<sub>")[0]
         return tiny_runs.content(path)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return path.read_bytes()

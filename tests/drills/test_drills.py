@@ -55,6 +55,12 @@ def test_drills_that_are_stopped_go_on(number, tmp_path, monkeypatch):
     assert 0 < there.count("\n") < 12 and work.read_text().startswith(there)
     assert sorted(each["number"] for each in drills.read_log(work)) == list(range(12))
     assert child.run(main, tmp_path).out == done.out and work.read_text().count("\n") == 12
+    monkeypatch.setattr(drills, "BLOCK", 5)  # a row that was taken out is made again
+    rows = tmp_path / "rows.jsonl"
+    row = '{"part": "kills", "seed": 0, "first": %d, "trials": %d, "verdicts": {"ok": %d}, "commit": "0"}\n'
+    rows.write_text(row % (0, 5, 5) + row % (10, 2, 2))
+    assert child.run(main, tmp_path).out.startswith("kills: 12 tried, 0 lost")
+    assert [(each["first"], each["trials"]) for each in drills.read_log(rows)] == [(0, 5), (10, 2), (5, 5)]
 
 
 def test_a_child_that_waits_is_interrupted_and_one_that_does_not_heed_it_killed(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import typer
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from lineartime import checkpoint
 from lineartime.cli import verbs
 from lineartime.cli.terminal import CONTROL
 from lineartime.config import parse_setting, run_config, to_dict
-from lineartime.errors import CheckpointError, UsageError
+from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.release import pretrained
 from lineartime.run import read_metrics, read_run
 from tiny_runs import STEPS, command, prepare_text
@@ -225,12 +226,18 @@ def flip_config(folder: Path) -> None:
     path.write_text(path.read_text().replace('"gate": true', '"gate": false'))
 
 
+def set_width(folder: Path, d_model: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"d_model": d_model}))
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a flipped bit": ("model.safetensors", lambda folder: spoil(folder / "model.safetensors")),
     "other weights": ("model.safetensors", lambda folder: with_weights(folder, lambda bias: bias + 1)),
     "not finite": ("model.safetensors", lambda folder: with_weights(folder, lambda bias: bias * math.nan)),
     "no weights": ("model.safetensors", lambda folder: (folder / "model.safetensors").write_bytes(b"")),
     "another configuration": ("config.json", flip_config),
+    "a configuration of no model": ("config.json", lambda folder: set_width(folder, math.inf)),
     "another tokenizer": ("tokenizer.json", lambda folder: (folder / "tokenizer.json").write_text("{}")),
     "a damaged manifest": ("MANIFEST.json", lambda folder: (folder / "MANIFEST.json").write_text("{}"))}
 
@@ -285,6 +292,24 @@ def test_an_export_without_a_manifest_opens_and_its_numbers_are_checked(exported
     for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(CheckpointError, match=r"not this model's: .*/model.safetensors: .*head_bias is missing"):
             load(folder)
+
+
+def test_files_of_no_model_are_named(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a manifest, which would say it first."""
+    folder = copy_of(exported, tmp_path / "copy")
+    (folder / "MANIFEST.json").unlink()
+    set_width(folder, "wide")
+    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained):
+        with pytest.raises(UsageError, match=r"d_model = 'wide' in .*/copy/config\.json"):
+            load(folder)
+    set_width(folder, 16)
+
+    def no_room(path: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(safetensors.torch, "load_file", no_room)
+    with pytest.raises(ResourceError, match=r"out of memory: .*/copy/model\.safetensors"):
+        lineartime.load_model(folder)
 
 
 def test_weights_of_a_run_that_are_another_runs_or_not_finite_are_refused(run: Path, tmp_path: Path) -> None:

@@ -34,10 +34,12 @@ def test_rows_are_added_and_read(tmp_path):
 
 @pytest.mark.parametrize(("left", "kept"), [('{"a": 1}\n{"a": 2', [1]), ('{"a"', []), ("", []), ('{"a": 1}\n', [1]),
                                             ('{"a": 1}\n{"a": 2}', [1, 2])])
-def test_a_line_that_was_cut_off_is_left_out_and_taken_out_and_a_whole_one_is_not(left, kept, tmp_path):
+def test_a_line_that_was_cut_off_is_left_out_and_taken_out_and_a_whole_one_is_not(left, kept, tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     path.write_text(left)
     assert values(path) == kept
+    said = [f"an incomplete last line is left out: {path}, line {len(kept) + 1}"]
+    assert caplog.messages == (said if left.count("}") < left.count("{") else [])
     append_json_lines(path, [{"a": 9}])
     assert values(path) == [*kept, 9] and path.read_text().count("\n") == len(kept) + 1
 
