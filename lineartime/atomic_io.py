@@ -273,6 +273,7 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             if path.is_file():  # not a pipe
+                fcntl.flock(file, fcntl.LOCK_EX)  # what another process has half written is not cut off
                 whole, newline, last = path.read_bytes().rpartition(b"\n")
                 try:
                     if last:

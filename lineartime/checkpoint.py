@@ -159,17 +159,20 @@ def manifest_of(files: Mapping[str, bytes]) -> bytes:
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}})
 
 
-def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Compare these files of a folder for sharing, or of a copied checkpoint, with its manifest.
+def check_files(folder: Path, names: Iterable[str]) -> int | None:
+    """Compare these files of a folder for sharing, or of a copied checkpoint, with its manifest; returns the step of a
+    checkpoint.
 
     Links are followed, because a cache of downloads consists of links. Raises CheckpointError, with the file, for a
     difference and for a file that the manifest does not list."""
     with _opened(folder, 0) as (descriptor, _):
-        entries = _read_manifest(folder, descriptor, 0)["files"]
+        manifest = _read_manifest(folder, descriptor, 0)
+        entries = manifest["files"]
         for name in names:
             if name not in entries:
                 raise _damage(folder / MANIFEST, f"{name} is not in it")
             _read(folder, descriptor, name, entries[name], False, 0)
+    return manifest.get("step")
 
 
 def point(link: Path, target: Path | str) -> None:

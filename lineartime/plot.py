@@ -17,7 +17,6 @@ from lineartime.config import ModelConfig
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.info import describe, millions
 from lineartime.run import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
-from lineartime.settings import replace_fields
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -220,7 +219,7 @@ def read_curves(run_dir: Path) -> Curves:
             final = read_result(run_dir)
             if not scores or scores[-1][0] < final["steps"]:  # else it would be a second point, of other tokens
                 scores.append((final["steps"], final["held_out"]))
-        config = replace_fields(ModelConfig(), run["model"])
+        config = ModelConfig(**run["model"])
         whole = final["held_out"] if final else scores[-1][1] if scores else None
         return Curves(
             f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",

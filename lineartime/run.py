@@ -29,6 +29,7 @@ from lineartime.config import (
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel, SpanModel
+from lineartime.settings import replace_fields
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -64,10 +65,7 @@ class Run:
             stored = read_run(out)
             self.id = stored["id"]
             same_anyway = {"id": self.id, "data": config.data}  # the data's hash counts, not its folder
-            # A field that is newer than the run has its default there.
-            filled_up = {"model": {**to_dict(ModelConfig()), **stored["model"]},
-                         "train": {**to_dict(TrainConfig()), **stored["train"]}}
-            changed = different({**stored, **filled_up, **same_anyway}, {**description, **same_anyway})
+            changed = different({**stored, **same_anyway}, {**description, **same_anyway})
             if changed:
                 todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
                 raise UsageError("another run is here", out, todo)
@@ -141,7 +139,8 @@ class Run:
 
 
 def read_run(out: Path) -> dict[str, Any]:
-    """A run's description. Raises UsageError if it is missing, CheckpointError if it is damaged."""
+    """A run's description, in which a field that is newer than the run has its default. Raises UsageError if it is
+    missing, CheckpointError if it is damaged."""
     if not (out / RUN_FILE).exists():
         raise UsageError("not a run", out, "give the --out folder of `lineartime train`")
     description = read_json(out / RUN_FILE)
@@ -149,7 +148,12 @@ def read_run(out: Path) -> dict[str, Any]:
     if not (all(isinstance(description.get(name), str) for name in texts)
             and all(isinstance(description.get(name), dict) for name in tables)):
         raise CheckpointError("damaged", out / RUN_FILE, "it is no description of a run")
-    return description
+    try:
+        configs = {"model": replace_fields(ModelConfig(), description["model"]),
+                   "train": replace_fields(TrainConfig(), description["train"])}
+    except UsageError as e:
+        raise CheckpointError("damaged", out / RUN_FILE, str(e)) from None
+    return description | {name: to_dict(config) for name, config in configs.items()}
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
@@ -254,8 +258,8 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
-        facts: dict[str, Any] = {"checkpoint": str(folder)}
-        files, weights = read_exported(folder)
+        files, weights, step = read_exported(folder)
+        facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
     else:
         run = None
         if not checkpoint.has_manifest(path):
@@ -308,19 +312,22 @@ def is_exported(path: Path) -> bool:
     return here and not any((path / name).exists() for name in (OPTIMIZER_FILE, RUN_FILE))
 
 
-def check_shared(folder: Path, names: Iterable[str]) -> None:
+def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
+    Returns the step of a checkpoint.
 
     Raises CheckpointError for a difference, and for a checkpoint without its manifest."""
     if checkpoint.has_manifest(folder):
-        checkpoint.check_files(folder, names)
-    elif (folder / OPTIMIZER_FILE).exists():
+        return checkpoint.check_files(folder, names)
+    if (folder / OPTIMIZER_FILE).exists():
         raise CheckpointError("damaged checkpoint", f"{folder}: {checkpoint.MANIFEST} is missing")
+    return None
 
 
-def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The text files and the weights, converted to float32, of an exported folder. Raises CheckpointError."""
-    check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
+def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor], int | None]:
+    """The text files and the weights, converted to float32, of an exported folder; and the step, if it is a checkpoint
+    without its optimizer. Raises CheckpointError, and ResourceError for weights that do not fit into memory."""
+    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
     files = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:
@@ -334,4 +341,8 @@ def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise CheckpointError("damaged", folder / WEIGHTS_FILE, str(e)) from None
     except MemoryError:
         raise ResourceError("out of memory", folder / WEIGHTS_FILE) from None
-    return files, {name: weight.float() for name, weight in weights.items()}
+    wrong = [f"{name} is {weight.dtype}" for name, weight in weights.items() if not weight.is_floating_point()]
+    if wrong:
+        raise CheckpointError("weights of a wrong type", f"{folder / WEIGHTS_FILE}: "
+                              f"{checkpoint.first_five(wrong)}")
+    return files, {name: weight.float() for name, weight in weights.items()}, step

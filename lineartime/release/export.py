@@ -12,7 +12,7 @@ import torch
 from lineartime.atomic_io import remove_leftovers, written_aside
 from lineartime.benchmark.measure import provenance
 from lineartime.checkpoint import MANIFEST, manifest_of
-from lineartime.config import TrainConfig, model_config_json, to_dict
+from lineartime.config import model_config_json
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import open_split, read_manifest
 from lineartime.errors import ResourceError, UsageError
@@ -21,7 +21,7 @@ from lineartime.generation.generate import generate
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, read_metrics, read_run
-from lineartime.settings import replace_fields, require
+from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     remove_leftovers(out)
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
     description = read_run(run)
-    description["train"] = to_dict(replace_fields(TrainConfig(), description["train"]))  # raises for damage
     model, tokenizer, facts = load_model(run, strict=strict)
     if isinstance(model, SpanModel):
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")

@@ -35,15 +35,17 @@ def command(*arguments: str) -> Callable[[Path, Path], Callable[[], object]]:
 
 
 def append_rows(made: Path, out: Path) -> Callable[[], object]:
-    """Append the rows that a file lacks, as `reproduce` and `benchmark run` do."""
+    """Append the rows that a file lacks, one process at a time, as `reproduce` does."""
     def append() -> None:
+        from lineartime import checkpoint
         from lineartime.atomic_io import append_json_lines, read_json_lines
 
         path = out / "rows.jsonl"
-        there = read_json_lines(path, lambda row: row["row"], "a row") if path.exists() else []
-        for row in ROWS:
-            if row["row"] not in there:
-                append_json_lines(path, [row])
+        with checkpoint.lock(out):
+            there = read_json_lines(path, lambda row: row["row"], "a row") if path.exists() else []
+            for row in ROWS:
+                if row["row"] not in there:
+                    append_json_lines(path, [row])
 
     return child.as_verb(append)
 

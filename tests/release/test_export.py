@@ -304,6 +304,11 @@ def test_files_of_no_model_are_named(exported: Path, tmp_path: Path, monkeypatch
             load(folder)
     set_width(folder, 16)
 
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight.int() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"of a wrong type: .*/copy/model\.safetensors: \S+ is torch\.int32"):
+        lineartime.load_model(folder)
+
     def no_room(path: Path) -> None:
         raise MemoryError
 
@@ -334,6 +339,23 @@ def test_transformers_refuse_a_checkpoint_that_lost_its_manifest(run: Path, tmp_
     (folder / "MANIFEST.json").unlink()
     with pytest.raises(CheckpointError, match=r"MANIFEST\.json is missing"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_checkpoint_without_its_optimizer_knows_its_step(run: Path, tmp_path: Path) -> None:
+    folder = copy_of(run / f"step-{SAVED:08d}", tmp_path / "copy")
+    (folder / "optimizer.safetensors").unlink()
+    assert lineartime.load_model(folder)[2] == {"checkpoint": str(folder), "step": SAVED}
+
+
+@pytest.mark.parametrize(("table", "name", "value"), [("train", "save_every", -1), ("model", "d_model", {"a": 1}),
+                                                      ("model", "no_such_field", 1)])
+def test_a_description_of_no_run_is_named(table: str, name: str, value: object, run: Path, tmp_path: Path) -> None:
+    folder = copy_of(run, tmp_path / "copy")
+    description = json.loads((folder / "run.json").read_text())
+    description[table][name] = value
+    (folder / "run.json").write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match=rf"damaged: .*/copy/run\.json; .*{name}"):
+        read_run(folder)
 
 
 def test_transformers_save_over_an_export(exported: Path, tmp_path: Path) -> None:
