@@ -350,8 +350,9 @@ def test_a_checkpoint_without_its_optimizer_knows_its_step(run: Path, tmp_path: 
 @pytest.mark.parametrize(("table", "name", "value"), [("train", "save_every", -1), ("model", "d_model", {"a": 1}),
                                                       ("model", "no_such_field", 1)])
 def test_a_description_of_no_run_is_named(table: str, name: str, value: object, run: Path, tmp_path: Path) -> None:
-    folder = copy_of(run, tmp_path / "copy")
-    description = json.loads((folder / "run.json").read_text())
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    description = json.loads((run / "run.json").read_text())
     description[table][name] = value
     (folder / "run.json").write_text(json.dumps(description))
     with pytest.raises(CheckpointError, match=rf"damaged: .*/copy/run\.json; .*{name}"):
