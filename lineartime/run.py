@@ -71,6 +71,8 @@ class Run:
                 raise UsageError("another run is here", out, todo)
         self.waiting = ""
         """Metrics lines that could not be written yet."""
+        self.whole: int | None = None
+        """Bytes of the metrics before a line that could not be written, a part of which may be there."""
 
     def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> int:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
@@ -113,20 +115,25 @@ class Run:
         """Append a line to the metrics. If the disk is full, warn once and keep the lines until there is room."""
         path, warned = self.out / METRICS_FILE, bool(self.waiting)
         self.waiting += json.dumps(record) + "\n"
-        end = None
         try:
             with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(
                     name, flags | os.O_NONBLOCK, 0o666)) as file:  # a pipe is not waited for
-                end = file.tell()
+                self.drop_half_line()
+                self.whole = file.seek(0, os.SEEK_END) if path.is_file() else None
                 if file.write(self.waiting.encode()) < len(self.waiting):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.waiting = ""
+            self.waiting, self.whole = "", None
         except OSError as e:
-            if end is not None:
-                with suppress(OSError):
-                    os.truncate(path, end)
+            with suppress(OSError):
+                self.drop_half_line()
             if not warned:
                 logger.warning(f"metrics not written: {path}; {e.strerror}")
+
+    def drop_half_line(self) -> None:
+        """Remove what `log` could write of a line. Raises OSError."""
+        path = self.out / METRICS_FILE
+        if self.whole is not None and path.stat().st_size > self.whole:
+            os.truncate(path, self.whole)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line. Raises

@@ -62,6 +62,13 @@ def require_types(row: Row, types: Mapping[type, str]) -> None:
             raise TypeError(f"{name.rstrip('?')} is {str(value)[:40]}")
 
 
+def require_times(times: Row) -> None:
+    """Raise as `require_types` for a spread that is not one of times, ValueError for one that does not rise from 0."""
+    require_types(times, {float: "median q1 q3", int: "n"})
+    if not 0 < times["q1"] <= times["median"] <= times["q3"]:
+        raise ValueError("its quartiles are not times")
+
+
 def require_provenance(row: Row) -> None:
     """Raise as `require_types` for what every row says of its machine and its making."""
     require_types(row, {
@@ -70,7 +77,7 @@ def require_provenance(row: Row) -> None:
 
 
 def measurement(row: Row) -> Row:
-    """The columns of a table, from a row as `lineartime benchmark` writes it. Raises KeyError, TypeError.
+    """The columns of a table, from a row as `lineartime benchmark` writes it. Raises KeyError, TypeError, ValueError.
 
     `side` is what is compared with what: the model, "model/unfused" for attention that is not fused, "model/reference"
     for the PyTorch reference where there are kernels. `ms` (with quartiles) is milliseconds per token by the clock that
@@ -85,9 +92,11 @@ def measurement(row: Row) -> Row:
     times: Row = dict.fromkeys(("median", "q1", "q3", "n"), math.nan)
     if well:
         times = row[f"{row['clock']}_ms"]
-        require_types(times, {float: "median q1 q3", int: "n"})
+        require_times(times)
         require_types(row, {float: "slowest_token_ms.max state_bytes" * decoding})
     tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
+    if min(tokens, row["context_tokens"]) < 1:
+        raise ValueError(f"{tokens} tokens, context {row['context_tokens']}")
     return {
         # A decoding state may have been made up; then its context is a length, and no text that was read.
         "benchmark": row["benchmark"] + ("-read" if row.get("context") == "read" else ""),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.atomic_io import read_json_lines
-from lineartime.benchmark.rows import require_provenance, require_types
+from lineartime.benchmark.rows import require_provenance, require_times, require_types
 from lineartime.errors import DataError
 from lineartime.reproduce.scales import Cell, Kind, key_of
 
@@ -62,7 +62,7 @@ def require_record(row: Record) -> None:
         require_provenance(row)
         require_types(row, wanted)
         if kind != "train":
-            require_types(times_of(row), {float: "median q1 q3", int: "n"})
+            require_times(times_of(row))
         else:
             for step, loss in row["curve"]:
                 require_types({"step": step, "loss": loss}, {int: "step", float: "loss"})

@@ -193,6 +193,16 @@ def test_a_field_of_another_type_is_an_error_of_one_line(tmp_path, kind):
     assert tried > 100
 
 
+@pytest.mark.parametrize("wrong", [{"q1": 0}, {"q1": -1.0}, {"q3": 0.5}, {"median": 10**9}])
+def test_times_that_are_no_quartiles_are_refused(tmp_path, wrong):
+    file, row = tmp_path / "rows.jsonl", ONE_OF_EACH["step"]
+    times = f"{row['clock']}_ms"
+    for bad in ({times: row[times] | wrong}, {"context_tokens": 0}):
+        file.write_text(json.dumps(row | bad) + "\n")
+        with pytest.raises(DataError, match=f"not a row of a measurement: {file}, line 1; ValueError"):
+            read_rows(file)
+
+
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_a_field_that_is_missing_is_an_error_or_tables_are_made_without_it(tmp_path, kind):
     """All that may be missing is, at once; what no table is made of is nonsense."""

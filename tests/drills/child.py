@@ -78,7 +78,7 @@ def warm_up() -> None:
     for module in pkgutil.walk_packages(lineartime.__path__, "lineartime."):
         if "__main__" not in module.name and not module.name.startswith("lineartime.ops."):
             importlib.import_module(module.name)
-    transformers.logging.set_verbosity_warning()
+    transformers.logging.set_verbosity_error()  # its warnings are many lines
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
     matplotlib.figure.Figure().subplots()

@@ -761,8 +761,9 @@ def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, 
     assert_same(out, whole)
 
 
-def test_a_line_that_was_half_written_is_taken_back(data, tmp_path, monkeypatch, whole):
-    """The disk fills up in the middle of a line; later there is room."""
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_line_that_was_half_written_is_taken_back(stuck, data, tmp_path, monkeypatch, whole):
+    """The disk fills up in the middle of a line; later there is room. stuck: at first it cannot be taken back."""
     out, calls = tmp_path / "run", itertools.count(1)
 
     class Filling:
@@ -775,8 +776,8 @@ def test_a_line_that_was_half_written_is_taken_back(data, tmp_path, monkeypatch,
         def __exit__(self, *exc):
             self.file.close()
 
-        def tell(self):
-            return self.file.tell()
+        def seek(self, *place):
+            return self.file.seek(*place)
 
         def write(self, data):
             return self.file.write(data[:17] if next(calls) in (3, 4) else data)
@@ -785,9 +786,17 @@ def test_a_line_that_was_half_written_is_taken_back(data, tmp_path, monkeypatch,
         file = open(path, mode, **how)
         return Filling(file) if mode == "ab" else file
 
+    true_truncate, fails = os.truncate, itertools.count(1)
+
+    def truncate(path, length):
+        if stuck and next(fails) <= 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        true_truncate(path, length)
+
     monkeypatch.setattr("lineartime.run.open", filling, raising=False)
+    monkeypatch.setattr(os, "truncate", truncate)
     run_fit(data, out, steps=8)
-    assert next(calls) > 8
+    assert next(calls) > 8 and (next(fails) > 3) == stuck
     assert_same(out, whole)
 
 
