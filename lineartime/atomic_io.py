@@ -187,11 +187,13 @@ def fsync_folder(folder: Path) -> None:
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Replace a regular file atomically, or make a new one: yields the file to write, which is flushed to the disk.
 
-    A pipe and a character device such as /dev/stdout are written in place. Raises ResourceError for any other kind of
-    file, for a link to a regular file, and for errors of the system."""
+    A pipe and a character device such as /dev/stdout are written in place. Raises ResourceError for a pipe that nobody
+    reads, any other kind of file, a link to a regular file, and errors of the system."""
     try:
         if not _replaceable(path):
-            with open(path, "wb", buffering=0) as file:
+            with open(path, "wb", buffering=0, opener=lambda name, flags: os.open(
+                    name, flags | os.O_NONBLOCK)) as file:  # a pipe that nobody reads is not waited for
+                os.set_blocking(file.fileno(), True)
                 yield file
             return
         remove_leftovers(path)
@@ -209,7 +211,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             raise
         fsync_folder(path.parent)
     except OSError as e:
-        raise ResourceError("cannot write", path, e.strerror or str(e)) from None
+        why = "nobody reads this pipe" if e.errno == errno.ENXIO else e.strerror or str(e)
+        raise ResourceError("cannot write", path, why) from None
 
 
 def _replaceable(path: Path) -> bool:

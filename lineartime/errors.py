@@ -2,6 +2,16 @@
 
 The command line prints the line without a traceback; a Python caller catches `LineartimeError` or a subclass."""
 
+import re
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that steer a terminal or turn the order of its text; line feeds and tabs are not among them."""
+
+
+def escaped(text: str) -> str:
+    """Text whose control characters are written as escapes such as `\\x1b`: text from files cannot steer a terminal."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
 
 class LineartimeError(Exception):
     """Base of every error this package raises on purpose."""
@@ -11,7 +21,7 @@ class LineartimeError(Exception):
     def __init__(self, what: str, where: object = None, todo: str | None = None):
         self.what, self.where, self.todo = what, where, todo
         message = what if where is None else f"{what}: {where}"
-        super().__init__(" ".join((message if todo is None else f"{message}; {todo}").splitlines()))
+        super().__init__(escaped(" ".join((message if todo is None else f"{message}; {todo}").splitlines())))
 
 
 class UsageError(LineartimeError):

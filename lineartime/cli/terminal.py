@@ -3,17 +3,15 @@
 import io
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from lineartime.errors import escaped
+
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that steer a terminal or turn the order of its text; line feeds and tabs are not among them."""
 
 
 class Screen(io.TextIOWrapper):
@@ -29,7 +27,7 @@ class Screen(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         with suppress(*self.dropped):
-            super().write(CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
+            super().write(escaped(text))
         return len(text)
 
     def flush(self) -> None:

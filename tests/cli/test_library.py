@@ -99,3 +99,8 @@ assert {name for name in vars(lineartime) if not name.startswith("_")} & {*linea
     for order in ([], ["reversed"]):
         done = subprocess.run([sys.executable, "-c", code, *order], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
+
+
+def test_an_error_cannot_steer_a_terminal():
+    error = UsageError("no such \x1b[31mmodel", "a\nb\u202e", "choose\x07 another")
+    assert str(error) == "no such \\x1b[31mmodel: a b\\u202e; choose\\x07 another"

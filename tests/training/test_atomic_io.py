@@ -99,11 +99,14 @@ def test_only_regular_files_are_replaced(tmp_path):
     assert (tmp_path / "null").is_symlink()
     os.mkfifo(path := tmp_path / "pipe")
     said = []
-    reader = threading.Thread(target=lambda: said.append(path.read_text()))
+    with pytest.raises(ResourceError, match="cannot write: .*pipe; nobody reads this pipe"):
+        write_atomically(path, "text")
+    held = os.open(path, os.O_RDWR)
+    reader = threading.Thread(target=lambda: said.append(os.read(held, 10)))
     reader.start()
     write_atomically(path, "text")
     reader.join(10)
-    assert said == ["text"] and path.is_fifo()
+    assert said == [b"text"] and path.is_fifo()
 
 
 LEFT = ".lineartime-01234567-0123456789abcdef"
