@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.atomic_io import append_json_lines, read_bytes, read_json_lines
 from lineartime.benchmark import ROOT
 from lineartime.config import ModelConfig, model_config, parse_setting
 from lineartime.errors import UsageError
@@ -38,10 +38,10 @@ def read_cells(path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict
     path = path or CELLS
     require(path.exists(), "no file of cells", str(path), "name one with --cells; the package's is in its repository")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_bytes(path).decode())
         shapes = content.pop("shapes", {})
         return shapes, {name: {call: words.split() for call, words in calls.items()} for name, calls in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise UsageError("not a file of cells", path, str(e)) from None
 
 

@@ -343,7 +343,7 @@ def test_a_wrong_file_of_cells_is_refused(tmp_path):
     path = tmp_path / "cells.toml"
     with pytest.raises(UsageError, match="no file of cells"):
         read_cells(path)
-    for text in ("[a]\nlabel = 3", "[tables", "tables = 3"):
+    for text in ("[a]\nlabel = 3", "[tables", "tables = 3", "a = " + "[" * 100_000):
         path.write_text(text)
         with pytest.raises(UsageError, match="not a file of cells"):
             read_cells(path)

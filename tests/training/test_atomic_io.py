@@ -99,7 +99,7 @@ def test_only_regular_files_are_replaced(tmp_path):
     assert (tmp_path / "null").is_symlink()
     os.mkfifo(path := tmp_path / "pipe")
     said = []
-    with pytest.raises(ResourceError, match="cannot write: .*pipe; nobody reads this pipe"):
+    with pytest.raises(ResourceError, match=r"cannot write: .*pipe; nobody reads this pipe"):
         write_atomically(path, "text")
     held = os.open(path, os.O_RDWR)
     reader = threading.Thread(target=lambda: said.append(os.read(held, 10)))
