@@ -3,9 +3,9 @@
 import errno
 import json
 import logging
-import math
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +37,8 @@ RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+MAX_TIME = 1e11
+"""Seconds since 1970 that a line of metrics may tell; the year is about 5100."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each parameter."""
 
@@ -172,8 +174,10 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
         if not (has_numbers(record["held_out"], "loss") if "held_out" in record
                 else has_numbers(record, "loss", "learning_rate")):
             raise ValueError("its numbers are missing or not numbers")
-        if not isinstance(record["clock"], dict):
-            raise TypeError("its clock is no table")
+        clock, trained = record["clock"], "held_out" not in record
+        if not has_numbers(clock, "time", *["tokens_per_s", "cpu_s"] * trained) or not 0 < clock["time"] < MAX_TIME or (
+                trained and clock["tokens_per_s"] <= 0):
+            raise ValueError("its clock has no times")
         return record
 
     return read_json_lines(out / METRICS_FILE, parse, "a line of metrics")
@@ -226,7 +230,7 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
 def has_numbers(scores: Any, *names: str) -> bool:
     """Whether a table has a finite number under each of these names."""
     return isinstance(scores, dict) and all(
-        type(scores.get(name)) in (int, float) and math.isfinite(scores[name]) for name in names)
+        type(scores.get(name)) in (int, float) and abs(scores[name]) < sys.float_info.max for name in names)
 
 
 def result_or_none(out: Path, read: Callable[[Path], dict[str, Any]], checkpoints: str) -> dict[str, Any] | None:

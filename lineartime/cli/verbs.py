@@ -10,6 +10,7 @@ import typer
 
 from lineartime.atomic_io import MAX_BYTES, read_bytes, read_toml
 from lineartime.cli import benchmark as cli_speed
+from lineartime.cli import recall as cli_recall
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
 from lineartime.cli.arguments import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 app.add_typer(cli_speed.benchmark, name="benchmark")
+app.command("recall")(cli_recall.recall)
 app.command("reproduce")(cli_reproduce.reproduce)
 app.command("report")(cli_report.report)
 

@@ -400,16 +400,20 @@ def test_a_run_killed_as_it_wrote_a_line_or_a_file_goes_on(data, tmp_path, whole
     assert_same(out, whole)
 
 
+CLOCK = b'"clock": {"time": 1.0, "tokens_per_s": 9.0, "cpu_s": 0.1}'
+TRAINED = b'"loss": 1.0, "learning_rate": 0.1, '
 BAD_LINES = [b'{"step": 6, "lo', b"\x00\x00", b"7", b"[1]", b"null", b"", b"[" * 5000, b'{"loss": 1}',
              *(b'{"step": %b, %b}' % (step, rest) for step, rest in [
-                 (b'"6"', b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
-                 (b"6.5", b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
-                 (b"true", b'"loss": 1.0, "learning_rate": 0.1, "clock": {}'),
-                 (b"6", b'"loss": "1.0", "learning_rate": 0.1, "clock": {}'),
-                 (b"6", b'"loss": 1.0, "learning_rate": 0.1, "clock": 0'),
-                 (b"6", b'"loss": 1.0, "learning_rate": 0.1'), (b"6", b'"loss": 1.0, "clock": {}'),
-                 (b"6", b'"held_out": 3.0, "clock": {}'), (b"6", b'"held_out": {}, "clock": {}'),
-                 (b"6", b'"loss\xff": 1.0, "loss": 1.0, "learning_rate": 0.1, "clock": {}')])]
+                 (b'"6"', TRAINED + CLOCK), (b"6.5", TRAINED + CLOCK), (b"true", TRAINED + CLOCK),
+                 (b"6", b'"loss": "1.0", "learning_rate": 0.1, ' + CLOCK),
+                 (b"6", b'"loss": 1%b, "learning_rate": 0.1, %b' % (b"0" * 400, CLOCK)),
+                 (b"6", TRAINED + b'"clock": 0'), (b"6", TRAINED + b'"clock": {}'),
+                 (b"6", TRAINED + CLOCK.replace(b"9.0", b"0")), (b"6", TRAINED + CLOCK.replace(b"9.0", b"[]")),
+                 (b"6", TRAINED + CLOCK.replace(b"1.0", b"1e99")),
+                 (b"6", TRAINED[:-2]), (b"6", b'"loss": 1.0, ' + CLOCK),
+                 (b"6", b'"held_out": 3.0, ' + CLOCK), (b"6", b'"held_out": {}, ' + CLOCK),
+                 (b"6", b'"held_out": {"loss": 1.0}, "clock": {"time": null}'),
+                 (b"6", b'"loss\xff": 1.0, ' + TRAINED + CLOCK)])]
 
 
 def is_json(line):

@@ -1,0 +1,59 @@
+"""The verb that measures recall: `lineartime recall`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lineartime.cli.arguments import Setting, numbers
+from lineartime.cli.terminal import Terminal, note, results_are_files, say
+from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, parse_setting
+from lineartime.errors import UsageError
+
+
+def recall(
+    models: Annotated[list[str] | None, typer.Argument(help="Models of the study, by default its main ones.")] = None,
+    task: Annotated[str, typer.Option(help="pairs, joint, needle, induction, copying or zoology.")] = "pairs",
+    rates: Annotated[str | None, typer.Option("--learning-rates", help="Rates to try, with commas.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="The best rate is repeated up to so many seeds.")] = None,
+    settings: Setting = None,
+    rows: Annotated[Path, typer.Option(
+        "--json", help="File of rows, looked at for what is there and added to.")] = Path("out/recall.jsonl"),
+    picture: Annotated[Path | None, typer.Option("--png", help="File that gets the curves.")] = None,
+) -> None:
+    """Train small models to find in a row what was written there before, and ask them, also in longer rows.
+    The same command goes on where it stopped."""
+    given = dict(parse_setting(text) for text in settings or [])
+    wrong = given.keys() - {*MODEL_FIELDS, *TRAIN_FIELDS}
+    if wrong:
+        raise UsageError("not a setting of recall", ", ".join(sorted(wrong)))
+    from lineartime.benchmark.measure import provenance
+    from lineartime.recall import report, study
+    from lineartime.training import StopSignal
+
+    names = models or study.read_study()["lists"]["main"]
+    train = study.training((name, value) for name, value in given.items() if name in TRAIN_FIELDS)
+    fields = {name: value for name, value in given.items() if name in MODEL_FIELDS}
+    for name in names:
+        study.config_of(name, task, fields)  # a wrong one is refused before the first is trained
+    tried = numbers(rates) if rates else study.read_study()["study"]["learning_rates"]
+    n_seeds = seeds or study.read_study()["study"]["seeds"]
+    results_are_files()
+    measured = []
+    with StopSignal().listening() as stop, Terminal() as terminal:
+        def on_step(record: dict[str, Any]) -> None:
+            stop.check("what is measured is in the rows; the same command goes on")
+            terminal.step(record)
+
+        for number, name in enumerate(names, 1):
+            note(f"{name} ({number} of {len(names)}), {task}: {len(tried)} learning rates, {n_seeds} seeds")
+            for row in study.measure_model(name, task, train, fields, tried, n_seeds, rows, provenance,
+                                           on_step=on_step):
+                measured.append(row)
+                say(report.line(row))
+    for text in report.lines_of(measured):
+        say(text)
+    if picture is not None:
+        report.draw_picture(measured, picture)
+        say(f"picture  {picture}")
+    say(f"rows     {rows}")

@@ -1,0 +1,129 @@
+"""Recall for a person: a line for each run, a table and a picture for each task."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from lineartime.plot import Line, Panel, Picture, draw
+from lineartime.recall.measure import TIMES_LONGER, Row
+from lineartime.recall.study import read_study, score
+from lineartime.recall.tasks import TASKS
+
+
+class Learned(NamedTuple):
+    """A model on a task: its runs at the learning rate that was best with the first seed."""
+
+    model: str
+    rows: list[Row]
+
+    def accuracy(self, length: int, n_facts: int | None = None) -> list[float]:
+        """By seed: of one number of facts, or the mean of all; none where the model takes no row of this length."""
+        told = [row["accuracy"][str(length)] for row in self.rows if str(length) in row.get("accuracy", {})]
+        return [statistics.fmean(right.values()) if n_facts is None else right[str(n_facts)] for right in told]
+
+    @property
+    def passed(self) -> list[int | None]:
+        """By seed: the step from which on the task was learned."""
+        return [row["passed"] for row in self.rows]
+
+
+def learned(rows: Sequence[Row], task: str) -> list[Learned]:
+    """The models that have rows of a task, in the order of the study; a later row takes the place of an earlier one."""
+    newest = {(row["model"], row["learning_rate"], row["seed"]): row for row in rows if row["task"] == task}
+    found = []
+    for model in read_study()["models"]:
+        own = [row for (name, _, _), row in newest.items() if name == model]
+        first = [row for row in own if row["seed"] == 0]
+        if first:
+            rate = max(first, key=score)["learning_rate"]
+            best = [row for row in own if row["learning_rate"] == rate]
+            found.append(Learned(model, sorted(best, key=lambda row: row["seed"])))
+    return found
+
+
+def line(row: Row) -> str:
+    """A run in a line."""
+    begin = f"{row['model']}, {row['task']}, rate {row['learning_rate']:g}, seed {row['seed']}: "
+    if "failed" in row:
+        return begin + row["failed"]
+    steps = row["curve"][-1][0]
+    when = f"learned from step {row['passed']:,} on" if row["passed"] else f"not learned in {steps:,} steps"
+    right = "  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
+                      for length, told in row["accuracy"].items())
+    return f"{begin}{when}; {right}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """A mean, and from which to which seed where they differ: `.97 (.95-.99)`."""
+    def text(value: float) -> str:
+        return f"{value:.2f}"
+
+    if not values:
+        return "-"
+    least, most = text(min(values)), text(max(values))
+    return text(statistics.fmean(values)) + (f" ({least}-{most})" if least != most else "")
+
+
+def grid(rows: Sequence[Row], task: str) -> list[list[str]]:
+    """A task's table: its heading, and a line for each model."""
+    about = TASKS[task]
+    lengths = [times * about.length for times in TIMES_LONGER]
+    lines = [["model", "learned from step", *(f"{n} facts" for n in about.n_facts),
+              *(f"{length} tokens" for length in lengths[1:])]]
+    for each in learned(rows, task):
+        lines.append([each.model, ", ".join("never" if step is None else f"{step:,}" for step in each.passed),
+                      *(spread(each.accuracy(lengths[0], n)) for n in about.n_facts),
+                      *(spread(each.accuracy(length)) for length in lengths[1:])])
+    return lines
+
+
+def lines_of(rows: Sequence[Row]) -> list[str]:
+    """The tables of all tasks that have rows, as aligned text."""
+    lines = []
+    for task, about in TASKS.items():
+        table = grid(rows, task)
+        if len(table) > 1:
+            widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+            lines += ["", f"{task}: {about.what}; chance {about.chance:.2g}. Accuracy after training on rows of "
+                          f"{about.length} tokens, and in longer ones"]
+            lines += ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+                      for cells in table]
+    return lines
+
+
+def markdown(rows: Sequence[Row], task: str) -> str:
+    """A task's table in Markdown."""
+    head, *lines = grid(rows, task)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] + ["---:"] * (len(head) - 1), *lines))
+
+
+def picture_of(rows: Sequence[Row], task: str) -> Picture:
+    """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
+    about, models = TASKS[task], learned(rows, task)
+
+    def point(place: float, values: Sequence[float]) -> tuple[float, ...]:
+        return (place, statistics.fmean(values), min(values), max(values))
+
+    by_number = tuple(Line(each.model, tuple(point(n, values) for n in about.n_facts
+                                             if (values := each.accuracy(about.length, n)))) for each in models)
+    by_length = tuple(Line(each.model, tuple(point(length, values) for times in TIMES_LONGER
+                                             if (values := each.accuracy(length := times * about.length))))
+                      for each in models)
+    by_step = tuple(Line(each.model, tuple((step, right) for step, _, right in each.rows[0]["curve"]))
+                    for each in models)
+    panels = (
+        Panel(f"in rows of {about.length} tokens", "facts in the row", "accuracy", by_number, x_scale="positions"),
+        Panel("in longer rows, all numbers", "tokens in the row", "accuracy", by_length, x_scale="positions"),
+        Panel("while it learns", "step", "accuracy", by_step))
+    return Picture(
+        f"Recall, {about.what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
+        "range of the seeds; the curves over steps are of the first seed.",
+        tuple(replace(panel, level=about.chance, level_name="chance") for panel in panels))
+
+
+def draw_picture(rows: Sequence[Row], path: Path) -> None:
+    """Draw the picture of the first task that has rows. Raises ResourceError."""
+    task = next(name for name in TASKS if any(row["task"] == name for row in rows))
+    draw(picture_of(rows, task), path)

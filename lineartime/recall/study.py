@@ -1,0 +1,115 @@
+"""What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows that are there."""
+
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.config import MODEL_FIELDS, PRESETS, ModelConfig, TrainConfig, model_config
+from lineartime.recall.measure import Row, measure
+from lineartime.recall.tasks import TASKS
+from lineartime.settings import require, require_name
+
+ROWS = Path(__file__).parents[1] / "results" / "recall.jsonl"
+"""The rows that come with the package."""
+
+
+@cache
+def read_study() -> dict[str, Any]:
+    """The content of `study.toml`."""
+    return tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
+
+
+def models_of(task: str) -> list[str]:
+    """The models that learn a task, in the order of the study."""
+    study, name = read_study(), read_study()["tasks"][task]
+    return list(study["models"]) if name == "all" else study["lists"][name]
+
+
+def config_of(model: str, task: str, settings: Mapping[str, Any]) -> ModelConfig:
+    """A model of the study at its sizes, with any field replaced. Raises UsageError for an unknown one."""
+    study = read_study()
+    require_name("model", model, study["models"])
+    require_name("task", task, TASKS)
+    own = dict(study["models"][model])
+    preset = own.pop("preset")
+    sizes = {name: value for name, value in study["sizes"].items() if name in MODEL_FIELDS}
+    sizes |= study["sizes"]["gau" if PRESETS[preset].ffn == "gau" else "pairs"]
+    if PRESETS[preset].chunk_size is None:
+        del sizes["chunk_size"]
+    of_task = {"vocab_size": TASKS[task].vocab_size, "context": TASKS[task].length}
+    return model_config(preset, **{**sizes, **of_task, **own, **settings})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a model, a task, and how it is learned."""
+
+    model: str
+    task: str
+    config: ModelConfig
+    train: TrainConfig
+
+    @property
+    def key(self) -> Row:
+        """The columns of a row by which a run is found again."""
+        settings = {each.name: getattr(self.config, each.name) for each in fields(ModelConfig)
+                    if getattr(self.config, each.name) != each.default}
+        training = {each.name: getattr(self.train, each.name) for each in fields(TrainConfig)
+                    if getattr(self.train, each.name) != each.default and each.name not in ("learning_rate", "seed")}
+        return {"kind": "recall", "task": self.task, "model": self.model, "settings": settings, "training": training,
+                "learning_rate": self.train.learning_rate, "seed": self.train.seed}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, oldest first; none where there is no file. Raises DataError for a file of something else."""
+    def parse(row: Row) -> Row:
+        for name in ("task", "model", "settings", "training", "learning_rate", "seed", "curve"):
+            row[name]
+        return row
+
+    return read_json_lines(path, parse, "a row of recall") if path.exists() else []
+
+
+def score(row: Row) -> float:
+    """The mean accuracy at the trained length over all numbers of facts; 0 for a run that failed."""
+    right = row.get("accuracy", {}).get(str(row["length"]), {})
+    return sum(right.values()) / len(right) if right else 0.0
+
+
+def measure_model(model: str, task: str, train: TrainConfig, settings: Mapping[str, Any], rates: Sequence[float],
+                  n_seeds: int, path: Path, provenance: Callable[[], Row], **told: Any) -> Iterator[Row]:
+    """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
+    first seed, and the rate with the best `score` with the others.
+
+    told: `on_step` of `measure`. Raises as `measure` and `append_json_lines` do."""
+    config = config_of(model, task, settings)
+    require(train.tokens_per_step % config.context == 0, "tokens_per_step must be a multiple of the length",
+            f"{train.tokens_per_step} and {config.context}")
+
+    def row_of(rate: float, seed: int) -> Row:
+        cell = Cell(model, task, config, replace(train, learning_rate=rate, seed=seed))
+        there = [row for row in read_rows(path) if all(row.get(name) == value for name, value in cell.key.items())]
+        if there:
+            return there[-1]
+        found = measure(config, TASKS[task], cell.train, length=config.context, n_facts=TASKS[task].n_facts, **told)
+        row = {**cell.key, **found, **provenance()}
+        append_json_lines(path, [row])
+        return row
+
+    first = []
+    for rate in rates:
+        first.append(row_of(rate, 0))
+        yield first[-1]
+    best = max(first, key=score)["learning_rate"]
+    for seed in range(1, n_seeds):
+        yield row_of(best, seed)
+
+
+def training(settings: Iterable[tuple[str, Any]] = ()) -> TrainConfig:
+    """The study's training with any field replaced; a micro-batch is the whole batch."""
+    chosen = {**read_study()["train"], **dict(settings)}
+    return TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})

@@ -1,0 +1,161 @@
+"""Synthetic tasks of recall: rows in which facts are written, and questions whose answers only the row holds.
+
+A fact is a key and a value. A question is a key; the token that must come next is its value. All other tokens are noise
+or structure, and are not scored. Every draw is a pure function of its generator.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+N_KEYS, N_VALUES, N_NOISE = 64, 16, 16
+"""Tokens of each kind in the small vocabulary."""
+FIRST_VALUE, FIRST_NOISE = N_KEYS, N_KEYS + N_VALUES
+SEPARATOR = FIRST_NOISE + N_NOISE
+FIRST_PAIR = SEPARATOR + 1
+"""A token for each key with each value, where a fact is one token."""
+N_QUESTIONS = 32
+"""Questions at the end of a row."""
+ZOOLOGY_VOCABULARY = 8192
+
+
+class Rows(NamedTuple):
+    """Rows with questions: B rows of T tokens, Q questions in each."""
+
+    ids_BT: Tensor
+    asked_BQ: Tensor
+    """The place of each question; the answer is the token that should follow."""
+    answer_BQ: Tensor
+    fact_BQ: Tensor
+    """The place of the answer in the row."""
+
+
+Draw = Callable[[int, int, int, torch.Generator], Rows]
+"""Of a number of rows, of facts in each, of tokens in each, and a generator."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task; `measure.learn` trains a model on it."""
+
+    draw: Draw
+    what: str
+    """In a table's heading."""
+    vocab_size: int
+    length: int
+    """Tokens in a training row."""
+    n_facts: tuple[int, ...]
+    """Facts in a row; training begins with the fewest."""
+    chance: float
+    """Accuracy of a guess."""
+    n_values: int
+    """Different values: a model that knows which values are in the row, and no more, is right 1/n of the time."""
+
+
+def noise(n_rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Rows of noise alone, `[B, T]`."""
+    return FIRST_NOISE + torch.randint(N_NOISE, (n_rows, length), generator=generator)
+
+
+def choose(n_rows: int, n_of: int, n: int, generator: torch.Generator) -> Tensor:
+    """n of the numbers below n_of for each row, in random order, none twice: `[B, n]`."""
+    return torch.rand(n_rows, n_of, generator=generator).argsort(1)[:, :n]
+
+
+def draw_facts(n_rows: int, n_facts: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Different keys, and a value for each: `[B, n]` tokens each."""
+    keys_BN = choose(n_rows, N_KEYS, n_facts, generator)
+    return keys_BN, FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
+
+
+def ask(ids_BT: Tensor, keys_BN: Tensor, values_BN: Tensor, place_BN: Tensor, generator: torch.Generator) -> Rows:
+    """Write random keys at the ends of rows as questions. place_BN: where each value stands."""
+    n_rows, length = ids_BT.shape
+    picked_BQ = torch.randint(keys_BN.shape[1], (n_rows, N_QUESTIONS), generator=generator)
+    ids_BT[:, -N_QUESTIONS:] = keys_BN.gather(1, picked_BQ)
+    asked_BQ = torch.arange(length - N_QUESTIONS, length).expand(n_rows, -1)
+    return Rows(ids_BT, asked_BQ, values_BN.gather(1, picked_BQ), place_BN.gather(1, picked_BQ))
+
+
+def pairs(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
+    """Multi-query associative recall: all facts at the beginning, key and value two neighbouring tokens; then noise;
+    questions at the end."""
+    ids_BT = noise(n_rows, length, generator)
+    keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
+    ids_BT[:, 0 : 2 * n_facts : 2], ids_BT[:, 1 : 2 * n_facts : 2] = keys_BN, values_BN
+    return ask(ids_BT, keys_BN, values_BN, (2 * torch.arange(n_facts) + 1).expand(n_rows, -1), generator)
+
+
+def joint(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
+    """`pairs` whose fact is one token: a model need not look at a token's neighbour."""
+    ids_BT = noise(n_rows, length, generator)
+    keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
+    ids_BT[:, :n_facts] = FIRST_PAIR + N_VALUES * keys_BN + values_BN - FIRST_VALUE
+    return ask(ids_BT, keys_BN, values_BN, torch.arange(n_facts).expand(n_rows, -1), generator)
+
+
+def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
+    """Facts of two tokens anywhere in the row but in its last 64 tokens, noise between them, questions at the end."""
+    ids_BT = noise(n_rows, length, generator)
+    keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
+    place_BN = 2 * choose(n_rows, (length - 2 * N_QUESTIONS) // 2, n_facts, generator)
+    ids_BT.scatter_(1, place_BN, keys_BN).scatter_(1, place_BN + 1, values_BN)
+    return ask(ids_BT, keys_BN, values_BN, place_BN + 1, generator)
+
+
+def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
+    """A string of different symbols, noise, and the string again: after each symbol comes what came after it before."""
+    ids_BT = noise(n_rows, length, generator)
+    string_BN = choose(n_rows, N_KEYS, n_facts + 1, generator)
+    ids_BT[:, : n_facts + 1] = ids_BT[:, length - n_facts - 1 :] = string_BN
+    return repeated(ids_BT, string_BN[:, 1:], length - n_facts - 1)
+
+
+def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
+    """A string whose symbols occur more than once, noise, a separator, and the string again: a symbol does not tell
+    what comes next, its place does."""
+    ids_BT = noise(n_rows, length, generator)
+    string_BN = FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
+    ids_BT[:, 0] = ids_BT[:, length - n_facts - 1] = SEPARATOR
+    ids_BT[:, 1 : n_facts + 1] = ids_BT[:, length - n_facts :] = string_BN
+    return repeated(ids_BT, string_BN, length - n_facts - 1)
+
+
+def repeated(ids_BT: Tensor, answers_BN: Tensor, first: int) -> Rows:
+    """Rows that end in a repetition: it is asked for from the place `first` on, and stood from place 1 on."""
+    n_rows, n = answers_BN.shape
+    return Rows(ids_BT, torch.arange(first, first + n).expand(n_rows, -1), answers_BN,
+                torch.arange(1, n + 1).expand(n_rows, -1))
+
+
+def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
+    """Multi-query associative recall as Zoology defines it (Arora et al. 2023): a vocabulary of 8,192, its lower half
+    keys and its upper half values; the facts first; then every key once, 2 g tokens after the facts, where g is drawn
+    without replacement with probability proportional to (g + 1)^-0.99; random tokens elsewhere. Needs 4 n <= T."""
+    half = ZOOLOGY_VOCABULARY // 2
+    keys_BN = 1 + choose(n_rows, half - 1, n_facts, generator)
+    values_BN = half + choose(n_rows, half, n_facts, generator)
+    ids_BT = torch.randint(ZOOLOGY_VOCABULARY, (n_rows, length), generator=generator)
+    ids_BT[:, 0 : 2 * n_facts : 2], ids_BT[:, 1 : 2 * n_facts : 2] = keys_BN, values_BN
+    gaps_G = torch.arange(1, (length - 2 * n_facts) // 2 + 1).double() ** -0.99
+    gap_BN = torch.multinomial(gaps_G.expand(n_rows, -1), n_facts, generator=generator)
+    asked_BN = 2 * n_facts + 2 * gap_BN
+    return Rows(ids_BT.scatter_(1, asked_BN, keys_BN), asked_BN, values_BN,
+                (2 * torch.arange(n_facts) + 1).expand(n_rows, -1))
+
+
+SMALL = (4, 8, 16, 32)
+TASKS = {
+    "pairs": Task(pairs, "key-value pairs of two tokens at the beginning", FIRST_PAIR, 128, SMALL, 1 / N_VALUES,
+                  N_VALUES),
+    "joint": Task(joint, "key-value pairs of one token at the beginning", FIRST_PAIR + N_KEYS * N_VALUES, 128,
+                  (*SMALL, 64), 1 / N_VALUES, N_VALUES),
+    "needle": Task(needle, "key-value pairs anywhere", FIRST_PAIR, 256, (1, 2, 4, 8), 1 / N_VALUES, N_VALUES),
+    "induction": Task(induction, "a repeated string of different symbols", FIRST_PAIR, 128, SMALL, 1 / N_KEYS, N_KEYS),
+    "copying": Task(copying, "a repeated string whose symbols recur", FIRST_PAIR, 128, SMALL, 1 / N_VALUES, N_VALUES),
+    "zoology": Task(zoology, "multi-query associative recall in Zoology's form", ZOOLOGY_VOCABULARY, 128, SMALL,
+                    2 / ZOOLOGY_VOCABULARY, ZOOLOGY_VOCABULARY // 2),
+}
