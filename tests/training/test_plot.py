@@ -13,6 +13,8 @@ from lineartime.plot import plot_comparison, plot_context_use, plot_run, read_cu
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 
+CLOCK = {"time": 1.0, "tokens_per_s": 100.0, "cpu_s": 0.1}
+
 
 def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
     folder.mkdir()
@@ -23,11 +25,11 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
     (folder / "run.json").write_text(json.dumps(described))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, n_steps + 1):
-            line = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1e-3 / step, "clock": {"time": 0.0}}
+            line = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1e-3 / step, "clock": CLOCK}
             file.write(json.dumps(line) + "\n")
             if held_out and step % 20 == 0 and (last or step < n_steps):
                 scores = {"loss": 4.2 + 3 / step, "bits_per_byte": (4.2 + 3 / step) * 0.5}
-                file.write(json.dumps({"step": step, "held_out": scores, "clock": {"time": 0.0}}) + "\n")
+                file.write(json.dumps({"step": step, "held_out": scores, "clock": CLOCK}) + "\n")
     if result:
         scores = {"loss": 4.25, "bits_per_byte": 2.125, "loss_by_position": POSITIONS}
         (folder / "result.json").write_text(json.dumps({"steps": n_steps, "held_out": scores, "xz_bits_per_byte": 2.3}))
