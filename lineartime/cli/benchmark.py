@@ -31,7 +31,7 @@ Tokens = Annotated[int, typer.Option(help="Tokens in a step or call; one row whe
 Precision = Annotated[str, typer.Option(help="float32, bfloat16 or both with a comma.")]
 Shape = Annotated[str | None, typer.Option(help="Sizes by a name in the file of cells, such as small.")]
 Repeats = Annotated[int, typer.Option(help="Timed rounds.")]
-Threads = Annotated[int, typer.Option(help="Processor threads.")]
+Threads = Annotated[int, typer.Option(min=1, max=1024, help="Processor threads.")]
 Rows = Annotated[Path | None, typer.Option("--json", help="File that gets one JSON row per measurement.")]
 
 

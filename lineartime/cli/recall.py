@@ -32,7 +32,7 @@ def recall(
     from lineartime.training import StopSignal
 
     names = models or study.read_study()["lists"]["main"]
-    train = study.training((name, value) for name, value in given.items() if name in TRAIN_FIELDS)
+    train = study.training(task, given)
     fields = {name: value for name, value in given.items() if name in MODEL_FIELDS}
     for name in names:
         study.config_of(name, task, fields)  # a wrong one is refused before the first is trained

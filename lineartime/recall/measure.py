@@ -16,6 +16,7 @@ from lineartime.recall.tasks import Rows, Task
 from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
 
 Row = dict[str, Any]
+OnStep = Callable[[Row], None]
 TIMES_LONGER = (1, 2, 4, 8)
 """Lengths of test rows, as multiples of the trained length."""
 TEST_ROWS = 48
@@ -26,6 +27,10 @@ N_SCORES = 24
 """Times that a model is asked during its training."""
 LEARNED = 0.9
 """Mean accuracy over all numbers of facts at which a task counts as learned."""
+
+
+def ignore(_: Row) -> None:
+    """An `on_step` that does nothing."""
 
 
 class Recall:
@@ -72,11 +77,12 @@ def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: i
     return torch.cat(right), rows
 
 
-def learn(config: ModelConfig, task: Task, train: TrainConfig, length: int,
-          n_facts: Sequence[int]) -> Iterator[tuple[int, float, float, LanguageModel]]:
+def learn(config: ModelConfig, task: Task, train: TrainConfig, length: int, n_facts: Sequence[int],
+          on_step: OnStep = ignore) -> Iterator[tuple[int, float, float, LanguageModel]]:
     """Train a new model; yields step, mean loss since the last time in nats, accuracy, and the model, `N_SCORES`
-    times. Raises NumericsError for a loss that is not finite."""
+    times. on_step: see `measure`. Raises NumericsError for a loss that is not finite."""
     torch.manual_seed(train.seed)
+    began = time.perf_counter()
     model, objective, losses = LanguageModel(config), Recall(task, length, n_facts, train), []
     optimizer, n_rows = make_optimizer(model, train), train.tokens_per_step // length
     for step in range(train.steps):
@@ -85,30 +91,27 @@ def learn(config: ModelConfig, task: Task, train: TrainConfig, length: int,
         batch = [torch.from_numpy(part) for part in objective.batch(step)]
         losses.append(compute_gradient(model, objective, batch, n_rows, train)[0])
         optimizer.step()
+        on_step({"step": step + 1, "steps": train.steps, "loss": losses[-1], "clock": {
+            "time": time.time(), "tokens_per_s": (step + 1) * train.tokens_per_step / (time.perf_counter() - began)}})
         if (step + 1) * N_SCORES // train.steps > step * N_SCORES // train.steps:
             yield step + 1, sum(losses) / len(losses), objective.evaluate(model)["accuracy"], model
             losses.clear()
 
 
 def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int, n_facts: Sequence[int],
-            on_step: Callable[[Row], None] = lambda record: None) -> Row:
+            on_step: OnStep = ignore) -> Row:
     """Train a model on a task and ask it: the columns of a row but for who and where.
 
     "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from which on the
     accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts; "depth" by length has the accuracy in
     each eighth of the row that a fact is in, of all numbers of facts. A model that diverges has "failed". on_step is
-    called `N_SCORES` times with "step", "steps", "loss", "accuracy" and "clock", and for each length; it may raise.
-    """
+    called after every step as `training.train` calls it, and may raise."""
     began, curve, model = time.process_time(), [], None
     row: Row = {"n_parameters": describe(config).n_parameters, "length": length, "n_facts": list(n_facts)}
     try:
-        for step, loss, right, learned in learn(config, task, train, length, n_facts):
+        for step, loss, right, learned in learn(config, task, train, length, n_facts, on_step):
             model = learned
             curve.append([step, round(loss, 4), round(right, 4)])
-            speed = step * train.tokens_per_step / (time.process_time() - began)
-            record = {"step": step, "steps": train.steps, "loss": loss, "accuracy": right,
-                      "clock": {"time": time.time(), "tokens_per_s": speed}}
-            on_step(record)
     except NumericsError as e:
         row["failed"] = str(e)
     row |= {"curve": curve, "passed": passed(curve), "train_s": round(time.process_time() - began, 1)}
@@ -120,7 +123,6 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
     for times in TIMES_LONGER:
         if config.max_len is not None and times * length > config.max_len:
             continue
-        on_step(record)
         told = [asked(model, task, n, times * length, max(6, TEST_ROWS // times)) for n in n_facts]
         accuracy[str(times * length)] = {str(n): round(right.double().mean().item(), 4)
                                          for n, (right, _) in zip(n_facts, told, strict=True)}

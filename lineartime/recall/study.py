@@ -1,14 +1,14 @@
 """What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows that are there."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lineartime.atomic_io import append_json_lines, read_json_lines
-from lineartime.config import MODEL_FIELDS, PRESETS, ModelConfig, TrainConfig, model_config
+from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config
 from lineartime.recall.measure import Row, measure
 from lineartime.recall.tasks import TASKS
 from lineartime.settings import require, require_name
@@ -87,8 +87,6 @@ def measure_model(model: str, task: str, train: TrainConfig, settings: Mapping[s
 
     told: `on_step` of `measure`. Raises as `measure` and `append_json_lines` do."""
     config = config_of(model, task, settings)
-    require(train.tokens_per_step % config.context == 0, "tokens_per_step must be a multiple of the length",
-            f"{train.tokens_per_step} and {config.context}")
 
     def row_of(rate: float, seed: int) -> Row:
         cell = Cell(model, task, config, replace(train, learning_rate=rate, seed=seed))
@@ -109,7 +107,15 @@ def measure_model(model: str, task: str, train: TrainConfig, settings: Mapping[s
         yield row_of(best, seed)
 
 
-def training(settings: Iterable[tuple[str, Any]] = ()) -> TrainConfig:
-    """The study's training with any field replaced; a micro-batch is the whole batch."""
-    chosen = {**read_study()["train"], **dict(settings)}
-    return TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
+def training(task: str, settings: Mapping[str, Any]) -> TrainConfig:
+    """The study's training with any field replaced; a micro-batch is the whole batch. Raises UsageError for an unknown
+    task, and a batch that is not of whole rows.
+
+    settings: fields of the model are left out."""
+    require_name("task", task, TASKS)
+    chosen = {**read_study()["train"], **{name: settings[name] for name in settings if name in TRAIN_FIELDS}}
+    train = TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
+    length = settings.get("context", TASKS[task].length)
+    require(train.tokens_per_step % length == 0, "tokens_per_step must be a multiple of the length",
+            f"{train.tokens_per_step} and {length}")
+    return train

@@ -1,0 +1,221 @@
+"""Tasks of recall ask for what their rows hold; a study trains, resumes, and says what came of it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.config import PRESETS, TrainConfig
+from lineartime.recall import report, study
+from lineartime.recall.measure import LEARNED, TIMES_LONGER, asked, learn, passed
+from lineartime.recall.tasks import (
+    FIRST_NOISE,
+    FIRST_PAIR,
+    FIRST_VALUE,
+    N_KEYS,
+    N_VALUES,
+    SEPARATOR,
+    TASKS,
+    ZOOLOGY_VOCABULARY,
+)
+
+
+def drawn(name: str, n_facts: int, length: int, n_rows: int = 5):
+    return TASKS[name].draw(n_rows, n_facts, length, torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_answer_stands_in_the_row_before_the_question(name):
+    task = TASKS[name]
+    for n_facts in task.n_facts:
+        for times in TIMES_LONGER:
+            ids_BT, asked_BQ, answer_BQ, fact_BQ = drawn(name, n_facts, times * task.length)
+            assert ids_BT.shape == (5, times * task.length) and 0 <= ids_BT.min() and ids_BT.max() < task.vocab_size
+            assert (fact_BQ < asked_BQ).all() and asked_BQ.max() < times * task.length
+            fact, question = ids_BT.gather(1, fact_BQ), ids_BT.gather(1, asked_BQ)
+            if name == "joint":
+                assert torch.equal((fact - FIRST_PAIR) % N_VALUES + FIRST_VALUE, answer_BQ)
+                assert torch.equal((fact - FIRST_PAIR) // N_VALUES, question)
+            else:
+                assert torch.equal(fact, answer_BQ)
+                if name != "copying":
+                    assert torch.equal(ids_BT.gather(1, fact_BQ - 1), question)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_question_has_one_answer(name):
+    """A key stands once among the facts, so that who remembers the row is always right."""
+    task = TASKS[name]
+    ids_BT, asked_BQ, answer_BQ, fact_BQ = drawn(name, max(task.n_facts), task.length, 20)
+    for ids, places, answers, facts in zip(ids_BT, asked_BQ, answer_BQ, fact_BQ, strict=True):
+        first = int(places.min())
+        if name in ("pairs", "needle", "induction"):
+            assert max(Counter(token for token in ids[:first].tolist() if token < N_KEYS).values()) == 1
+        if name == "copying":
+            assert ids[first] == SEPARATOR and torch.equal(ids[first + 1 :], ids[1 : len(ids) - first])
+        told = dict(zip(facts.tolist(), answers.tolist(), strict=True))
+        assert all(told[fact] == answer for fact, answer in zip(facts.tolist(), answers.tolist(), strict=True))
+
+
+def test_zoologys_rows_are_as_its_paper_says():
+    n_rows, n, length, half = 400, 8, 128, ZOOLOGY_VOCABULARY // 2
+    ids_BT, asked_BQ, answer_BQ, _ = drawn("zoology", n, length, n_rows)
+    keys_BN, values_BN = ids_BT[:, 0 : 2 * n : 2], ids_BT[:, 1 : 2 * n : 2]
+    assert 1 <= keys_BN.min() and keys_BN.max() < half <= values_BN.min()
+    assert torch.equal(ids_BT.gather(1, asked_BQ), keys_BN) and torch.equal(answer_BQ, values_BN)
+    gap_BN = (asked_BQ - 2 * n) / 2
+    assert torch.equal(gap_BN, gap_BN.round()) and gap_BN.max() < (length - 2 * n) / 2
+    assert all(len({*row.tolist()}) == n for row in asked_BQ)
+    weights = torch.arange(1, 57).double() ** -0.99
+    first_share = (gap_BN[:, 0] == 0).double().mean().item()  # the first is drawn from all
+    assert abs(first_share - (weights / weights.sum())[0].item()) < 0.06
+    rest = ids_BT[:, 2 * n :].flatten()
+    assert rest.min() < 100 and rest.max() > ZOOLOGY_VOCABULARY - 100
+
+
+def test_needles_are_anywhere_but_at_the_end():
+    _, asked_BQ, _, fact_BQ = drawn("needle", 8, 1024, 100)
+    assert fact_BQ.min() < 32 and 900 < fact_BQ.max() < 1024 - 64 and asked_BQ.min() == 1024 - 32
+
+
+def training_of(steps: int, **settings) -> TrainConfig:
+    return study.training("pairs", {"steps": steps, "warmup_steps": 10, "learning_rate": 6e-3, **settings})
+
+
+def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
+    """One fact: the value that stands in the row is the answer to every question."""
+    task, config = TASKS["pairs"], study.config_of("transformer++, conv", "pairs", {"d_model": 32, "context": 40})
+    curves = []
+    for _ in range(2):
+        curve = [(step, loss, right) for step, loss, right, _ in
+                 learn(config, task, training_of(120, tokens_per_step=320, context=40, seed=1), 40, (1,))]
+        curves.append(curve)
+    assert curves[0] == curves[1] and len(curves[0]) == 24 and curves[0][-1][0] == 120
+    assert curves[0][0][1] > 4 and curves[0][-1][1] < 0.5 and curves[0][-1][2] > 0.9, curves[0][-1]
+
+
+def test_what_is_asked_is_what_a_perfect_model_knows(monkeypatch):
+    """A model whose logits are the row's own answers is always right, one that is a place off is not."""
+    task = TASKS["pairs"]
+
+    class Oracle:
+        def __init__(self, shift):
+            self.shift = shift
+
+        def hidden(self, ids_BT):
+            rows = task.draw(4, 8, 256, torch.Generator().manual_seed((1 << 62) + 7))
+            hidden = torch.zeros(*ids_BT.shape, task.vocab_size)
+            at = rows.asked_BQ[..., None].expand(-1, -1, task.vocab_size)
+            answers = torch.nn.functional.one_hot(rows.answer_BQ, task.vocab_size).float()
+            return hidden.scatter(1, at, answers).roll(self.shift, 1)[: len(ids_BT)]
+
+        def logits(self, x):
+            return x
+
+    assert asked(Oracle(0), task, 8, 256, 4)[0].all()
+    assert asked(Oracle(1), task, 8, 256, 4)[0].double().mean() < 0.5
+
+
+@pytest.mark.parametrize(("right", "step"), [([0.1, 0.95, 0.97], 20), ([0.95, 0.2, 0.91], 30), ([0.95, 0.2], None),
+                                             ([], None), ([LEARNED], 10)])
+def test_learned_is_what_stays_learned(right, step):
+    assert passed([[10 * i, 0.0, value] for i, value in enumerate(right, 1)]) == step
+
+
+def test_every_model_of_the_study_is_a_model():
+    content = study.read_study()
+    assert content["tasks"].keys() == TASKS.keys()
+    for task in TASKS:
+        assert len(study.models_of(task)) >= 9
+        for model in study.models_of(task):
+            config = study.config_of(model, task, {})
+            assert config.causal and config.vocab_size == TASKS[task].vocab_size
+            assert content["models"][model]["preset"] in PRESETS
+    assert {name for names in content["lists"].values() for name in names} <= content["models"].keys()
+    window = study.config_of("transformer++, window", "pairs", {})
+    flash = study.config_of("flash", "pairs", {})
+    assert 2 * window.chunk_size * 2 * window.d_model == flash.query_key_dim * flash.d_inner
+
+
+TINY = ["--set", "steps=24", "--set", "warmup_steps=2", "--set", "d_model=16", "--set", "n_layers=1", "--set",
+        "tokens_per_step=128"]
+
+
+def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
+    rows, picture = tmp_path / "rows.jsonl", tmp_path / "recall.png"
+    command = ["recall", "flash", "flash-quad", *TINY, "--learning-rates", "1e-3,6e-3", "--seeds", "2", "--json",
+               str(rows)]
+    code, out, err = call(*command, "--png", str(picture))
+    assert code == 0, err
+    measured = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["model"], row["seed"]) for row in measured] == [
+        (model, seed) for model in ("flash", "flash-quad") for seed in (0, 0, 1)]
+    for i in (0, 3):  # the rate that was better with the first seed
+        first, second, last = measured[i : i + 3]
+        assert last["learning_rate"] == max(first, second, key=study.score)["learning_rate"]
+    assert measured[0]["accuracy"].keys() == {"128", "256", "512", "1024"} == measured[0]["depth"].keys()
+    assert measured[3]["accuracy"].keys() == {"128"}  # its table of positions ends there
+    assert picture.read_bytes().startswith(b"\x89PNG") and "learned from step" in out
+    kept = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join(kept[:4]) + kept[4][:50])
+    assert call(*command)[0] == 0 and [line[: line.index('"curve"')] for line in rows.read_text().splitlines()] == [
+        line[: line.index('"curve"')] for line in kept]
+    assert call(*command)[0] == 0 and len(rows.read_text().splitlines()) == 6
+
+
+def test_a_study_that_is_stopped_says_so(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lineartime", "recall", "flash", "--set", "steps=100000", "--json", tmp_path / "rows"],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    assert "flash (1 of 1), pairs" in process.stderr.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    printed = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "the same command goes on" in printed.splitlines()[-1], printed
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
+    (["--set", "data=x"], "not a setting of recall: data"), (["--set", "d_model=0"], "d_model must be at least 1"),
+    (["--set", "tokens_per_step=100"], "must be a multiple of"), (["--learning-rates", "x"], "wrong value: x"),
+    (["--seeds", "0"], "seeds")])
+def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
+    code, _, err = call("recall", *arguments, "--json", str(tmp_path / "rows"))
+    assert_refused(code, err, 2, match)
+    assert not (tmp_path / "rows").exists()
+
+
+def row(model: str, rate: float, seed: int, right: float, step: int | None) -> dict:
+    return {"task": "pairs", "model": model, "learning_rate": rate, "seed": seed, "length": 128, "passed": step,
+            "curve": [[10, 1.0, right]], "settings": {}, "training": {},
+            "accuracy": {str(128 * times): {str(n): right for n in (4, 8, 16, 32)} for times in TIMES_LONGER}}
+
+
+def test_a_table_is_of_the_best_rate():
+    rows = [row("flash", 1e-3, 0, 0.2, None), row("flash", 3e-3, 0, 0.9, 500), row("flash", 3e-3, 1, 0.7, None),
+            row("transformer++", 3e-3, 0, 1.0, 10)]
+    assert report.grid(rows, "pairs")[1:] == [
+        ["flash", "500, never", *["0.80 (0.70-0.90)"] * 7], ["transformer++", "10", *["1.00"] * 7]]
+    assert report.markdown(rows, "pairs").splitlines()[2].startswith("| flash | 500, never |")
+    picture = report.picture_of(rows, "pairs")
+    assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++"]
+    assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
+
+
+def test_the_noise_is_noise():
+    ids_BT = drawn("pairs", 4, 256).ids_BT
+    assert FIRST_NOISE <= ids_BT[:, 8:-32].min() and ids_BT[:, 8:-32].max() < SEPARATOR
+
+
+def test_rows_that_come_with_the_package_are_of_the_study():
+    for each in study.read_rows(study.ROWS):
+        assert each["task"] in TASKS and each["model"] in study.models_of(each["task"]), Path(study.ROWS)
