@@ -5,15 +5,20 @@ from typing import Annotated, Any
 
 import typer
 
-from lineartime.cli.arguments import Setting, numbers
+from lineartime.atomic_io import append_json_lines
+from lineartime.cli.arguments import Setting, ShippedModel, numbers
 from lineartime.cli.terminal import Terminal, note, results_are_files, say
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, parse_setting
 from lineartime.errors import UsageError
+from lineartime.release.pretrained import model_folder
 
 
 def recall(
-    models: Annotated[list[str] | None, typer.Argument(help="Models of the study, by default its main ones.")] = None,
-    task: Annotated[str, typer.Option(help="pairs, joint, needle, induction, copying or zoology.")] = "pairs",
+    models: Annotated[list[str] | None, typer.Argument(
+        help="Models of the study, by default the main ones; for --task text also folders of trained ones.")] = None,
+    shipped: ShippedModel = None,
+    task: Annotated[str, typer.Option(help="pairs, joint, needle, induction, copying, zoology or text.")] = "pairs",
+    data: Annotated[Path | None, typer.Option(help="Prepared text, for --task text.")] = None,
     rates: Annotated[str | None, typer.Option("--learning-rates", help="Rates to try, with commas.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="The best rate is repeated up to so many seeds.")] = None,
     settings: Setting = None,
@@ -22,7 +27,7 @@ def recall(
     picture: Annotated[Path | None, typer.Option("--png", help="File that gets the curves.")] = None,
 ) -> None:
     """Train small models to find in a row what was written there before, and ask them, also in longer rows.
-    The same command goes on where it stopped."""
+    The same command goes on where it stopped. Trained models are asked without more training."""
     given = dict(parse_setting(text) for text in settings or [])
     wrong = given.keys() - {*MODEL_FIELDS, *TRAIN_FIELDS}
     if wrong:
@@ -31,14 +36,25 @@ def recall(
     from lineartime.recall import report, study
     from lineartime.training import StopSignal
 
-    names = models or study.read_study()["lists"]["main"]
-    train = study.training(task, given)
+    content, about = study.read_study(), study.task_of(task, data)
+    runs = [Path(name) for name in models or [] if name not in content["models"] and Path(name).is_dir()]
+    runs += [model_folder(shipped)] if shipped else []
+    names = [name for name in models or [] if Path(name) not in runs]
+    if not runs and not names:
+        names = content["lists"]["few" if task == study.TEXT else "main"]
+    train = study.training(task, about, given)
     fields = {name: value for name, value in given.items() if name in MODEL_FIELDS}
     for name in names:
-        study.config_of(name, task, fields)  # a wrong one is refused before the first is trained
-    tried = numbers(rates) if rates else study.read_study()["study"]["learning_rates"]
-    n_seeds = seeds or study.read_study()["study"]["seeds"]
+        study.config_of(name, about, fields)  # a wrong one is refused before the first is trained
+    tried = numbers(rates) if rates else content["study"]["learning_rates"]
+    n_seeds = seeds or content["study"]["seeds"]
     results_are_files()
+    for run in runs:
+        if data is None:
+            raise UsageError("a trained model is asked in text alone", run, "give --task text and --data")
+        row = study.ask_run(run, data, fields.get("context", about.length)) | provenance()
+        append_json_lines(rows, [row])
+        say(report.line(row))
     measured = []
     with StopSignal().listening() as stop, Terminal() as terminal:
         def on_step(record: dict[str, Any]) -> None:
@@ -47,13 +63,13 @@ def recall(
 
         for number, name in enumerate(names, 1):
             note(f"{name} ({number} of {len(names)}), {task}: {len(tried)} learning rates, {n_seeds} seeds")
-            for row in study.measure_model(name, task, train, fields, tried, n_seeds, rows, provenance,
+            for row in study.measure_model(name, task, about, train, fields, tried, n_seeds, rows, provenance,
                                            on_step=on_step):
                 measured.append(row)
                 say(report.line(row))
     for text in report.lines_of(measured):
         say(text)
-    if picture is not None:
+    if picture is not None and measured:
         report.draw_picture(measured, picture)
         say(f"picture  {picture}")
     say(f"rows     {rows}")

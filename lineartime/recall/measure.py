@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lineartime.config import ModelConfig, TrainConfig
 from lineartime.errors import NumericsError
 from lineartime.info import describe
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, token_losses
 from lineartime.recall.tasks import Rows, Task
 from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
 
@@ -34,7 +34,7 @@ def ignore(_: Row) -> None:
 
 
 class Recall:
-    """The objective of `training.compute_gradient`: the loss of the answers alone.
+    """The objective of `training.compute_gradient`: the loss of the answers alone, or of every token of text.
 
     In the first half of the training the numbers of facts are added one after another, the fewest first."""
 
@@ -50,10 +50,12 @@ class Recall:
         return rows.ids_BT.numpy(), rows.asked_BQ.contiguous().numpy(), rows.answer_BQ.contiguous().numpy()
 
     def n_targets(self, *batch: Tensor) -> int:
-        return batch[2].numel()
+        return batch[0][:, 1:].numel() if self.task.language else batch[2].numel()
 
     def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
         ids_BT, asked_BQ, answer_BQ = batch
+        if self.task.language:
+            return token_losses(model, ids_BT)
         at_K = (torch.arange(len(ids_BT))[:, None] * ids_BT.shape[1] + asked_BQ).flatten()
         return model(ids_BT, at_K=at_K, targets=answer_BQ.flatten())
 
@@ -67,7 +69,7 @@ class Recall:
 def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int,
           seed: int = 7) -> tuple[Tensor, Rows]:
     """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed`."""
-    rows = task.draw(n_rows, n_facts, length, torch.Generator().manual_seed((1 << 62) + seed))
+    rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed((1 << 62) + seed))
     right = []
     for first in range(0, n_rows, at_once := max(1, 2048 // length)):
         part = slice(first, first + at_once)
@@ -117,11 +119,16 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
     row |= {"curve": curve, "passed": passed(curve), "train_s": round(time.process_time() - began, 1)}
     if model is None or "failed" in row:
         return row
+    return row | ask_at_lengths(model, task, length, n_facts)
+
+
+def ask_at_lengths(model: LanguageModel, task: Task, length: int, n_facts: Sequence[int]) -> Row:
+    """The "accuracy" and the "depth" of `measure`, at the lengths that the model's position tables allow."""
     model.eval()
     accuracy: Row = {}
     depth: Row = {}
     for times in TIMES_LONGER:
-        if config.max_len is not None and times * length > config.max_len:
+        if model.config.max_len is not None and times * length > model.config.max_len:
             continue
         told = [asked(model, task, n, times * length, max(6, TEST_ROWS // times)) for n in n_facts]
         accuracy[str(times * length)] = {str(n): round(right.double().mean().item(), 4)
@@ -131,7 +138,7 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
         n_D = torch.bincount(place_K, minlength=N_DEPTHS)
         sum_D = torch.bincount(place_K, right_K, minlength=N_DEPTHS)
         depth[str(times * length)] = [round((s / n).item(), 4) if n else None for s, n in zip(sum_D, n_D, strict=True)]
-    return row | {"accuracy": accuracy, "depth": depth}
+    return {"accuracy": accuracy, "depth": depth}
 
 
 def passed(curve: Sequence[Sequence[float]]) -> int | None:

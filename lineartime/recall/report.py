@@ -8,8 +8,12 @@ from typing import NamedTuple
 
 from lineartime.plot import Line, Panel, Picture, draw
 from lineartime.recall.measure import TIMES_LONGER, Row
-from lineartime.recall.study import read_study, score
+from lineartime.recall.study import TEXT, read_study, score
 from lineartime.recall.tasks import TASKS
+from lineartime.recall.text import CHANCE, WHAT
+
+ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
+"""What is asked, and the accuracy of a guess."""
 
 
 class Learned(NamedTuple):
@@ -43,15 +47,23 @@ def learned(rows: Sequence[Row], task: str) -> list[Learned]:
     return found
 
 
+def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
+    """The lengths and the numbers of facts that a task was asked at, the trained length first."""
+    row = next(row for row in rows if row["task"] == task)
+    return [times * row["length"] for times in TIMES_LONGER], row["n_facts"]
+
+
 def line(row: Row) -> str:
     """A run in a line."""
+    right = "  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
+                      for length, told in row.get("accuracy", {}).items())
+    if not row["curve"]:
+        return f"{row['model']}, {row['task']}: {right}"
     begin = f"{row['model']}, {row['task']}, rate {row['learning_rate']:g}, seed {row['seed']}: "
     if "failed" in row:
         return begin + row["failed"]
     steps = row["curve"][-1][0]
     when = f"learned from step {row['passed']:,} on" if row["passed"] else f"not learned in {steps:,} steps"
-    right = "  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
-                      for length, told in row["accuracy"].items())
     return f"{begin}{when}; {right}"
 
 
@@ -68,13 +80,12 @@ def spread(values: Sequence[float]) -> str:
 
 def grid(rows: Sequence[Row], task: str) -> list[list[str]]:
     """A task's table: its heading, and a line for each model."""
-    about = TASKS[task]
-    lengths = [times * about.length for times in TIMES_LONGER]
-    lines = [["model", "learned from step", *(f"{n} facts" for n in about.n_facts),
+    lengths, n_facts = sizes(rows, task)
+    lines = [["model", "learned from step", *(f"{n} facts" for n in n_facts),
               *(f"{length} tokens" for length in lengths[1:])]]
     for each in learned(rows, task):
         lines.append([each.model, ", ".join("never" if step is None else f"{step:,}" for step in each.passed),
-                      *(spread(each.accuracy(lengths[0], n)) for n in about.n_facts),
+                      *(spread(each.accuracy(lengths[0], n)) for n in n_facts),
                       *(spread(each.accuracy(length)) for length in lengths[1:])])
     return lines
 
@@ -82,12 +93,12 @@ def grid(rows: Sequence[Row], task: str) -> list[list[str]]:
 def lines_of(rows: Sequence[Row]) -> list[str]:
     """The tables of all tasks that have rows, as aligned text."""
     lines = []
-    for task, about in TASKS.items():
-        table = grid(rows, task)
-        if len(table) > 1:
+    for task, (what, chance) in ABOUT.items():
+        if any(row["task"] == task for row in rows):
+            table = grid(rows, task)
             widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-            lines += ["", f"{task}: {about.what}; chance {about.chance:.2g}. Accuracy after training on rows of "
-                          f"{about.length} tokens, and in longer ones"]
+            lines += ["", f"{task}: {what}; chance {chance:.2g}. Accuracy after training on rows of "
+                          f"{sizes(rows, task)[0][0]} tokens, and in longer ones"]
             lines += ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
                       for cells in table]
     return lines
@@ -101,29 +112,28 @@ def markdown(rows: Sequence[Row], task: str) -> str:
 
 def picture_of(rows: Sequence[Row], task: str) -> Picture:
     """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
-    about, models = TASKS[task], learned(rows, task)
+    (what, chance), models, (lengths, n_facts) = ABOUT[task], learned(rows, task), sizes(rows, task)
 
     def point(place: float, values: Sequence[float]) -> tuple[float, ...]:
         return (place, statistics.fmean(values), min(values), max(values))
 
-    by_number = tuple(Line(each.model, tuple(point(n, values) for n in about.n_facts
-                                             if (values := each.accuracy(about.length, n)))) for each in models)
-    by_length = tuple(Line(each.model, tuple(point(length, values) for times in TIMES_LONGER
-                                             if (values := each.accuracy(length := times * about.length))))
-                      for each in models)
+    by_number = tuple(Line(each.model, tuple(point(n, values) for n in n_facts
+                                             if (values := each.accuracy(lengths[0], n)))) for each in models)
+    by_length = tuple(Line(each.model, tuple(point(length, values) for length in lengths
+                                             if (values := each.accuracy(length)))) for each in models)
     by_step = tuple(Line(each.model, tuple((step, right) for step, _, right in each.rows[0]["curve"]))
                     for each in models)
     panels = (
-        Panel(f"in rows of {about.length} tokens", "facts in the row", "accuracy", by_number, x_scale="positions"),
+        Panel(f"in rows of {lengths[0]} tokens", "facts in the row", "accuracy", by_number, x_scale="positions"),
         Panel("in longer rows, all numbers", "tokens in the row", "accuracy", by_length, x_scale="positions"),
         Panel("while it learns", "step", "accuracy", by_step))
     return Picture(
-        f"Recall, {about.what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
+        f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
         "range of the seeds; the curves over steps are of the first seed.",
-        tuple(replace(panel, level=about.chance, level_name="chance") for panel in panels))
+        tuple(replace(panel, level=chance, level_name="chance") for panel in panels))
 
 
 def draw_picture(rows: Sequence[Row], path: Path) -> None:
     """Draw the picture of the first task that has rows. Raises ResourceError."""
-    task = next(name for name in TASKS if any(row["task"] == name for row in rows))
+    task = next(name for name in ABOUT if any(row["task"] == name for row in rows))
     draw(picture_of(rows, task), path)

@@ -9,10 +9,14 @@ from typing import Any
 
 from lineartime.atomic_io import append_json_lines, read_json_lines
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config
-from lineartime.recall.measure import Row, measure
-from lineartime.recall.tasks import TASKS
+from lineartime.evaluation import load_with_split
+from lineartime.recall.measure import Row, ask_at_lengths, measure
+from lineartime.recall.tasks import TASKS, Task
+from lineartime.recall.text import text_task
 from lineartime.settings import require, require_name
 
+TEXT = "text"
+"""The task that reads prepared text."""
 ROWS = Path(__file__).parents[1] / "results" / "recall.jsonl"
 """The rows that come with the package."""
 
@@ -29,18 +33,26 @@ def models_of(task: str) -> list[str]:
     return list(study["models"]) if name == "all" else study["lists"][name]
 
 
-def config_of(model: str, task: str, settings: Mapping[str, Any]) -> ModelConfig:
+def task_of(name: str, data: Path | None) -> Task:
+    """A task by its name. data: prepared text, for the task in text alone. Raises UsageError for another name, for text
+    that is missing or of no use, and as `text_task` does."""
+    require_name("task", name, [*TASKS, TEXT])
+    require((name == TEXT) == (data is not None), "the task text reads prepared text, no other does", f"task = {name}",
+            "give --data a folder made by `lineartime prepare`" if name == TEXT else "leave out --data")
+    return TASKS[name] if data is None else text_task(data)
+
+
+def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
     """A model of the study at its sizes, with any field replaced. Raises UsageError for an unknown one."""
     study = read_study()
     require_name("model", model, study["models"])
-    require_name("task", task, TASKS)
     own = dict(study["models"][model])
     preset = own.pop("preset")
     sizes = {name: value for name, value in study["sizes"].items() if name in MODEL_FIELDS}
     sizes |= study["sizes"]["gau" if PRESETS[preset].ffn == "gau" else "pairs"]
     if PRESETS[preset].chunk_size is None:
         del sizes["chunk_size"]
-    of_task = {"vocab_size": TASKS[task].vocab_size, "context": TASKS[task].length}
+    of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
     return model_config(preset, **{**sizes, **of_task, **own, **settings})
 
 
@@ -80,20 +92,21 @@ def score(row: Row) -> float:
     return sum(right.values()) / len(right) if right else 0.0
 
 
-def measure_model(model: str, task: str, train: TrainConfig, settings: Mapping[str, Any], rates: Sequence[float],
-                  n_seeds: int, path: Path, provenance: Callable[[], Row], **told: Any) -> Iterator[Row]:
+def measure_model(model: str, name: str, task: Task, train: TrainConfig, settings: Mapping[str, Any],
+                  rates: Sequence[float], n_seeds: int, path: Path, provenance: Callable[[], Row],
+                  **told: Any) -> Iterator[Row]:
     """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
-    first seed, and the rate with the best `score` with the others.
+    first seed, and the rate with the best `score` with the others. name: the task's.
 
     told: `on_step` of `measure`. Raises as `measure` and `append_json_lines` do."""
     config = config_of(model, task, settings)
 
     def row_of(rate: float, seed: int) -> Row:
-        cell = Cell(model, task, config, replace(train, learning_rate=rate, seed=seed))
+        cell = Cell(model, name, config, replace(train, learning_rate=rate, seed=seed))
         there = [row for row in read_rows(path) if all(row.get(name) == value for name, value in cell.key.items())]
         if there:
             return there[-1]
-        found = measure(config, TASKS[task], cell.train, length=config.context, n_facts=TASKS[task].n_facts, **told)
+        found = measure(config, task, cell.train, length=config.context, n_facts=task.n_facts, **told)
         row = {**cell.key, **found, **provenance()}
         append_json_lines(path, [row])
         return row
@@ -107,15 +120,27 @@ def measure_model(model: str, task: str, train: TrainConfig, settings: Mapping[s
         yield row_of(best, seed)
 
 
-def training(task: str, settings: Mapping[str, Any]) -> TrainConfig:
-    """The study's training with any field replaced; a micro-batch is the whole batch. Raises UsageError for an unknown
-    task, and a batch that is not of whole rows.
+def ask_run(run: Path, data: Path, length: int) -> Row:
+    """A trained model's accuracy on the task in text, which it has not learned. Raises as `load_with_split` does."""
+    model, stream, facts = load_with_split(run, data)
+    require(model.config.causal, "only a causal model answers", f"{run}: causal = false")
+    task = text_task(data, length)
+    return {"kind": "recall", "task": TEXT, "model": run.name, "checkpoint": facts["checkpoint"], "settings": {},
+            "data": stream.tokenizer_sha256, "training": {}, "learning_rate": None, "seed": 0, "length": length,
+            "n_facts": list(task.n_facts), "curve": [], "passed": None,
+            **ask_at_lengths(model, task, length, task.n_facts)}
+
+
+def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
+    """The study's training of the task of this name, with any field replaced; a micro-batch is the whole batch. Raises
+    UsageError for a batch that is not of whole rows.
 
     settings: fields of the model are left out."""
-    require_name("task", task, TASKS)
-    chosen = {**read_study()["train"], **{name: settings[name] for name in settings if name in TRAIN_FIELDS}}
+    study = read_study()
+    given = {each: value for each, value in settings.items() if each in TRAIN_FIELDS}
+    chosen = {**study["train"], **study["train_of"].get(name, {}), **given}
     train = TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
-    length = settings.get("context", TASKS[task].length)
+    length = settings.get("context", task.length)
     require(train.tokens_per_step % length == 0, "tokens_per_step must be a multiple of the length",
             f"{train.tokens_per_step} and {length}")
     return train

@@ -52,7 +52,13 @@ class Task:
     chance: float
     """Accuracy of a guess."""
     n_values: int
-    """Different values: a model that knows which values are in the row, and no more, is right 1/n of the time."""
+    """Different values."""
+    test: Draw | None = None
+    """Draws the test rows, where they are of another text than the training rows."""
+    language: bool = False
+    """Whether every token of a row is learned, and not the answers alone."""
+    end_of_document: int | None = None
+    """Of text's vocabulary."""
 
 
 def noise(n_rows: int, length: int, generator: torch.Generator) -> Tensor:

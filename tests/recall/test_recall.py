@@ -1,6 +1,7 @@
 """Tasks of recall ask for what their rows hold; a study trains, resumes, and says what came of it."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import torch
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.config import PRESETS, TrainConfig
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.errors import DataError
 from lineartime.recall import report, study
 from lineartime.recall.measure import LEARNED, TIMES_LONGER, asked, learn, passed
 from lineartime.recall.tasks import (
@@ -26,6 +29,8 @@ from lineartime.recall.tasks import (
     TASKS,
     ZOOLOGY_VOCABULARY,
 )
+from lineartime.recall.text import text_task
+from tiny_runs import prepare_text
 
 
 def drawn(name: str, n_facts: int, length: int, n_rows: int = 5):
@@ -86,13 +91,37 @@ def test_needles_are_anywhere_but_at_the_end():
     assert fact_BQ.min() < 32 and 900 < fact_BQ.max() < 1024 - 64 and asked_BQ.min() == 1024 - 32
 
 
+@pytest.mark.parametrize("tokenizer", ["train", "bytes"])
+def test_numbers_stand_in_the_text_and_are_asked_for_at_its_end(tokenizer, tmp_path):
+    out = prepare_text(tmp_path, tokenizer=tokenizer)
+    task, tokenizer = text_task(out), load_tokenizer(out / TOKENIZER_FILE)
+    assert task.test is not None
+    for draw in (task.draw, task.test):
+        for n_facts in task.n_facts:
+            ids_BT, asked_BQ, answer_BQ, fact_BQ = draw(3, n_facts, 768, torch.Generator().manual_seed(1))
+            assert ids_BT.shape == (3, 768) and asked_BQ.shape == (3, 4 * n_facts) and (fact_BQ < asked_BQ).all()
+            assert torch.equal(ids_BT.gather(1, fact_BQ), answer_BQ)
+            assert torch.equal(ids_BT.gather(1, asked_BQ + 1), answer_BQ)
+            assert not (ids_BT == tokenizer.end_of_document).any()
+            text = tokenizer.decode(ids_BT[0].tolist())
+            told = re.findall(r"The number of (\w+) is((?: \d){4})\.", text)
+            assert len(told) == 2 * n_facts and sorted(told[:n_facts]) == sorted(told[n_facts:])
+            assert len({name for name, _ in told}) == n_facts
+    first, again = (task.draw(2, 2, 512, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first.ids_BT, again.ids_BT)
+    with pytest.raises(DataError, match="too few tokens for a row"):
+        task.draw(1, 8, 150, torch.Generator())
+
+
 def training_of(steps: int, **settings) -> TrainConfig:
-    return study.training("pairs", {"steps": steps, "warmup_steps": 10, "learning_rate": 6e-3, **settings})
+    return study.training("pairs", TASKS["pairs"], {"steps": steps, "warmup_steps": 10, "learning_rate": 6e-3,
+                                                    **settings})
 
 
 def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
     """One fact: the value that stands in the row is the answer to every question."""
-    task, config = TASKS["pairs"], study.config_of("transformer++, conv", "pairs", {"d_model": 32, "context": 40})
+    task = TASKS["pairs"]
+    config = study.config_of("transformer++, conv", task, {"d_model": 32, "context": 40})
     curves = []
     for _ in range(2):
         curve = [(step, loss, right) for step, loss, right, _ in
@@ -132,16 +161,16 @@ def test_learned_is_what_stays_learned(right, step):
 
 def test_every_model_of_the_study_is_a_model():
     content = study.read_study()
-    assert content["tasks"].keys() == TASKS.keys()
-    for task in TASKS:
-        assert len(study.models_of(task)) >= 9
-        for model in study.models_of(task):
+    assert content["tasks"].keys() == {*TASKS, "text"}
+    for name, task in TASKS.items():
+        assert len(study.models_of(name)) >= 9
+        for model in study.models_of(name):
             config = study.config_of(model, task, {})
-            assert config.causal and config.vocab_size == TASKS[task].vocab_size
+            assert config.causal and config.vocab_size == task.vocab_size
             assert content["models"][model]["preset"] in PRESETS
     assert {name for names in content["lists"].values() for name in names} <= content["models"].keys()
-    window = study.config_of("transformer++, window", "pairs", {})
-    flash = study.config_of("flash", "pairs", {})
+    window = study.config_of("transformer++, window", TASKS["pairs"], {})
+    flash = study.config_of("flash", TASKS["pairs"], {})
     assert 2 * window.chunk_size * 2 * window.d_model == flash.query_key_dim * flash.d_inner
 
 
@@ -196,6 +225,7 @@ def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
 
 def row(model: str, rate: float, seed: int, right: float, step: int | None) -> dict:
     return {"task": "pairs", "model": model, "learning_rate": rate, "seed": seed, "length": 128, "passed": step,
+            "n_facts": [4, 8, 16, 32],
             "curve": [[10, 1.0, right]], "settings": {}, "training": {},
             "accuracy": {str(128 * times): {str(n): right for n in (4, 8, 16, 32)} for times in TIMES_LONGER}}
 
@@ -218,4 +248,4 @@ def test_the_noise_is_noise():
 
 def test_rows_that_come_with_the_package_are_of_the_study():
     for each in study.read_rows(study.ROWS):
-        assert each["task"] in TASKS and each["model"] in study.models_of(each["task"]), Path(study.ROWS)
+        assert each["task"] in [*TASKS, "text"] and each["model"] in study.models_of(each["task"]), Path(study.ROWS)
