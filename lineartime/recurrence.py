@@ -31,7 +31,8 @@ class Recurrence:
 
     A target y with x before it is of a class of each of two `KINDS`: as the token y, and as the bigram x y; a rare
     bigram is of the third kind too. It is `SEEN` in its chunk if the token, or the whole bigram, is among the tokens
-    of its document in the chunk of x up to x; in earlier chunks only if it is among those in the row, not in the chunk. Chunks are counted from the row's start, as those of local attention are."""
+    of its document in the chunk of x up to x; in earlier chunks only if it is not, but is among those in the row.
+    Chunks are counted from the row's start, as those of local attention are."""
 
     context: int
     chunk: int
