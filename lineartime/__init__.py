@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from lineartime.qa.finetune import FineTuning, finetune
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
+    from lineartime.recurrence import measure_recurrence
     from lineartime.release.pretrained import model_folder
     from lineartime.run import load_model, load_span_model
     from lineartime.training import train
 
 __all__ = ["PRESETS", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
            "MultiHeadAttention", "TrainConfig", "evaluate", "evaluate_questions", "finetune", "generate", "load_model",
-           "load_span_model", "measure_context_use", "model_config", "model_folder", "open_split", "prepare",
-           "read_questions", "train"]
+           "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder", "open_split",
+           "prepare", "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "run",
          "load_span_model": "run", "evaluate": "evaluation", "measure_context_use": "context_use",
-         "generate": "generation.generate", "FineTuning": "qa.finetune", "finetune": "qa.finetune",
+         "measure_recurrence": "recurrence", "generate": "generation.generate",
+         "FineTuning": "qa.finetune", "finetune": "qa.finetune",
          "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "release.pretrained"}
 
 

@@ -103,11 +103,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     context that is too long, another precision, and data without the [MASK] that the model needs; NumericsError for a
     loss that is not finite."""
     require_precision(precision)
-    context = model.config.context if context is None else context
-    require(context >= 1 and (batch_rows is None or batch_rows >= 1), "wrong value",
-            f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
-    model.check_length(context)
-    batch_rows = min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
+    context, batch_rows = rows_at_once(model, stream, context, batch_rows)
     was_training = model.training
     model.eval()
     nll_T, count_T, n_read = np.zeros(context), np.zeros(context, dtype=np.int64), 0
@@ -134,6 +130,16 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     share = n_tokens / stream.n_tokens
     return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share),
                       by_position(nll_T, count_T), None if causal else n_read, stream.word_count)
+
+
+def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
+                 batch_rows: int | None) -> tuple[int, int]:
+    """`evaluate`'s tokens in a row and rows scored at once. Raises UsageError as it does."""
+    context = model.config.context if context is None else context
+    require(context >= 1 and (batch_rows is None or batch_rows >= 1), "wrong value",
+            f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
+    model.check_length(context)
+    return context, min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
 
 
 def batches(rows: Iterable[Row], length: Callable[[Row], int], n_most: Callable[[int], int]) -> Iterator[list[Row]]:

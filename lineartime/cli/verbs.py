@@ -167,7 +167,12 @@ def evaluate(
     context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
     contexts: Annotated[str | None, typer.Option(
         help="Score the same tokens at each of these contexts, with commas: does the model use its context?")] = None,
-    out: Annotated[Path | None, typer.Option(help="With --contexts: JSON file for `lineartime plot`.")] = None,
+    recurrence: Annotated[bool, typer.Option(
+        "--recurrence", help="Score by whether a token or a bigram was in its row before: what is recalled?")] = False,
+    chunk: Annotated[int | None, typer.Option(
+        help="With --recurrence: tokens of a chunk; by default the model's.")] = None,
+    out: Annotated[Path | None, typer.Option(
+        help="With --contexts or --recurrence: JSON file; `lineartime plot` draws that of --contexts.")] = None,
     batch_rows: Annotated[int | None, typer.Option(
         help="Rows scored at once; changes nothing but speed and memory. By default 8, fewer from 16K on.")] = None,
     precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
@@ -184,14 +189,16 @@ def evaluate(
 ) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
     With --questions: exact match and F1 of a fine-tuned model's answers."""
-    if (batch_rows is not None and batch_rows < 1) or (context is not None and context < 1):
-        raise UsageError("wrong value", f"batch_rows = {batch_rows}, context = {context}",
-                         "they take whole numbers from 1")
-    if contexts is None and out is not None:
-        raise UsageError("nothing is written without --contexts", out, "--json prints the scores")
-    if contexts is not None and (questions or context is not None or batch_rows is not None):
+    for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk)):
+        if value is not None and value < 1:
+            raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
+    if contexts is None and not recurrence and out is not None:
+        raise UsageError("nothing is written without --contexts or --recurrence", out, "--json prints the scores")
+    if contexts is not None and (questions or context is not None or batch_rows is not None or recurrence):
         raise UsageError("too much is named", "evaluate --contexts",
-                         "leave out --questions, --context and --batch-rows")
+                         "leave out --questions, --context, --batch-rows and --recurrence")
+    if (recurrence and questions) or (chunk is not None and not recurrence):
+        raise UsageError("too much is named", "evaluate", "--chunk goes with --recurrence, and --questions does not")
     if out is not None and not out.parent.is_dir():
         raise ResourceError("cannot write", out, "there is no such folder")
     lengths = whole_numbers(contexts) if contexts is not None else []
@@ -212,6 +219,9 @@ def evaluate(
                          "name a run and --data, or --questions for a fine-tuned run")
     elif lengths:
         evaluate_contexts(run, data, split, lengths, precision, out, as_json, strict, device)
+    elif recurrence:
+        options = {"chunk": chunk, "context": context, "batch_rows": batch_rows, "precision": precision}
+        evaluate_recurrence(run, data, split, options, out, as_json, strict, device)
     else:
         evaluate_text(run, data, split, context, batch_rows, precision, as_json, strict, device)
 
@@ -255,6 +265,28 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], pr
         say(line)
     if out is not None:
         say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
+
+
+def evaluate_recurrence(run: Path, data: Path, split: str, options: dict[str, Any], out: Path | None, as_json: bool,
+                        strict: bool, device: str | None) -> None:
+    """Score a split by what was in a token's row before and print the losses."""
+    from lineartime.atomic_io import write_atomically
+    from lineartime.data.tokens import open_split
+    from lineartime.evaluation import load_with_split
+    from lineartime.recurrence import describe, measure_recurrence
+
+    model, stream, facts = load_with_split(run, data, split, strict=strict)
+    with Terminal() as terminal:
+        found = measure_recurrence(model.to(pick_device(device)), stream, open_split(data, "train"), **options,
+                                   progress=terminal.count)
+    text = json.dumps({**facts, "split": split, **found.to_dict()})
+    if out is not None:
+        write_atomically(out, text + "\n")
+    if as_json:
+        print(text)
+        return
+    for line in describe(found):
+        say(line)
 
 
 def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, options: dict[str, Any],

@@ -68,7 +68,23 @@ def require_record(row: Record) -> None:
                 require_types({"step": step, "loss": loss}, {int: "step", float: "loss"})
             for span in row["held_out"].get("loss_by_position") or ():
                 require_types(span, {int: "first last", float: "loss"})
+            require_evaluations(row)
         numbers_of(row)
+
+
+def require_evaluations(row: Record) -> None:
+    """Raise as `require_types` for what a trained run was evaluated on, if it was."""
+    if "context_use" in row:
+        use = row["context_use"]
+        require_types(use, {int: "after n_tokens", str: "split", list: "contexts losses gains"})
+        for context, loss, gain in zip(use["contexts"], use["losses"], use["gains"], strict=True):
+            require_types({"context": context, "loss": loss, "gain": gain}, {int: "context", float: "loss gain"})
+        for span in use["loss_by_position"]:
+            require_types(span, {int: "first last", float: "shortest longest"})
+    if "recurrence" in row:
+        require_types(row["recurrence"], {int: "context chunk n_tokens", float: "loss", str: "split"})
+        for each in row["recurrence"]["classes"]:
+            require_types(each, {str: "kind seen", int: "n_tokens", float: "loss?"})
 
 
 def read_records(path: Path) -> list[Record]:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from lineartime import checkpoint
-from lineartime.atomic_io import append_json_lines, write_atomically
+from lineartime.atomic_io import append_json_lines, read_json, write_atomically
 from lineartime.benchmark.cells import environment, last_line
 from lineartime.benchmark.measure import provenance, spread
 from lineartime.benchmark.peers import parse_label
@@ -93,7 +93,13 @@ def missing_jobs(cells: Sequence[Cell], records: Records, seeds: int | None = No
     only."""
     return [Job(cell, seed) for seed in range(max(len(cell.seeds) for cell in cells)) for cell in cells
             if cell.table.kind == "train" and seed in cell.seeds[:seeds]
-            and not records_of(cell, records, "finetune" if cell.questions else "train", seed)]
+            and not found(cell, records, "finetune" if cell.questions else "train", seed)]
+
+
+def found(cell: Cell, records: Records, kind: Kind, seed: int) -> list[Record]:
+    """A cell's records that have what its table evaluates; a run of another table may lack it."""
+    return [record for record in records_of(cell, records, kind, seed)
+            if record.get("failed") or kind != "train" or cell.table.evaluations.keys() <= record.keys()]
 
 
 def missing_times(cells: Sequence[Cell], records: Records) -> list[list[Cell]]:
@@ -166,7 +172,7 @@ def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSigna
 
 
 def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[Record]:
-    """Train, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
+    """Train and evaluate, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     run, rows = folder / "run", []
     given = {**cell.settings(job.seed), "data": str(place.data(cell.text)), "out": str(run)}
@@ -179,16 +185,42 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
                        lambda: finetuned(folder / "questions")))
     for kind, arguments, result in stages:
         failed = call(arguments, f"{job.label}, {kind}", folder / f"{kind}.log", place, stop)
+        if kind == "train" and not failed:
+            failed = evaluate(job, folder, place, stop)
         if stop.number is not None:
             break
-        if not records_of(cell, records, kind, job.seed):
+        if not found(cell, records, kind, job.seed):
             rows.append({"device": place.device, "dtype": run_config(given).train.precision, "threads": place.threads,
                          **({"questions": cell.questions} if kind == "finetune" else {}),
-                         **({"failed": failed} if failed else result()), **provenance(),
+                         **({"failed": failed} if failed else result()),
+                         **({} if failed or kind != "train" else evaluated(cell, folder)), **provenance(),
                          **facts_of(cell, kind, job.seed)})
         if failed:
             break
     return rows
+
+
+def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | None:
+    """Score a trained run as its table says, but for what has been scored; the first failure, as `call` returns it."""
+    for name, options in job.cell.table.evaluations.items():
+        if stop.number is None and not evaluation_file(folder, name).exists():
+            failed = call(["evaluate", str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
+                           "--device", place.device, "--out", str(evaluation_file(folder, name))],
+                          f"{job.label}, {name}", folder / f"{name}.log", place, stop)
+            if failed:
+                return failed
+    return None
+
+
+def evaluated(cell: Cell, folder: Path) -> Record:
+    """What a finished run's evaluations have to say, without the folders of the machine."""
+    said = {name: read_json(evaluation_file(folder, name)) for name in cell.table.evaluations}
+    return {name: {key: value for key, value in each.items() if key not in ("checkpoint", "step")}
+            for name, each in said.items()}
+
+
+def evaluation_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
 
 
 def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:

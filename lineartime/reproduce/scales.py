@@ -73,8 +73,9 @@ class Cell:
 
     @property
     def text(self) -> Text:
-        text, own = self.scale.texts[self.where.task], self.where.cpu_vocab_size
-        return replace(text, vocab_size=own) if own and self.scale.name == "cpu" else text
+        text, own = self.scale.texts[self.where.task], self.where
+        return text if self.scale.name != "cpu" else replace(
+            text, vocab_size=own.cpu_vocab_size or text.vocab_size, folder=own.cpu_folder or text.folder)
 
     @property
     def questions(self) -> Settings | None:

@@ -31,6 +31,7 @@ class Column:
     context: int
     tokens: int | None = None
     cpu_vocab_size: int | None = None
+    cpu_folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Table:
     reference: str | None = None
     one_seed: list[str] | Literal["all"] = field(default_factory=list)
     cpu_caption: str = ""
+    evaluations: dict[str, str] = field(default_factory=dict)
+    """Options of `lineartime evaluate`, by what the row of a run calls its JSON."""
 
 
 def read_tables() -> dict[str, Table]:

@@ -153,6 +153,19 @@ def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Pa
     assert code == 0 and (tmp_path / "contexts.png").exists()
 
 
+def test_loss_by_what_was_there_before(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
+    scores = tmp_path / "recurrence.json"
+    code, out, _ = call("evaluate", run, "--data", data, "--recurrence", "--chunk", 16, "--context", 64, "--out",
+                        scores)
+    assert code == 0 and "rare bigram" in out and "nats per token" in out and "chunks of 16" in out
+    written = json.loads(scores.read_text())
+    assert (written["chunk"], written["context"], written["split"]) == (16, 64, "validation")
+    _, out, _ = call("evaluate", run, "--data", data, "--context", 64, "--json")
+    assert written["loss"] == pytest.approx(json.loads(out)["loss"], rel=1e-12)
+    _, out, _ = call("evaluate", run, "--data", data, "--recurrence", "--json")
+    assert json.loads(out)["chunk"] == 8 and json.loads(out)["context"] == 32  # the model's own
+
+
 def test_info_and_plot(run: Path, tmp_path: Path, call: Call) -> None:
     for model, task, millions in (("flash", "wiki40b", 112), ("transformer++", "pg19", 486), ("flash-quad", "c4", 112)):
         code, out, _ = call("info", model, "--task", task)
@@ -215,6 +228,11 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["wrong contexts"], ["evaluate", run, "--data", data, "--contexts", "64,32"]),
         (2, ["whole numbers"], ["evaluate", run, "--data", data, "--contexts", "a"]),
         (2, ["--batch-rows"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--batch-rows", "2"]),
+        (2, ["--recurrence"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--recurrence"]),
+        (2, ["--chunk"], ["evaluate", run, "--data", data, "--chunk", "8"]),
+        (2, ["chunk = 0"], ["evaluate", run, "--data", data, "--recurrence", "--chunk", "0"]),
+        (2, ["--questions"], ["evaluate", run, "--recurrence", "--questions", tmp_path / "x.json"]),
+        (2, ["whole numbers"], ["evaluate", run, "--data", data, "--recurrence", "--context", "0"]),
         (2, ["without --contexts"], ["evaluate", run, "--data", data, "--out", tmp_path / "x.json"]),
         (3, ["no document has", "work"], ["evaluate", run, "--data", data, "--contexts", "32,1000000"]),
         (6, ["cannot write"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),

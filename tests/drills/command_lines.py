@@ -62,6 +62,7 @@ RECIPES: dict[str, list[list[str]]] = {
                "warmup_steps=0",
                "--set", "micro_batch_tokens=16"]],
     "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--contexts", "8,16", "--out", "new.json"],
+                 ["run", "--data", "data", "--recurrence", "--chunk", "4", "--context", "16"],
                  ["exported", "--data", "data", "--json", "--batch-rows", "3"],
                  ["finetuned", "--questions", "dev.json", "--context", "48", "--max-answer-tokens", "6",
                   "--predictions", "new.json"],

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+from lineartime.recurrence import KINDS, SEEN
 from lineartime.reproduce.scales import cells_of
 
 MACHINE = {"time": "2026-01-02T03:04:05Z", "commit": "0123456789" * 4, "command": "lineartime reproduce",
@@ -58,9 +59,29 @@ def train_row(cell, seed):
     return {"kind": "train", "scale": cell.scale.name, "text": cell.text.name, "settings": settings,
             "n_parameters": 1_800_000, "data": {"sha256": "0" * 64, "train_tokens": 10**6, "validation_tokens": 10**5,
                                                 "vocab_size": cell.text.vocab_size},
-            "curve": curve, "held_out": held_out, "tokens": steps * settings.get("tokens_per_step", 2**18),
-            "epochs": 0.5, "train_s": {"cpu": 60.0, "wall": 90.0}, "peak_mib": 700.0,
+            **evaluations(cell, loss), "curve": curve, "held_out": held_out,
+            "tokens": steps * settings.get("tokens_per_step", 2**18), "epochs": 0.5,
+            "train_s": {"cpu": 60.0, "wall": 90.0}, "peak_mib": 700.0,
             "step_ms": {"cpu": times(2 * step_ms(cell)), "wall": times(3 * step_ms(cell))}, **MACHINE}
+
+
+def evaluations(cell, loss):
+    """What the table evaluates: 0.01 nats less at twice the context, 1 less where the token was before."""
+    made = {}
+    if "context_use" in cell.table.evaluations:
+        contexts = [512 * 2**i for i in range(6)]
+        losses = [loss - 0.01 * i for i in range(6)]
+        made["context_use"] = {
+            "split": "validation", "trained_context": cell.where.context, "contexts": contexts, "after": 8192,
+            "n_tokens": 900, "losses": losses, "gains": [losses[0] - each for each in losses],
+            "gain_errors": [0.0, *[0.002] * 5], "documents": [],
+            "loss_by_position": [{"first": 1, "last": 16384, "shortest": losses[0], "longest": losses[-1]}]}
+    if "recurrence" in cell.table.evaluations:
+        classes = [{"kind": kind, "seen": seen, "n_tokens": 300, "loss": loss - 1 + i} for kind in KINDS
+                   for i, seen in enumerate(SEEN)]
+        made["recurrence"] = {"split": "validation", "context": cell.where.context, "chunk": 128,
+                              "rare_per_million": 10, "n_tokens": 900, "loss": loss, "classes": classes}
+    return made
 
 
 def finetune_row(cell, seed):

@@ -401,6 +401,22 @@ def test_every_field_that_a_table_is_made_of_is_checked(tmp_path, kind):
     assert "Ours: " in table_section(results) and len(pictures_of(results)) == (kind != "step")
 
 
+def test_evaluations_in_a_row_are_checked(tmp_path):
+    row = train_row(cell_of("memory", "FLASH", "4096"), 0)
+    assert read_records(written(tmp_path, [row])) == [row]
+    for broken in [{"context_use": 3}, {"recurrence": []},
+                   *({"context_use": changed(row["context_use"], (name,), other)} for name, other in [
+                       ("losses", [1.0]), ("losses", ["x"] * 6), ("contexts", ...), ("after", 0.5),
+                       ("loss_by_position", [{"first": 1, "last": 2, "shortest": 1.0}])]),
+                   *({"recurrence": changed(row["recurrence"], (name,), other)} for name, other in [
+                       ("chunk", "x"), ("loss", ...), ("classes", [{"kind": "token", "seen": "x", "n_tokens": 1.5}]),
+                       ("classes", ...)])]:
+        with pytest.raises(DataError, match="not a row of a run"):
+            read_records(written(tmp_path, [row | broken]))
+    nothing = {"kind": "rare bigram", "seen": "not before", "n_tokens": 0, "loss": None}
+    read_records(written(tmp_path, [row | {"recurrence": row["recurrence"] | {"classes": [nothing]}}]))
+
+
 def test_a_file_that_is_not_there_or_cut_off(tmp_path):
     assert read_records(tmp_path / "rows.jsonl") == []
     path = written(tmp_path, made_rows("gap"))

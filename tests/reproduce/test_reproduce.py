@@ -24,6 +24,7 @@ from lineartime.training import StopSignal
 from made_questions import write_questions
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
+CONV, GATED = "FLASH, key convolution, scales 1, no RoPE", "the same, and a gate, {}"
 RUNS = Path(__file__).parents[2] / "runs"
 
 
@@ -35,8 +36,9 @@ def test_every_cell_is_a_run_that_can_be_configured():
     for cell in EVERY:
         assert config_of(cell).model.context == cell.settings()["context"]
         plain = cell.scale.texts[cell.where.task]
-        larger = cell.scale.name == "cpu" and cell.table.name == "more_tokens"
-        assert cell.text == (dataclasses.replace(plain, vocab_size=4096) if larger else plain)
+        own = {"more_tokens": {"vocab_size": 4096}, "memory": {"vocab_size": 4096, "folder": "pg19_medium"}}
+        own = own.get(cell.table.name, {}) if cell.scale.name == "cpu" else {}
+        assert cell.text == dataclasses.replace(plain, **own)
 
 
 def test_the_papers_scale_is_the_papers_settings():
@@ -59,17 +61,40 @@ def test_the_papers_scale_is_the_papers_settings():
         "GAU 46 x 1024": (46, 1024, 1)}
 
 
-def test_two_cores_have_at_most_eight_cells_a_table_and_three_seeds():
+def test_two_cores_have_few_cells_a_table_and_three_seeds():
     for name, table in TABLES.items():
         cells = cells_of(name, "cpu")
-        assert 0 < len(cells) <= 8, name
+        assert 0 < len(cells) <= (9 if name == "memory" else 8), name
         once = name in ("triviaqa", "more_tokens", "learning_rates")
-        assert all(len(cell.seeds) == (1 if once or cell.row == "C = 1" or ", 0.02" in cell.row else 3)
-                   for cell in cells)
+        assert all(len(cell.seeds) == (1 if once or cell.row == "C = 1" or any(
+            part in cell.row for part in (", 0.02", ", width 256")) else 3) for cell in cells)
         assert table.reference is None or {table.reference} & {cell.row for cell in cells}
     assert {cell.row for cell in cells_of("chunk_size", "cpu")} >= {"C = 1", "C = T"}
     rows = [cell.row for cell in cells_of("triviaqa", "cpu")]
     assert rows == list(TABLES["triviaqa"].models)
+
+
+def test_the_study_of_memory_compares_models_that_differ_in_what_its_rows_say():
+    configs = {cell.row: config_of(cell) for cell in cells_of("memory", "cpu")}
+    for config in configs.values():
+        assert config.train == dataclasses.replace(configs["FLASH"].train, compile=config.train.compile)
+        assert (config.model.context, config.model.chunk_size) in ((4096, 128), (4096, None))
+        assert config.train.steps * config.train.tokens_per_step == 16_384_000
+    options = {"FLASH": {}, "FLASH (LocalOnly)": {"chunk_parts": "local"},
+               CONV: {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False}}
+    options[GATED.format("fixed divisor")] = options[CONV] | {"linear_gate": True, "chunk_pooling": "fixed",
+                                                              "linear_divisor": 128.0}
+    options[GATED.format("written")] = options[CONV] | {"linear_gate": True, "chunk_pooling": "written"}
+    for row, fields in options.items():
+        assert configs[row].model == dataclasses.replace(configs["FLASH"].model, **fields)
+    plain = configs["Transformer++"].model
+    assert configs["Transformer++ with a key convolution"].model == dataclasses.replace(plain, key_conv=3)
+    for row in ("FLASH", "Transformer++"):
+        assert configs[f"{row}, width 256"].model == dataclasses.replace(configs[row].model, d_model=256,
+                                                                         init_std=0.035)
+    assert len(configs) == 9
+    jobs = runner.missing_jobs(cells_of("memory", "cpu"), {})
+    assert [job.seed for job in jobs] == [0] * 9 + [1] * 7 + [2] * 7  # one seed of every row comes first
 
 
 def test_cells_of_one_model_on_one_text_share_their_run():
@@ -163,6 +188,41 @@ def test_a_table_is_made_and_only_once(tiny):
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 2
     assert [len(records_of(cell, by_key(read_records(place.rows)), "train")) for cell in cells] == [2, 2]
     assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_records(place.rows))[1:])
+
+
+def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again(tiny, monkeypatch):
+    """One row of a run, also when it was stopped between training and either evaluation."""
+    place, _ = tiny
+    monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(
+        TABLES["speedup"], cells={"cpu": [("FLASH", "512")]}, evaluations={
+            "context_use": "--contexts 32,64", "recurrence": "--recurrence --chunk 16 --context 128"}))
+    (cell,), (job,) = cells_of("speedup", "cpu"), runner.missing_jobs(cells_of("speedup", "cpu"), {}, seeds=1)
+    runner.prepare(cell.text, place, StopSignal())
+    folder = place.out / "runs" / job.folder
+    for stopped in ("context_use", "recurrence"):
+        stop = StopSignal()
+
+        def stop_there(line, stopped=stopped, stop=stop):
+            stop.number = 15 if line.endswith(f", {stopped}: starts") else stop.number
+
+        assert runner.run_job(job, {}, dataclasses.replace(place, tell=stop_there), stop) == []
+        assert (folder / "run" / "result.json").exists() and not (folder / "recurrence.json").exists()
+        assert (folder / "context_use.json").exists() == (stopped == "recurrence")
+    made = {path: path.stat().st_mtime_ns for path in [*folder.glob("*.json"), folder / "run" / "result.json"]}
+    (row,) = runner.run_job(job, {}, place, StopSignal())
+    assert made == {path: path.stat().st_mtime_ns for path in made} and len(made) == 2
+    assert row["kind"] == "train" and row["context_use"]["contexts"] == [32, 64]
+    assert (row["recurrence"]["chunk"], row["recurrence"]["context"]) == (16, 128)
+    assert row["context_use"]["split"] == row["recurrence"]["split"] == "validation"
+    assert row["recurrence"]["n_tokens"] == row["held_out"]["n_tokens"]
+    place.rows.write_text(json.dumps(row) + "\n")
+    assert str(place.out) not in place.rows.read_text()
+    records = by_key(read_records(place.rows))
+    assert runner.missing_jobs([cell], records, seeds=1) == []
+    # A row of the same run that another table made has no evaluations: only they are missing.
+    less = by_key([{name: value for name, value in row.items() if name != "recurrence"}])
+    assert runner.missing_jobs([cell], less, seeds=1) == [job]
+    assert [row["kind"] for row in runner.run_job(job, less, place, StopSignal())] == ["train"]
 
 
 @pytest.mark.parametrize(("code", "said", "result"), [
