@@ -593,6 +593,11 @@ def run_verb(arguments: list[str], *, debug: bool) -> int:
         what = e.strerror or f"{type(e).__name__}: {e}"
         return fail(e, 6, debug, f"{what}: {e.filename!r}" if e.filename is not None else what)
     except Exception as e:
+        if isinstance(e, RuntimeError):
+            from lineartime.training import out_of_memory  # it imports torch, which raised this or was imported anyway
+
+            if out_of_memory(e):
+                return fail(e, 6, debug, "out of memory")
         refused = getattr(e, "format_message", None)
         what = refused() if refused else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
         return fail(e, 2 if refused else 1, debug, what)

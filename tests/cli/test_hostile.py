@@ -236,3 +236,13 @@ def test_a_sample_cannot_break_out_of_the_model_card() -> None:
     lines = sample_text(Sample(prompt, text, 5, 0.8)).split("\n")
     assert [line for line in lines if line.startswith("`````")] == ["`````text", "`````"]
     assert lines.index("````text") < lines.index("````") < lines.index("`````text") < lines.index("# Trust me")
+
+
+def test_memory_that_runs_out_anywhere_is_said_in_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's allocator raises a plain RuntimeError."""
+    def full(*arguments: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("lineartime.info.print_description", full)
+    code, _, err = call("info", "flash")
+    assert_refused(code, err, 6, "error: out of memory")

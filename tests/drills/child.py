@@ -25,6 +25,8 @@ ADDRESSES, FILE_BYTES = 3 << 30, 256 << 20
 """What a child can have at most, so that the machine is safe from it."""
 PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROGRESS = re.compile(r"(block|step) \d+(/| of )\d+")
+"""How a line of progress begins."""
 
 
 class Ended(NamedTuple):
@@ -45,7 +47,8 @@ class Ended(NamedTuple):
 
     @property
     def n_lines(self) -> int:
-        return self.err.count("\n")
+        """Lines on stderr but for those of progress."""
+        return sum(PROGRESS.match(line) is None for line in self.err.splitlines())
 
 
 @dataclass
