@@ -52,7 +52,7 @@ def report(
 def report_speed(rows: Path, into: list[Path] | None, images: Path) -> list[Path]:
     """`lineartime report speed`; returns the files that were written."""
     from lineartime.benchmark.markdown import speed_section
-    from lineartime.benchmark.rows import read_rows
+    from lineartime.benchmark.rows import read_rows, tables_of
 
     measured = read_rows(rows)
     if not measured:
@@ -61,7 +61,7 @@ def report_speed(rows: Path, into: list[Path] | None, images: Path) -> list[Path
         from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
 
         return fill_pages(into, images, speed_places(measured))
-    print(speed_section(measured), end="")
+    print(speed_section(tables_of(measured)), end="")
     return []
 
 

@@ -28,9 +28,10 @@ def speed_places(rows: Sequence[Any]) -> dict[str, Place]:
     """Places for speed and memory, of rows as the benchmark reads them."""
     from lineartime.benchmark.figures import pictures_of
     from lineartime.benchmark.markdown import speed_section
+    from lineartime.benchmark.rows import tables_of
 
     def speed(names: list[str], show: Show) -> str:
-        return speed_section(rows, shown=names, pictures=lambda table: [
+        return speed_section(tables_of(rows), shown=names, pictures=lambda table: [
             show(name, picture) for name, picture in [*pictures_of(table).items()][: 1 if names else None]])
 
     return {"speed": speed}

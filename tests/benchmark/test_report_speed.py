@@ -97,7 +97,7 @@ def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
 def test_what_failed_and_what_is_missing_is_said(tmp_path):
     rows = [made(), made("transformer++", failed="out of memory"), made(context=8192),
             made("transformer++", 200, context=8192), made(context=512), made("flash-pytorch", 300, context=512)]
-    text = speed_section(cells_of(tmp_path, rows))
+    text = speed_section(tables_of(cells_of(tmp_path, rows)))
     assert "| Transformer++ | float32 | fastest of each | - | other failed | 2.00 (1.64-2.44) |" in text
     assert "Failed: Transformer++, eager, float32, at 2K: out of memory." in text
 
@@ -146,7 +146,8 @@ def test_fewer_tokens_in_a_step_are_another_table(tmp_path):
 
 
 def test_the_caption_has_what_it_takes_to_repeat_it(tmp_path):
-    text = speed_section(cells_of(tmp_path, [made(), made("transformer++", 120, commit="fedcba9876543210+changes")]))
+    text = speed_section(tables_of(cells_of(
+        tmp_path, [made(), made("transformer++", 120, commit="fedcba9876543210+changes")])))
     for words in ("1 thread of Made-up CPU", "processor time", "float32", "medians of 5, after 3 to warm up",
                   "commit 0123456789, fedcba9876+changes", "`lineartime benchmark run made-up`", "torch 2.13.0",
                   "allocator: keeps freed memory", "300 MiB of it the imported program", "load 0.2"):
@@ -211,8 +212,8 @@ def test_a_field_that_is_missing_is_an_error_or_tables_are_made_without_it(tmp_p
     for path in missing:
         row = changed(row, path, ...)
     row |= dict.fromkeys(set(UNUSED) & set(row) - {"wall_ms"}, "nonsense")
-    cells = cells_of(tmp_path, [row])
-    assert "|" in speed_section(cells) and len([pictures_of(table) for table in tables_of(cells) if kind != "loss"]) < 2
+    tables = tables_of(cells_of(tmp_path, [row]))
+    assert "|" in speed_section(tables) and len([pictures_of(table) for table in tables if kind != "loss"]) < 2
 
 
 def part(variant, ms, counted, run="1", benchmark="loss"):
@@ -223,7 +224,7 @@ def part(variant, ms, counted, run="1", benchmark="loss"):
 
 def test_parts_are_compared_with_the_first_of_their_run(tmp_path):
     rows = [part("plain", 100, 3000.0), part("by chunks", 50, 150.0), part("plain", 10, 1.0, run="2")]
-    text = speed_section(cells_of(tmp_path, rows))
+    text = speed_section(tables_of(cells_of(tmp_path, rows)))
     assert "| by chunks | float32 | 8,192 | 8,192 | 50.0 (45.0-55.0) | 0.50 | 700.0 | 150 at 262,144 |" in text
 
 
@@ -328,7 +329,7 @@ def test_the_command(tmp_path):
     rows = tmp_path / "rows.jsonl"
     cells_of(tmp_path, two_contexts())
     done = command("--rows", str(rows))
-    assert done.returncode == 0 and done.stdout == speed_section(read_rows(rows))
+    assert done.returncode == 0 and done.stdout == speed_section(tables_of(read_rows(rows)))
     (tmp_path / "page.md").write_text("no place")
     done = command("--rows", str(rows), "--into", str(tmp_path / "page.md"), "--images", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
