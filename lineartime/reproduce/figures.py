@@ -8,13 +8,13 @@ import pandas as pd
 
 from lineartime.benchmark.markdown import number, tokens, unique
 from lineartime.plot import COLOURS, Line, Panel, Picture, middle
-from lineartime.reproduce.markdown import GAPS
 from lineartime.reproduce.results import (
     CELL,
+    GAPS,
     Results,
     curve_of,
+    gaps,
     of_cell,
-    paired,
     positions_of,
     seconds_per_step,
     speedups,
@@ -181,12 +181,12 @@ def answer_dots(results: Results) -> list[Panel]:
 
 def gap_dots(results: Results) -> list[Panel]:
     """Table 5: a panel for each task; what each seed's perplexity is with mixed chunks, less that without them."""
-    panels = []
+    panels, found = [], gaps(results, "perplexity")
     for task in ("LM", "MLM"):
-        gaps = {f"{whole} to {mixed}, {column.context:,}": paired(results, (mixed, name), (whole, name), "perplexity")
-                for whole, mixed in GAPS.values() for name, column in results.table.columns.items()
-                if name.split()[0] == task}
-        panels.append(dots(task, "perplexity per token", {name: gap.tolist() for name, gap in gaps.items() if len(gap)},
+        values = {f"{whole} to {mixed}, {column.context:,}": of_cell(found, row, name).tolist()
+                  for row, (whole, mixed) in GAPS.items() for name, column in results.table.columns.items()
+                  if name.split()[0] == task}
+        panels.append(dots(task, "perplexity per token", {name: each for name, each in values.items() if each},
                            0.0, "no difference"))
     return panels
 

@@ -18,6 +18,8 @@ from lineartime.reproduce.scales import SCALES, Cell, Kind, Scale
 from lineartime.reproduce.tables import TABLES, ScaleName, Table
 
 CELL = ["row", "column"]
+GAPS = {"FLASH-Quad -> FLASH": ("FLASH-Quad", "FLASH"), "TFM++ -> MC-TFM++": ("TFM++", "MC-TFM++")}
+"""Rows of Table 5: a model, and it with mixed chunks."""
 Place = tuple[str, str, Kind, int | None]
 """Row, column, kind of record and seed."""
 
@@ -129,10 +131,12 @@ def seconds_per_step(results: Results) -> pd.Series:
     return (trained.tokens / trained.steps * steps["median"] / steps.tokens / 1e3).dropna()
 
 
-def paired(results: Results, ours: tuple[str, str], theirs: tuple[str, str], what: str) -> pd.Series:
-    """What ours has more of than theirs, by seed: runs of one seed read the same text in the same order."""
-    values = [of_cell(results.trained, *cell).droplevel(CELL)[what] for cell in (ours, theirs)]
-    return (values[0] - values[1]).dropna()
+def gaps(results: Results, what: str) -> pd.Series:
+    """By row of Table 5, column and seed: how much more of it there is with mixed chunks. Runs of one seed read the
+    same text in the same order."""
+    values = results.trained[what].unstack("row").reindex(columns=[row for pair in GAPS.values() for row in pair])
+    found = {row: values[mixed] - values[plain] for row, (plain, mixed) in GAPS.items()}
+    return pd.concat(found, names=["row"]).dropna()
 
 
 def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:

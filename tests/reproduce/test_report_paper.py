@@ -23,8 +23,8 @@ from lineartime.reproduce.markdown import MEASURES, signed, speedup_texts, table
 from lineartime.reproduce.records import RECORDS, read_records
 from lineartime.reproduce.results import (
     curve_of,
+    gaps,
     of_cell,
-    paired,
     results_of,
     seconds_per_step,
     speedups,
@@ -240,7 +240,7 @@ def test_a_gap_is_taken_seed_by_seed():
     rows = [row for name, first in (("FLASH-Quad", 3.0), ("FLASH", 3.1)) for row in trained(
         cell_of("lm_wiki40b", name, "2048"), [(800, first)], [(800, first + (0.3 if name == "FLASH" else 0.1))])]
     results = results_of("gap", "cpu", rows)
-    gap = paired(results, ("FLASH", "LM 2048"), ("FLASH-Quad", "LM 2048"), "loss")
+    gap = of_cell(gaps(results, "loss"), "FLASH-Quad -> FLASH", "LM 2048")
     assert gap.tolist() == pytest.approx([0.1, 0.3])
     section = table_section(results)
     assert line_of(section, "Increase of the loss", "FLASH-Quad -> FLASH")[1] == "+0.20 (+0.10 to +0.30)"
