@@ -3,7 +3,7 @@
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,6 +11,9 @@ from lineartime.cli.terminal import say
 from lineartime.errors import DataError, UsageError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require_name
+
+if TYPE_CHECKING:
+    from lineartime.reproduce.results import Results
 
 SPEED = "speed"
 PACKAGE = Path(__file__).parents[1]
@@ -40,48 +43,37 @@ def report(
     require_name("scale", scale or "cpu", SCALE_NAMES)
     if find_spec("pandas") is None:
         raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
-    if table == SPEED:
-        written = report_speed(rows or PACKAGE / "results" / "speed.jsonl", into, images)
-    else:
-        rows = rows or PACKAGE / "results" / "quality.jsonl"
-        written = report_tables(table, cast(ScaleName | None, scale), rows, html, into, images)
-    for path in written:
-        say(f"written  {path}")
-
-
-def report_speed(rows: Path, into: list[Path] | None, images: Path) -> list[Path]:
-    """`lineartime report speed`; returns the files that were written."""
-    from lineartime.benchmark.markdown import speed_section
-    from lineartime.benchmark.rows import read_rows, tables_of
-
-    measured = read_rows(rows)
-    if not measured:
-        raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    if into:
-        from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
-
-        return fill_pages(into, images, speed_places(measured))
-    print(speed_section(tables_of(measured)), end="")
-    return []
-
-
-def report_tables(table: str | None, scale: ScaleName | None, rows: Path, html: Path | None, into: list[Path] | None,
-                  images: Path) -> list[Path]:
-    """`lineartime report` of one table or all; returns the files that were written."""
-    from lineartime.reproduce.markdown import table_section, tables_shown
+    from lineartime.benchmark.rows import read_rows
     from lineartime.reproduce.records import read_records
 
-    records = read_records(rows)
-    if not records:
-        raise DataError("no rows to report", rows, "`lineartime reproduce` writes them")
+    path = rows or PACKAGE / "results" / ("speed.jsonl" if table == SPEED else "quality.jsonl")
+    measured = read_rows(path) if table == SPEED else read_records(path)
+    if not measured:
+        verb = "benchmark ... --json FILE" if table == SPEED else "reproduce"
+        raise DataError("no rows to report", path, f"`lineartime {verb}` writes them")
     if into:
-        from lineartime.report.pages import fill_pages, table_places
+        from lineartime.report import pages  # they draw, and drawing imports torch
 
-        return fill_pages(into, images, table_places(records))
-    shown = tables_shown(records, [table] if table else [], [scale] if scale else [])
-    if html is None:
-        print("\n".join(map(table_section, shown)), end="")
-        return []
+        places = pages.speed_places(measured) if table == SPEED else pages.table_places(measured)
+        for written in pages.fill_pages(into, images, places):
+            say(f"written  {written}")
+    elif table == SPEED:
+        from lineartime.benchmark.markdown import speed_section
+        from lineartime.benchmark.rows import tables_of
+
+        print(speed_section(tables_of(measured)), end="")
+    else:
+        from lineartime.reproduce.markdown import table_section, tables_shown
+
+        shown = tables_shown(measured, [table] if table else [], [cast(ScaleName, scale)] if scale else [])
+        if html is None:
+            print("\n".join(map(table_section, shown)), end="")
+        else:
+            write_page(shown, html)
+
+
+def write_page(shown: "list[Results]", html: Path) -> None:
+    """Tables and their pictures in one file."""
     from lineartime.atomic_io import write_atomically
     from lineartime.plot import Picture, draw
     from lineartime.report.html import page
@@ -94,4 +86,4 @@ def report_tables(table: str | None, scale: ScaleName | None, rows: Path, html: 
 
         text = "\n".join(illustrated(results, show) for results in shown)
         write_atomically(html, page("The paper's tables and figures, and ours", text, Path(scratch)))
-    return [html]
+    say(f"written  {html}")
