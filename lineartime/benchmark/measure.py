@@ -49,7 +49,8 @@ def provenance() -> Row:
     program = Path(sys.argv[0]).name
     return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(),
             "command": shlex.join([program if program != "__main__.py" else "lineartime", *sys.argv[1:]]),
-            "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(memory_bytes() / 2**30, 1),
+            "cpu": cpu_model(), "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "load_average": round(os.getloadavg()[0], 2), "python": platform.python_version(),
             "torch": torch.__version__, "lineartime": installed_version("lineartime")}
@@ -78,11 +79,6 @@ def cpu_model() -> str:
     named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = named.get("model name", platform.machine())
     return f"{name} (family {named.get('cpu family')}, model {named.get('model')})"
-
-
-def memory_bytes() -> int:
-    """Memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def installed_version(package: str) -> str | None:

@@ -66,15 +66,9 @@ def side_by_side(settings: Mapping[str, str],
 
         found = {name: with_settings(function) for name, function in functions.items()}
         if "reference" in found:
-            found = {"reference": found["reference"], "compiled": compiled(found["reference"]), **found}
+            found = {"reference": found["reference"], "compiled": torch.compile(found["reference"]), **found}
         return found
     return made
-
-
-def compiled(function: Implementation) -> Implementation:
-    """A function that is compiled at its first call."""
-    once = functools.cache(lambda: torch.compile(function))
-    return lambda **inputs: once()(**inputs)
 
 
 def in_kernels(module: str, name: str) -> Implementation:
@@ -116,7 +110,6 @@ def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
 
 
 CAUSAL = {"causal": "causal"}
-SCALED = {"scale_len": "scale_len", **CAUSAL}
 PARAMETERS = ("gamma", "beta", "sin", "cos", "w")
 OPS: dict[str, Op] = {
     "gated_chunk_attention": Op(gated_inputs, side_by_side(
@@ -124,7 +117,7 @@ OPS: dict[str, Op] = {
         triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
         PARAMETERS, ("sin", "cos")),
     "gated_quadratic_attention": Op(gated_inputs, side_by_side(
-        SCALED, reference=reference.gated_quadratic_attention,
+        {"scale_len": "scale_len", **CAUSAL}, reference=reference.gated_quadratic_attention,
         triton=in_kernels("quadratic", "gated_quadratic_attention")),
         PARAMETERS, ("sin", "cos")),
     "add_norm": Op(norm_inputs, side_by_side(

@@ -15,14 +15,10 @@ from lineartime.errors import DataError
 from lineartime.reproduce.scales import Cell, Kind, key_of
 
 Record = dict[str, Any]
-RECORDS = Path(__file__).parents[1] / "results" / "quality.jsonl"
-"""Those that come with the package."""
 COLUMNS: dict[Kind, list[str]] = {
     "train": ["seed", "loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens"],
     "finetune": ["seed", "f1", "step_ms"],
     "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters"]}
-
-
 TYPES: dict[Kind, dict[type, str]] = {
     "train": {float: "held_out.loss held_out.n_words? held_out.word_perplexity?", str: "data.sha256",
               int: "n_parameters tokens data.train_tokens data.validation_tokens data.vocab_size"},

@@ -20,7 +20,7 @@ from lineartime.plot import digest
 from lineartime.report.pages import fill_pages, filled, speed_places, table_places
 from lineartime.reproduce.figures import pictures_of
 from lineartime.reproduce.markdown import MEASURES, signed, speedup_texts, table_section, tables_shown
-from lineartime.reproduce.records import RECORDS, read_records
+from lineartime.reproduce.records import read_records
 from lineartime.reproduce.results import (
     curve_of,
     gaps,
@@ -447,9 +447,10 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
 
 def test_the_projects_pages_are_what_its_rows_give():
     """After new rows: lineartime report --into docs/results.md, and so for every page with a place for a table."""
+    records = read_records(ROOT / "lineartime/results/quality.jsonl")
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         if "<!-- table " in (text := page.read_text()):
-            made, drawn = filled(text, page, ROOT / "docs" / "images", table_places(read_records(RECORDS)))
+            made, drawn = filled(text, page, ROOT / "docs" / "images", table_places(records))
             assert made == text
             for name, picture in drawn.items():
                 with Image.open(ROOT / "docs" / "images" / name) as file:
