@@ -52,10 +52,9 @@ def report(
         verb = "benchmark ... --json FILE" if table == SPEED else "reproduce"
         raise DataError("no rows to report", path, f"`lineartime {verb}` writes them")
     if into:
-        from lineartime.report import pages  # they draw, and drawing imports torch
+        from lineartime.report.pages import fill_pages  # they draw, and drawing imports torch
 
-        places = pages.speed_places(measured) if table == SPEED else pages.table_places(measured)
-        for written in pages.fill_pages(into, images, places):
+        for written in fill_pages(into, images, "speed" if table == SPEED else "table", measured):
             say(f"written  {written}")
     elif table == SPEED:
         from lineartime.benchmark.markdown import speed_section

@@ -17,7 +17,7 @@ from lineartime.benchmark.rows import compare, read_rows, tables_of
 from lineartime.cli.report import report
 from lineartime.errors import DataError, UsageError
 from lineartime.plot import digest
-from lineartime.report.pages import fill_pages, filled, speed_places
+from lineartime.report.pages import fill_pages, filled
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"commit": "0123456789abcdef", "command": "lineartime benchmark run made-up", "cpu": "Made-up CPU", "cores": 2,
@@ -243,14 +243,14 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page, images = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images"
     page.parent.mkdir()
     page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nafter\n")
-    written = fill_pages([page], images, speed_places(cells))
+    written = fill_pages([page], images, "speed", cells)
     text = page.read_text()
     assert text.startswith("before\n<!-- speed: begin -->\n\n### A training step")
     assert text.endswith("<!-- speed: end -->\nafter\n")
     assert "\nold\n" not in text
     pictures = [path for path in written if path.suffix == ".png"]
     assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
-    fill_pages([page], images, speed_places(cells))
+    fill_pages([page], images, "speed", cells)
     assert page.read_text() == text
 
 
@@ -265,7 +265,7 @@ def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
         rows += [made(model, ms, context=context, cell=name, run=name) for model, ms in (("flash", 100),
                                                                                          ("transformer++", 60))]
     cells, text = cells_of(tmp_path, rows), "<!-- speed small decode: begin -->\n<!-- speed: end -->\n"
-    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells))
+    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, "speed", cells)
     lines = [line for line in made_text.splitlines() if line.startswith("| ")]
     assert lines[0] == "| FLASH's speed over | type | 512 | 2K | 8K |" and len(lines) == 2 + 4
     assert lines[3].startswith("|  | float32 | **0.60** (") and "| 1.50 (" in lines[3]
@@ -281,7 +281,7 @@ def test_a_page_without_a_whole_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError, match="no whole place for the tables") as raised:
-        fill_pages([page], images, speed_places(cells_of(tmp_path, two_contexts())))
+        fill_pages([page], images, "speed", cells_of(tmp_path, two_contexts()))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
@@ -289,7 +289,7 @@ def test_a_picture_knows_its_rows(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- speed: begin -->\n<!-- speed: end -->\n")
     cells = cells_of(tmp_path, two_contexts())
-    fill_pages([page], tmp_path, speed_places(cells))
+    fill_pages([page], tmp_path, "speed", cells)
     (table,) = tables_of(cells)
     time, memory = pictures = pictures_of(table)
     assert header(tmp_path / time) == digest(pictures[time]) != header(tmp_path / memory)
@@ -314,7 +314,7 @@ def test_the_projects_pages_are_what_its_rows_give(page):
     """After new rows: lineartime report speed --into README.md --into docs/speed.md."""
     cells = read_rows(ROOT / "lineartime/results/speed.jsonl")
     text = (ROOT / page).read_text()
-    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells))
+    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", "speed", cells)
     assert made == text
     for name, picture in drawn.items():
         assert header(ROOT / "docs" / "images" / name) == digest(picture), name

@@ -17,7 +17,7 @@ from broken_rows import changed, lines_of_other_types, paths_of
 from lineartime.cli import report as cli_report
 from lineartime.errors import DataError, UsageError
 from lineartime.plot import digest
-from lineartime.report.pages import fill_pages, filled, speed_places, table_places
+from lineartime.report.pages import fill_pages, filled
 from lineartime.reproduce.figures import pictures_of
 from lineartime.reproduce.markdown import MEASURES, signed, speedup_texts, table_section, tables_shown
 from lineartime.reproduce.records import read_records
@@ -415,21 +415,21 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page, images, rows = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images", made_rows("gap")
     page.parent.mkdir()
     page.write_text(PLACE + "<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
-    pictures = [path for path in fill_pages([page], images, table_places(rows)) if path.suffix == ".png"]
+    pictures = [path for path in fill_pages([page], images, "table", rows) if path.suffix == ".png"]
     text = page.read_text()
     assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n#### Table 5")
     assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
     assert pictures and all(f"](images/{path.name})" in text for path in pictures)
     with Image.open(pictures[0]) as picture:
         assert picture.text["Rows"] == digest(pictures_of(results_of("gap", "cpu", rows))[pictures[0].name])
-    fill_pages([page], images, table_places(rows))
+    fill_pages([page], images, "table", rows)
     assert page.read_text() == text
 
 
 def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PLACE + "<!-- speed: begin -->\nold speed\n<!-- speed: end -->\n")
-    fill_pages([page], tmp_path, speed_places([]))
+    fill_pages([page], tmp_path, "speed", [])
     assert page.read_text().startswith(PLACE) and "old speed" not in page.read_text()
 
 
@@ -441,7 +441,7 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError) as raised:
-        fill_pages([page], images, table_places(made_rows("gap")))
+        fill_pages([page], images, "table", made_rows("gap"))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
@@ -450,7 +450,7 @@ def test_the_projects_pages_are_what_its_rows_give():
     records = read_records(ROOT / "lineartime/results/quality.jsonl")
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         if "<!-- table " in (text := page.read_text()):
-            made, drawn = filled(text, page, ROOT / "docs" / "images", table_places(records))
+            made, drawn = filled(text, page, ROOT / "docs" / "images", "table", records)
             assert made == text
             for name, picture in drawn.items():
                 with Image.open(ROOT / "docs" / "images" / name) as file:
