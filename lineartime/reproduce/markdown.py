@@ -40,14 +40,8 @@ def range_text(least: str, most: str) -> str:
     return f"{least} to {most}" if least[0] in "+-" else f"{least}-{most}"
 
 
-def of_seeds(values: pd.Series) -> pd.DataFrame:
-    """By row and column: the mean of the seeds, with the least and the most of several."""
-    found = spread(values)
-    return found[["mean"]].join(found[["min", "max"]].where(found["size"] > 1))
-
-
 def perplexity_texts(values: pd.Series) -> Texts:
-    return texts_of(of_seeds(values), lambda x: number(x, 4))
+    return texts_of(spread(values), lambda x: number(x, 4))
 
 
 def speedup_texts(results: Results, reference: str | None) -> Texts:
@@ -93,7 +87,7 @@ MEASURES = {
                        lambda results: step_speedup_texts(results, results.table.reference)),
     "by_finetuning": Measure("Speed-up by time of a fine-tuning step", "finetune_speedup", ("finetune",),
                              lambda results: texts_of(finetune_speedups(results))),
-    "f1": Measure("F1", "f1", ("finetune",), lambda results: texts_of(of_seeds(results.finetuned.f1), "{:.1f}".format)),
+    "f1": Measure("F1", "f1", ("finetune",), lambda results: texts_of(spread(results.finetuned.f1), "{:.1f}".format)),
     "parameters": Measure("Parameters, millions", "parameters_m", ("train", "step"),
                           lambda results: texts_of(n_parameters(results) / 1e6)),
     "memory": Measure("Peak memory of a step's process, MiB", "", ("step",),
@@ -182,7 +176,7 @@ def gap_grids(results: Results) -> list[str]:
     """Table 5: what mixed chunks add to the perplexity, and to the loss, which is comparable between scales."""
     made = {}
     for what in ("perplexity", "loss"):
-        texts = texts_of(of_seeds(gaps(results, what)), signed)
+        texts = texts_of(spread(gaps(results, what)), signed)
         made[what] = {cell: texts.get(cell) or why_not(results, GAPS[cell[0]], cell[1], ["train"])
                       for cell in itertools.product(GAPS, results.columns)}
     paper = {(row, column): printed("gap", "gap", GAPS[row][1], column) for row, column in made["loss"]}

@@ -50,13 +50,6 @@ class Table:
     cpu_caption: str = ""
 
 
-def read_tables() -> dict[str, Table]:
-    """The tables of `tables.toml` by name, in its order."""
-    tables = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
-    presets = tables.pop("presets")
-    return {name: table_of(name, entry, presets) for name, entry in tables.items()}
-
-
 def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     """An entry of `tables.toml` as a table."""
     every = {scale: entry.pop(f"{scale}_fields", {}) for scale in ("paper", "cpu")}
@@ -74,7 +67,9 @@ def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     return Table(name, models=models, columns=columns, cells=cells, **entry)
 
 
-TABLES = read_tables()
+CONTENT = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+TABLES = {name: table_of(name, entry, CONTENT["presets"]) for name, entry in CONTENT.items() if name != "presets"}
+"""By name, in the order of `tables.toml`."""
 assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}
 
 
