@@ -304,7 +304,7 @@ def test_nothing_to_measure():
     with pytest.raises(UsageError, match="nothing to measure"):
         benchmark_step(cells("flash"), repeats=0)
     with pytest.raises(UsageError, match="precision"):
-        cells("flash", precisions=("float16",))
+        benchmark_step(cells("flash", precisions=("float16",)))
 
 
 def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_it_is_compiled():
