@@ -125,17 +125,15 @@ def figure_of(picture: Picture) -> "Figure":
 
 def draw_lines(axes: "Axes", panel: Panel) -> None:
     """Lines, each with a band from the least to the most; a single point has a bar."""
-    others = itertools.cycle(COLOURS)
     for line in (line for line in panel.lines if line.points):
         x, y, *reach = (list(column) for column in zip(*line.points, strict=True))
         style = {"linewidth": 1.5, "marker": "o", "markersize": 4, "zorder": 2, **line.style}
-        style["color"] = style.get("color") or next(others)
         style |= {"marker": "o", "markersize": 6} if len(x) == 1 else {}
-        axes.plot(x, y, label=line.name, **style)
+        (drawn,) = axes.plot(x, y, label=line.name, **style)
         if reach and len(x) == 1:
-            axes.vlines(x, reach[0], reach[1], color=style["color"], alpha=0.5, linewidth=2)
+            axes.vlines(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.5, linewidth=2)
         elif reach:
-            axes.fill_between(x, reach[0], reach[1], color=style["color"], alpha=0.18, linewidth=0)
+            axes.fill_between(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.18, linewidth=0)
     if panel.level is not None:
         (axes.axvline if panel.dots else axes.axhline)(panel.level, label=panel.level_name, **DASHED)
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lineartime.reproduce.results import Results
 
 SPEED = "speed"
-PACKAGE = Path(__file__).parents[1]
 
 
 def report(
@@ -46,7 +45,7 @@ def report(
     from lineartime.benchmark.rows import read_rows
     from lineartime.reproduce.records import read_records
 
-    path = rows or PACKAGE / "results" / ("speed.jsonl" if table == SPEED else "quality.jsonl")
+    path = rows or Path(__file__).parents[1] / "results" / ("speed.jsonl" if table == SPEED else "quality.jsonl")
     measured = read_rows(path) if table == SPEED else read_records(path)
     if not measured:
         verb = "benchmark ... --json FILE" if table == SPEED else "reproduce"

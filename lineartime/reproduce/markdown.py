@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -11,9 +12,10 @@ from lineartime.benchmark.markdown import CLOCKS, folded, listed, machine, markd
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.results import CELL, GAPS, Results, gaps, results_of, speedups, spread, step_speedups
 from lineartime.reproduce.scales import Kind, caption_of
-from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName, printed, read_paper, step_speedup
+from lineartime.reproduce.tables import PAPER, SCALE_NAMES, TABLES, ScaleName, printed, step_speedup
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
+four_figures = partial(number, figures=4)
 Texts = Mapping[Any, str]
 """By row and column; cells of which nothing is known are not there."""
 
@@ -38,10 +40,6 @@ def texts_of(values: pd.Series | pd.DataFrame, text: Callable[[float], str] = nu
 
 def range_text(least: str, most: str) -> str:
     return f"{least} to {most}" if least[0] in "+-" else f"{least}-{most}"
-
-
-def perplexity_texts(values: pd.Series) -> Texts:
-    return texts_of(spread(values), lambda x: number(x, 4))
 
 
 def speedup_texts(results: Results, reference: str | None) -> Texts:
@@ -74,11 +72,11 @@ def n_parameters(results: Results) -> pd.Series:
 
 MEASURES = {
     "perplexity": Measure("Perplexity per token", "perplexity", ("train",),
-                          lambda results: perplexity_texts(results.trained.perplexity)),
+                          lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
     "word_perplexity": Measure("Perplexity per word", "perplexity", ("train",),
-                               lambda results: perplexity_texts(results.trained.word_perplexity)),
+                               lambda results: texts_of(spread(results.trained.word_perplexity), four_figures)),
     "token_perplexity": Measure("Perplexity per token", "", ("train",),
-                                lambda results: perplexity_texts(results.trained.perplexity)),
+                                lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
     "step": Measure("Milliseconds of a step", "step_ms", ("step",),
                     lambda results: texts_of(results.steps[["median", "q1", "q3"]])),
     "to_quality": Measure("Speed-up to {reference}'s final quality", "speedup", ("train", "step"),
@@ -209,7 +207,7 @@ def command_text(results: Results) -> str:
 
 def notes(results: Results) -> list[str]:
     """What the numbers are, what failed and what is not there; folded, where they come from."""
-    table, note = results.table, read_paper()[results.table.name].get("note")
+    table, note = results.table, PAPER[results.table.name].get("note")
     words = [QUALITY] * bool(len(results.trained)) + [NOTES[name] for name in table.measures if name in NOTES]
     words += [note] if note else []
     left_out = [", ".join(name for name in every if name not in known) for every, known in (
@@ -227,7 +225,7 @@ def provenance(results: Results) -> str:
     steps, questions = results.steps, list(results.finetuned.record)
     records = [*results.trained.record, *questions, *results.timed.record]
     texts = [f"Scale {results.scale.name}: {caption_of(results.table, results.scale)}."]
-    if hardware := read_paper()[results.table.name].get("hardware"):
+    if hardware := PAPER[results.table.name].get("hardware"):
         texts.append(f"The paper's times are of {hardware}.")
     words = []
     if len(steps):

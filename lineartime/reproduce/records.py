@@ -11,7 +11,6 @@ from typing import Any
 
 from lineartime.atomic_io import read_json_lines
 from lineartime.benchmark.rows import require_provenance, require_types
-from lineartime.errors import DataError
 from lineartime.reproduce.scales import Cell, Kind, key_of
 
 Record = dict[str, Any]
@@ -49,8 +48,8 @@ def times_of(row: Record) -> Record:
     return row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]
 
 
-def require_record(row: Record) -> None:
-    """Raise for a record that no table can be made of."""
+def require_record(row: Record) -> Record:
+    """The record; raises for one that no table can be made of."""
     kind, wanted = row["kind"], TYPES[row["kind"]]
     require_types(row, {str: "text scale failed?", dict: "settings"})
     require_types(row["settings"], {int: "seed?" if kind == "step" else "seed"})
@@ -65,19 +64,14 @@ def require_record(row: Record) -> None:
             for span in row["held_out"].get("loss_by_position") or ():
                 require_types(span, {int: "first last", float: "loss"})
         numbers_of(row)
+    return row
 
 
 def read_records(path: Path) -> list[Record]:
     """The records of a file, oldest first; none where there is no file. A last line that a kill cut off is left out.
 
     Raises DataError for a file that holds something else."""
-    records = read_json_lines(path, dict, "a row of a run") if path.exists() else []
-    for number, record in enumerate(records, 1):
-        try:
-            require_record(record)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as e:
-            raise DataError("not a row of a run", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
-    return records
+    return read_json_lines(path, require_record, "a row of a run") if path.exists() else []
 
 
 def by_key(records: Iterable[Record]) -> dict[str, list[Record]]:

@@ -33,7 +33,7 @@ from lineartime.reproduce.results import (
     steps_to,
 )
 from lineartime.reproduce.scales import cells_of
-from lineartime.reproduce.tables import TABLES, printed, read_paper, step_speedup, value
+from lineartime.reproduce.tables import PAPER, TABLES, printed, step_speedup, value
 from made_rows import made_rows, step_row, times, train_row
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def line_of(section, measure, row):
 
 
 def test_every_number_of_the_paper_is_of_a_row_and_a_column_that_exist():
-    paper = read_paper()
+    paper = PAPER
     assert paper.keys() == TABLES.keys() and all(table.measures for table in TABLES.values())
     assert {name for table in TABLES.values() for name in table.measures} == MEASURES.keys()
     for name, table in paper.items():
