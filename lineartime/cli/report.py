@@ -1,19 +1,15 @@
 """The verb that shows what rows say: `lineartime report`, and `lineartime report speed`."""
 
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import typer
 
 from lineartime.cli.terminal import say
 from lineartime.errors import DataError, UsageError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.settings import require_name
-
-if TYPE_CHECKING:
-    from lineartime.reproduce.results import Results
+from lineartime.settings import require, require_name
 
 SPEED = "speed"
 
@@ -36,8 +32,7 @@ def report(
     given = {"TABLE": table, "--scale": scale, "--html": html}
     what = SPEED if table == SPEED else "--into, whose places name their tables,"
     for name in ("--scale", "--html") if table == SPEED else given if into else ():
-        if given[name]:
-            raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
+        require(not given[name], "arguments that do not go together", f"{what} takes no {name}", "leave one out")
     require_name("table", table or SPEED, [*TABLES, SPEED])
     require_name("scale", scale or "cpu", SCALE_NAMES)
     if find_spec("pandas") is None:
@@ -67,21 +62,7 @@ def report(
         if html is None:
             print("\n".join(map(table_section, shown)), end="")
         else:
+            from lineartime.report.html import write_page
+
             write_page(shown, html)
-
-
-def write_page(shown: "list[Results]", html: Path) -> None:
-    """Tables and their pictures in one file."""
-    from lineartime.atomic_io import write_atomically
-    from lineartime.plot import Picture, draw
-    from lineartime.report.html import page
-    from lineartime.report.pages import illustrated
-
-    with tempfile.TemporaryDirectory() as scratch:
-        def show(name: str, picture: Picture) -> str:
-            draw(picture, Path(scratch) / name)
-            return name
-
-        text = "\n".join(illustrated(results, show) for results in shown)
-        write_atomically(html, page("The paper's tables and figures, and ours", text, Path(scratch)))
-    say(f"written  {html}")
+            say(f"written  {html}")
