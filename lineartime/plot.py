@@ -87,7 +87,6 @@ def draw(picture: Picture, path: Path) -> None:
 
 def figure_of(picture: Picture) -> "Figure":
     """Panels beside each other, in at most three columns, and one legend for all of them below."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = picture.panels
@@ -96,7 +95,6 @@ def figure_of(picture: Picture) -> "Figure":
     width = max(0.3 + 4.2 * n_columns, 8)
     height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in panels)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
         axes.remove()

@@ -213,9 +213,6 @@ def case_text(cases: Sequence[dict[str, Any]]) -> str:
     return ", ".join([*words, *["long rows"] * all(case["n_tokens"] >= LONG_ROW for case in cases)])
 
 
-HEAD = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
-
-
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """What a reader is shown: a line for each program, those of a kernel side by side, cases alike in one line."""
     kernels = list(dict.fromkeys((row["kernel"], row["options"]) for row in rows))
@@ -237,12 +234,13 @@ def section(rows: Sequence[dict[str, Any]]) -> str:
     """The place in the log: what training uses, then the rest, folded."""
     parts = [f"Triton {triton.__version__}, {len(rows):,} programs. Registers and spilled bytes are a thread's, KiB of "
              "shared memory a program's; the last number is that of instructions for the tensor cores."]
+    head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
     for op in OPS:
         mine = [row for row in rows if row["op"] == op]
         default = [row for row in mine if Case(**{name: row[name] for name in CASE}).default]
         rest = [row for row in mine if row not in default]
-        parts += [f"**{op}**, as a training run has it:", markdown(HEAD, lines_of(default))]
-        parts += [folded(f"{op}, the rest", markdown(HEAD, lines_of(rest)))] * bool(rest)
+        parts += [f"**{op}**, as a training run has it:", markdown(head, lines_of(default))]
+        parts += [folded(f"{op}, the rest", markdown(head, lines_of(rest)))] * bool(rest)
     return "\n\n".join(parts)
 
 

@@ -25,7 +25,6 @@ from lineartime.config import ModelConfig, model_config, parse_setting
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
-PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 CELLS = Path(__file__).with_name("cells.toml")
 LINEARTIME = (sys.executable, "-m", "lineartime")
 DONE, STOPPED, SAVED = "done", "stopped at the end of its time", "saved at the end of its time"
@@ -123,7 +122,7 @@ def end_with_parent(parent: int, number: int) -> None:
 
     parent: the process id of the parent, which may have ended before this call; then this process ends too."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 

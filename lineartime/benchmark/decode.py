@@ -177,18 +177,10 @@ def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int
                 setattr(cache, name, tensor)
                 tensor = tensor[:, :kept]
             if tensor.is_floating_point():
-                fill(tensor)
+                tensor.uniform_(1 / 16, 3 / 16)
         if isinstance(cache, ChunkState):
             cache.kv_BSE *= n_tokens
     return state
-
-
-def fill(x_BL: Tensor) -> None:
-    """Small positive random numbers, drawn for some of a long tensor and repeated."""
-    piece = 1024
-    drawn = torch.rand_like(x_BL[:, :piece]) / 8 + 1 / 16
-    for start in range(0, x_BL.shape[1], piece):
-        x_BL[:, start : start + piece] = drawn[:, : x_BL.shape[1] - start]
 
 
 def row_of(case: DecodeCase) -> Row:
