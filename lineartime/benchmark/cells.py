@@ -33,9 +33,8 @@ Calls = Mapping[str, Sequence[str]]
 """The arguments of `lineartime`, by a call's name."""
 
 
-def read_cells(path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict[str, list[str]]]]:
+def read_cells(path: Path = CELLS) -> tuple[dict[str, Any], dict[str, dict[str, list[str]]]]:
     """The shapes and the lists of calls of a file, by default the package's. Raises UsageError where it is not one."""
-    path = path or CELLS
     require(path.exists(), "no file of cells", str(path), "name one with --cells; the package's is in its repository")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -45,7 +44,7 @@ def read_cells(path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict
         raise UsageError("not a file of cells", path, str(e)) from None
 
 
-def named_calls(names: Sequence[str], path: Path | None = None) -> dict[str, list[str]]:
+def named_calls(names: Sequence[str], path: Path = CELLS) -> dict[str, list[str]]:
     """The calls of lists, and those for a table. Raises UsageError for an unknown name."""
     _, lists = read_cells(path)
     known = {name: dict(calls) for name, calls in lists.items()}

@@ -9,7 +9,7 @@ import typer
 
 from lineartime.atomic_io import append_json_lines
 from lineartime.benchmark import Row
-from lineartime.benchmark.cells import measure_call, named_calls, run_calls, shape_named, shaped_config
+from lineartime.benchmark.cells import CELLS, measure_call, named_calls, run_calls, shape_named, shaped_config
 from lineartime.cli.arguments import Device, Setting, pick_device, whole_numbers
 from lineartime.cli.terminal import note
 from lineartime.config import PRESETS
@@ -171,7 +171,7 @@ def benchmark_run(
 ) -> None:
     """Measure named cells, each by a call of its own; the same command goes on where it stopped.
     Calls are left out whose rows the file has from the same commit."""
-    calls, where = named_calls(names, cells), ["--threads", str(threads), "--device", pick_device(device).type]
+    calls, where = named_calls(names, cells or CELLS), ["--threads", str(threads), "--device", pick_device(device).type]
     from lineartime.benchmark.measure import rows_of_commit
 
     call = partial(measure_call, rows=rows, more=where)
