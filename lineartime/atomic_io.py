@@ -309,7 +309,7 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
             row = json.loads(line.decode())
             whole = True  # what is cut off from an object is not JSON
             parsed.append(parse(row))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
             if whole:
                 raise DataError(f"not {what}", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
             if line:

@@ -86,7 +86,6 @@ def draw(picture: Picture, path: Path) -> None:
 
 def figure_of(picture: Picture) -> "Figure":
     """Panels beside each other, in at most three columns, and one legend for all of them below."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = picture.panels
@@ -95,7 +94,6 @@ def figure_of(picture: Picture) -> "Figure":
     width = max(0.3 + 4.2 * n_columns, 8)
     height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in panels)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
         axes.remove()
@@ -124,17 +122,15 @@ def figure_of(picture: Picture) -> "Figure":
 
 def draw_lines(axes: "Axes", panel: Panel) -> None:
     """Lines, each with a band from the least to the most; a single point has a bar."""
-    others = itertools.cycle(COLOURS)
     for line in (line for line in panel.lines if line.points):
         x, y, *reach = (list(column) for column in zip(*line.points, strict=True))
         style = {"linewidth": 1.5, "marker": "o", "markersize": 4, "zorder": 2, **line.style}
-        style["color"] = style.get("color") or next(others)
         style |= {"marker": "o", "markersize": 6} if len(x) == 1 else {}
-        axes.plot(x, y, label=line.name, **style)
+        (drawn,) = axes.plot(x, y, label=line.name, **style)
         if reach and len(x) == 1:
-            axes.vlines(x, reach[0], reach[1], color=style["color"], alpha=0.5, linewidth=2)
+            axes.vlines(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.5, linewidth=2)
         elif reach:
-            axes.fill_between(x, reach[0], reach[1], color=style["color"], alpha=0.18, linewidth=0)
+            axes.fill_between(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.18, linewidth=0)
     if panel.level is not None:
         (axes.axvline if panel.dots else axes.axhline)(panel.level, label=panel.level_name, **DASHED)
 

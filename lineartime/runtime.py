@@ -2,9 +2,7 @@
 
 import ctypes
 import logging
-import os
 import resource
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +14,6 @@ from lineartime.errors import UsageError
 logger = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
-PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
 def choose_settings(device: torch.device) -> dict[str, str]:
@@ -108,13 +105,3 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def end_with_parent(parent: int) -> None:
-    """Ask Linux to send this process SIGTERM when its parent ends, so that it does not go on holding a run's lock.
-
-    parent: the process id of the parent, which may have ended before this call; then this process ends too."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)

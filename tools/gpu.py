@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -167,7 +166,7 @@ def main() -> int:
     return 0 if well else 1
 
 
-def stop(number: int, frame: FrameType | None) -> None:
+def stop(number: int, _: object) -> None:
     """What runs is ended by `run`; the rows so far stay."""
     sys.exit(128 + number)
 

@@ -203,51 +203,44 @@ def measure(wanted: Sequence[Case]) -> list[dict[str, Any]]:
     return rows
 
 
-def lines_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a reader is shown: a line for each program, those of a kernel side by side, cases alike in one line."""
-    kernels = list(dict.fromkeys((row["kernel"], row["options"]) for row in rows))
-    lines: dict[tuple[object, ...], dict[str, Any]] = {}
-    for row in rows:
-        program = tuple(value for name, value in row.items() if name in ("op", "dtype") or name not in CASE)
-        lines.setdefault(program, {**row, "cases": []})["cases"].append(row)
-    return sorted(lines.values(), key=lambda line: kernels.index((line["kernel"], line["options"])))
-
-
 def case_text(cases: Sequence[dict[str, Any]]) -> str:
-    """Which calls a line is of: "C 128/256, causal, documents"; what makes no difference is left out."""
+    """Which calls a line is of: "bfloat16, C 128/256, causal, documents"; what makes no difference is left out."""
     chunks = sorted({case["chunk"] for case in cases if case["chunk"]})
-    words = ["C " + "/".join(map(str, chunks))] * bool(chunks)
+    words = [cases[0]["dtype"]] + ["C " + "/".join(map(str, chunks))] * bool(chunks)
     for name, yes, no in (("causal", "causal", "bidirectional"), ("documents", "documents", "one document")):
         found = {case[name] for case in cases}
         words += [yes] * (found == {True}) + [no] * (found == {False})
     return ", ".join([*words, *["long rows"] * all(case["n_tokens"] >= LONG_ROW for case in cases)])
 
 
-def line_texts(line: dict[str, Any]) -> list[str]:
-    """A line of a table up to the type of what it is of: what every table that has its program shows alike."""
-    name = f"`{line['kernel']}`" + (f" ({line['options']})" if line["options"] else "")
-    spilled = f"**{line['spilled']}**" if line["spilled"] else "0"
-    return [name, f"sm_{line['arch']}", line["tiles"], f"{line['warps']}, {line['stages']}", str(line["registers"]),
-            spilled, f"{line['shared'] / 1024:.3g}", str(line["tensor_cores"]), line["dtype"]]
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As Markdown."""
-    head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
-    return markdown(head, [[*line_texts(line)[:-1], ", ".join(filter(None, [line["dtype"], case_text(line["cases"])]))]
-                           for line in lines_of(rows)])
+def lines_of(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """What a reader is shown: a line for each program, those of a kernel side by side, cases alike in one line."""
+    kernels = list(dict.fromkeys((row["kernel"], row["options"]) for row in rows))
+    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: kernels.index((row["kernel"], row["options"]))):
+        program = tuple(value for name, value in row.items() if name in ("op", "dtype") or name not in CASE)
+        alike.setdefault(program, []).append(row)
+    lines = []
+    for row, *others in alike.values():
+        name = f"`{row['kernel']}`" + (f" ({row['options']})" if row["options"] else "")
+        spilled = f"**{row['spilled']}**" if row["spilled"] else "0"
+        lines.append([name, f"sm_{row['arch']}", row["tiles"], f"{row['warps']}, {row['stages']}",
+                      str(row["registers"]), spilled, f"{row['shared'] / 1024:.3g}", str(row["tensor_cores"]),
+                      case_text([row, *others])])
+    return lines
 
 
 def section(rows: Sequence[dict[str, Any]]) -> str:
     """The place in the log: what training uses, then the rest, folded."""
     parts = [f"Triton {triton.__version__}, {len(rows):,} programs. Registers and spilled bytes are a thread's, KiB of "
              "shared memory a program's; the last number is that of instructions for the tensor cores."]
+    head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
     for op in OPS:
         mine = [row for row in rows if row["op"] == op]
         default = [row for row in mine if Case(**{name: row[name] for name in CASE}).default]
         rest = [row for row in mine if row not in default]
-        parts += [f"**{op}**, as a training run has it:", table(default)]
-        parts += [folded(f"{op}, the rest", table(rest))] * bool(rest)
+        parts += [f"**{op}**, as a training run has it:", markdown(head, lines_of(default))]
+        parts += [folded(f"{op}, the rest", markdown(head, lines_of(rest)))] * bool(rest)
     return "\n\n".join(parts)
 
 

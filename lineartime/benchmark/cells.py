@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ Calls = Mapping[str, Sequence[str]]
 """The arguments of `lineartime`, by a call's name."""
 
 
-def read_cells(path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict[str, list[str]]]]:
+def read_cells(path: Path = CELLS) -> tuple[dict[str, Any], dict[str, dict[str, list[str]]]]:
     """The shapes and the lists of calls of a file, by default the package's. Raises UsageError where it is not one."""
-    path = path or CELLS
     require(path.exists(), "no file of cells", str(path), "name one with --cells; the package's is in its repository")
     try:
         content = tomllib.loads(read_bytes(path).decode())
@@ -45,7 +44,7 @@ def read_cells(path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict
         raise UsageError("not a file of cells", path, str(e)) from None
 
 
-def named_calls(names: Sequence[str], path: Path | None = None) -> dict[str, list[str]]:
+def named_calls(names: Sequence[str], path: Path = CELLS) -> dict[str, list[str]]:
     """The calls of lists, and those for a table. Raises UsageError for an unknown name."""
     _, lists = read_cells(path)
     known = {name: dict(calls) for name, calls in lists.items()}
@@ -118,27 +117,32 @@ def measure_call(name: str, arguments: Sequence[str], seconds: float, rows: Path
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """As `runtime.end_with_parent`, without torch: in a child, get this signal when the parent is killed."""
+    """Ask Linux to send this process a signal when its parent ends, so that it does not go on holding a run's lock.
+
+    parent: the process id of the parent, which may have ended before this call; then this process ends too."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)
-        if os.getppid() != parent:  # it was killed before this process could ask
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
             os._exit(1)
 
 
-def environment() -> dict[str, str]:
-    """That of a process that imports this checkout."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+def started(command: Sequence[str], log: Path | None, ends_with: int, **variables: str) -> subprocess.Popen[bytes]:
+    """A process that imports this checkout, in a session of its own.
+
+    log: gets what it says, in place of the terminal. ends_with: the signal that it gets when this process is killed.
+    variables: of its environment."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("wb") if log else nullcontext() as out:
+        return subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}, stdout=out,
+            stderr=out, start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid(), ends_with))
 
 
 def run(command: Sequence[str], seconds: float = math.inf, log: Path | None = None, save_s: float = 0.0) -> str:
     """Run a command of this checkout for at most so long; how it ended.
 
     log: gets what it says, in place of the terminal. save_s: how long before the end it is asked to save, if it can."""
-    out = log.open("w", encoding="utf-8") if log else None
-    process = subprocess.Popen(
-        command, env={**environment(), "PYTHONUNBUFFERED": "1"}, stdout=out, stderr=out,
-        start_new_session=True,
-        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL))
+    process = started(command, log, signal.SIGTERM if save_s else signal.SIGKILL)
     try:
         code = process.wait(None if seconds == math.inf else max(seconds - save_s, 1))
     except subprocess.TimeoutExpired:
@@ -151,8 +155,6 @@ def run(command: Sequence[str], seconds: float = math.inf, log: Path | None = No
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if out:
-            out.close()
     return DONE if code == 0 else (last_line(log) if log else f"exit code {code}")
 
 

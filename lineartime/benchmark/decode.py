@@ -22,7 +22,6 @@ from lineartime.generation.onednn import packed_weights
 from lineartime.info import decoding_bytes, mib
 from lineartime.model import LanguageModel
 from lineartime.runtime import choose_settings, peak_bytes
-from lineartime.settings import require_name
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
@@ -95,9 +94,8 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
     only filled. quadratic_up_to: models whose state grows are not measured beyond it. capture: steps are CUDA graphs.
 
     Raises UsageError, and NumericsError where a model's logits are not those of a parallel forward."""
-    measure.require_positive(contexts=min(contexts, default=0), repeats=repeats, threads=threads, batch=batch_size)
-    for precision in precisions:
-        require_name("precision", precision, LIMITS)
+    measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=repeats, threads=threads,
+                               batch=batch_size)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
@@ -179,24 +177,16 @@ def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int
                 setattr(cache, name, tensor)
                 tensor = tensor[:, :kept]
             if tensor.is_floating_point():
-                fill(tensor)
+                tensor.uniform_(1 / 16, 3 / 16)
         if isinstance(cache, ChunkState):
             cache.kv_BSE *= n_tokens
     return state
 
 
-def fill(x_BL: Tensor) -> None:
-    """Small positive random numbers, drawn for some of a long tensor and repeated."""
-    piece = 1024
-    drawn = torch.rand_like(x_BL[:, :piece]) / 8 + 1 / 16
-    for start in range(0, x_BL.shape[1], piece):
-        x_BL[:, start : start + piece] = drawn[:, : x_BL.shape[1] - start]
-
-
 def row_of(case: DecodeCase) -> Row:
     """What a case measured, without what it shares with others."""
     model, weight, batch_size = case.model, case.model.embed.weight, len(case.next_ids_B)
-    times = measure.spreads({clock: case.of_blocks(clock, statistics.fmean) for clock in case.times})
+    times = measure.spreads({clock: case.of_blocks(clock, statistics.fmean) for clock in case.times}, batch_size)
     slowest = case.of_blocks(f"{times['clock']}_ms", max)
     variant = "eager" if case.captured is None else "captured"
     return {"benchmark": "decode", "cell": None, "model": case.label, "variant": variant,
@@ -206,7 +196,6 @@ def row_of(case: DecodeCase) -> Row:
             "context_tokens": case.context, "context": case.how, "batch_size": batch_size,
             "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device.type, "unit": "token",
             "block_tokens": case.block_tokens, "warm_up": FEW, **times, "slowest_token_ms": measure.spread(slowest),
-            "tokens_per_s": measure.tokens_per_s(times, batch_size),
             "state_bytes": decoding_bytes(model.config, weight.dtype).at(case.context),
             "allocated_state_bytes": case.state.n_bytes // batch_size, "peak_mib": peak_bytes(weight.device) / 2**20,
             "check": case.check}
@@ -218,7 +207,7 @@ def benchmark_read(config: ModelConfig, n_tokens: int = 1_000_000, *, threads: i
 
     The row has the most memory the process has had, whenever a tenth of the prompt has been read: what a model with a
     state of constant size needs does not grow after the first. Raises ResourceError where the process dies."""
-    measure.require_positive(tokens=n_tokens, threads=threads)
+    measure.require_measurable(tokens=n_tokens, threads=threads)
     progress(f"reading {n_tokens:,} tokens")
     asked = {"config": to_dict(config), "n_tokens": n_tokens, "threads": threads, "device": device, "seed": seed}
     answer = measure.measured_alone(read_prompt, asked, "reading the prompt", f"{n_tokens:,} tokens")

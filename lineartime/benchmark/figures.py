@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lineartime.benchmark.markdown import parameters, title, tokens
-from lineartime.benchmark.rows import KIND, OURS, contexts_of, dtypes_of, kinds_of, newest, side_name, size_of
+from lineartime.benchmark.rows import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of
 from lineartime.plot import COLOURS, Line, Panel, Picture
 
 if TYPE_CHECKING:
@@ -32,18 +32,17 @@ def pictures_of(table: "DataFrame") -> dict[str, Picture]:
 
 def panels_of(table: "DataFrame", column: str, y_label: str) -> tuple[Panel, ...]:
     """A panel for each type with any values, a line for each side and variant, FLASH in front."""
-    known = newest(table[table.ms.notna()]).dropna(subset=column).sort_values("context")
-    n_variants, points_of = known.groupby("side").variant.nunique(), known.groupby(KIND)[["context", column]]
+    known = newest(table).dropna(subset=["ms", column])
+    n_variants = known.groupby("side").variant.nunique()
     colours = dict(zip(sorted(table.side.unique(), key=lambda side: side != OURS), itertools.cycle(COLOURS),
                        strict=False))
     lines: dict[str, list[Line]] = {dtype: [] for dtype in dtypes_of(known)}
-    for side, variant, dtype in (kind for kind in kinds_of(table) if kind in points_of.groups):
+    for (side, variant, dtype), found in known.groupby(KIND, sort=False):
         style: dict[str, Any] = {"color": colours[side], **({"linewidth": 2.2, "zorder": 3} if side == OURS else {})}
         if n_variants[side] > 1 and variant == "eager":
             style |= {"linewidth": 1.1, "linestyle": "--"}
         lines[dtype].append(Line(side_name(side) + (f", {variant}" if n_variants[side] > 1 else ""),
-                                 tuple(points_of.get_group((side, variant, dtype)).itertuples(index=False, name=None)),
-                                 style))
+                                 tuple(found[["context", column]].itertuples(index=False, name=None)), style))
     contexts = tuple((context, tokens(context)) for context in contexts_of(table))
     return tuple(Panel(dtype, "tokens of context", y_label, tuple(drawn), contexts=contexts, log_heights=True)
                  for dtype, drawn in lines.items())

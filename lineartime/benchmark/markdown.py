@@ -7,19 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lineartime.benchmark import Row
-from lineartime.benchmark.rows import (
-    KIND,
-    OURS,
-    TITLES,
-    compare,
-    contexts_of,
-    dtypes_of,
-    kinds_of,
-    newest,
-    side_name,
-    size_of,
-    tables_of,
-)
+from lineartime.benchmark.rows import KIND, OURS, TITLES, compare, contexts_of, dtypes_of, newest, side_name, size_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -43,9 +31,9 @@ Pictures = Callable[["DataFrame"], Sequence[str]]
 """The paths of a table's pictures."""
 
 
-def speed_section(rows: Sequence[Row], *, shown: Sequence[str] = (), pictures: Pictures = lambda table: ()) -> str:
-    """All tables of `read_rows`' measurements; with names in `shown`, a summary of the tables that have them."""
-    tables = tables_of(rows)
+def speed_section(tables: "Sequence[DataFrame]", *, shown: Sequence[str] = (),
+                  pictures: Pictures = lambda table: ()) -> str:
+    """The tables of `tables_of`; with names in `shown`, a summary of those that have them."""
     if shown:
         return speed_summary(tables, shown, pictures)
     others = [table for table in tables if table.benchmark.iat[0] not in TITLES]
@@ -151,12 +139,11 @@ def ratio_text(pair: Row) -> str:
 
 def value_table(table: "DataFrame", what: str) -> str:
     """One of `VALUES` by context, a line for each model, variant and type."""
-    texts: dict[tuple[str, ...], dict[int, str]] = {}
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
     for row in newest(table).to_dict("records"):
-        of_kind = texts.setdefault(tuple(row[name] for name in KIND), {})
-        of_kind[row["context"]] = "failed" if row["failed"] else VALUES[what](row)
-    return by_context(["model", "variant", "type"], contexts_of(table),
-                      [([side_name(kind[0]), *kind[1:]], texts[kind]) for kind in kinds_of(table)])
+        texts = lines.setdefault((side_name(row["side"]), row["variant"], row["dtype"]), {})
+        texts[row["context"]] = "failed" if row["failed"] else VALUES[what](row)
+    return by_context(["model", "variant", "type"], contexts_of(table), list(lines.items()))
 
 
 def part_table(table: "DataFrame") -> str:

@@ -32,7 +32,7 @@ from lineartime.benchmark import ROOT, Row
 from lineartime.errors import LineartimeError, NumericsError, ResourceError
 from lineartime.info import table
 from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
-from lineartime.settings import require
+from lineartime.settings import require, require_name
 from lineartime.training import out_of_memory
 
 T = TypeVar("T")
@@ -49,7 +49,8 @@ def provenance() -> Row:
     program = Path(sys.argv[0]).name
     return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(),
             "command": shlex.join([program if program != "__main__.py" else "lineartime", *sys.argv[1:]]),
-            "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(memory_bytes() / 2**30, 1),
+            "cpu": cpu_model(), "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "load_average": round(os.getloadavg()[0], 2), "python": platform.python_version(),
             "torch": torch.__version__, "lineartime": installed_version("lineartime")}
@@ -80,11 +81,6 @@ def cpu_model() -> str:
     return f"{name} (family {named.get('cpu family')}, model {named.get('model')})"
 
 
-def memory_bytes() -> int:
-    """Memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -110,8 +106,10 @@ def ignore(_: object) -> None:
     """Do nothing: for callers who want neither progress nor rows before the end."""
 
 
-def require_positive(**counts: int) -> None:
-    """Raise UsageError where a number is below 1."""
+def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
+    """Raise UsageError for an unknown type, and where a number is below 1."""
+    for precision in precisions:
+        require_name("precision", precision, ("float32", "bfloat16"))
     require(min(counts.values()) >= 1, "nothing to measure",
             ", ".join(f"{name} = {count:,}" for name, count in counts.items()), "they take whole numbers from 1")
 
@@ -194,9 +192,11 @@ def add_times(times: Times, marks: Sequence[Mark]) -> None:
             times.setdefault(clock, []).append(ms)
 
 
-def spreads(times: Mapping[str, Sequence[float]]) -> Row:
-    """A row's times by the names of their clocks, and which is compared: that of a GPU, else that of the processor."""
-    return {name: spread(each) for name, each in times.items()} | {"clock": "gpu" if "gpu_ms" in times else "cpu"}
+def spreads(times: Mapping[str, Sequence[float]], n_tokens: int) -> Row:
+    """A row's times by the names of their clocks; which is compared, that of a GPU, else that of the processor; and by
+    it tokens per second, of calls of so many."""
+    clock, found = "gpu" if "gpu_ms" in times else "cpu", {name: spread(each) for name, each in times.items()}
+    return found | {"clock": clock, "tokens_per_s": n_tokens * 1e3 / found[f"{clock}_ms"]["median"]}
 
 
 def spread(values: Sequence[float]) -> Row:
@@ -208,11 +208,6 @@ def spread(values: Sequence[float]) -> Row:
 def compared_ms(row: Row) -> Row:
     """The times of a row by the clock that is compared."""
     return row[f"{row['clock']}_ms"]
-
-
-def tokens_per_s(times: Row, n_tokens: int) -> float:
-    """Of calls of so many tokens."""
-    return n_tokens * 1e3 / compared_ms(times)["median"]
 
 
 COLUMNS = {"": "{label}", "type": "{dtype}", "context": "{context_tokens:,}", " ": "{context}",

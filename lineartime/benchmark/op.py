@@ -1,7 +1,7 @@
 """Forward and backward of one op at the size a model gives it: every implementation beside its PyTorch reference.
 
-An implementation is a function of tensors and of nothing else; all of an op's take the same. The first of them is the
-reference, against which outputs and gradients are checked in float64.
+An implementation is a function of tensors and of nothing else; all of an op's take the same in the same order. The
+first is the reference, against which outputs and gradients are checked in float64.
 """
 
 import functools
@@ -60,21 +60,11 @@ def side_by_side(settings: Mapping[str, str],
     "reference" the same compiled."""
     def made(config: ModelConfig) -> dict[str, Implementation]:
         given = {keyword: getattr(config, field) for keyword, field in settings.items()}
-
-        def with_settings(function: Implementation) -> Implementation:
-            return lambda **inputs: function(*inputs.values(), **given)
-
-        found = {name: with_settings(function) for name, function in functions.items()}
+        found: dict[str, Implementation] = {name: functools.partial(each, **given) for name, each in functions.items()}
         if "reference" in found:
-            found = {"reference": found["reference"], "compiled": compiled(found["reference"]), **found}
+            found = {"reference": found["reference"], "compiled": torch.compile(found["reference"]), **found}
         return found
     return made
-
-
-def compiled(function: Implementation) -> Implementation:
-    """A function that is compiled at its first call."""
-    once = functools.cache(lambda: torch.compile(function))
-    return lambda **inputs: once()(**inputs)
 
 
 def in_kernels(module: str, name: str) -> Implementation:
@@ -86,7 +76,7 @@ def in_kernels(module: str, name: str) -> Implementation:
 
 def mean(loss: Loss) -> Implementation:
     """The mean loss, as a training step takes it."""
-    return lambda **inputs: loss(*inputs.values()).sum() / len(inputs["targets"])
+    return lambda x, weight, bias, targets: loss(x, weight, bias, targets).sum() / len(targets)
 
 
 def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
@@ -116,7 +106,6 @@ def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
 
 
 CAUSAL = {"causal": "causal"}
-SCALED = {"scale_len": "scale_len", **CAUSAL}
 PARAMETERS = ("gamma", "beta", "sin", "cos", "w")
 OPS: dict[str, Op] = {
     "gated_chunk_attention": Op(gated_inputs, side_by_side(
@@ -124,7 +113,7 @@ OPS: dict[str, Op] = {
         triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
         PARAMETERS, ("sin", "cos")),
     "gated_quadratic_attention": Op(gated_inputs, side_by_side(
-        SCALED, reference=reference.gated_quadratic_attention,
+        {"scale_len": "scale_len", **CAUSAL}, reference=reference.gated_quadratic_attention,
         triton=in_kernels("quadratic", "gated_quadratic_attention")),
         PARAMETERS, ("sin", "cos")),
     "add_norm": Op(norm_inputs, side_by_side(
@@ -151,9 +140,7 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
     have been compared with those of the reference in float64. Kernels are left out on a processor. Raises UsageError
     for an unknown op or type, ResourceError where the process dies."""
     require_name("op", name, OPS)
-    measure.require_positive(models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
-    for precision in precisions:
-        require_name("precision", precision, LIMITS)
+    measure.require_measurable(precisions, models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
     rows: list[Row] = []
     for precision, config in itertools.product(precisions, configs):
         n_rows, where = max(tokens // config.context, 1), f"context {config.context:,}, {precision}"
@@ -166,8 +153,7 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
                   "context_tokens": config.context, "batch_size": n_rows, "tokens_per_step": n_tokens,
                   "dtype": precision, "device": device, "threads": threads, "unit": "call", "warm_up": 2,
                   "repeats": repeats, "settings": answer["settings"], **measure.facts_of_run()}
-        made = [{"variant": each, "label": f"{name}:{each}", **found,
-                 "tokens_per_s": measure.tokens_per_s(found, n_tokens), **shared}
+        made = [{"variant": each, "label": f"{name}:{each}", **found, **shared}
                 for each, found in answer["found"].items()]
         on_rows(made)
         rows += made
@@ -179,6 +165,7 @@ def measure_op(name: str, config: Row, n_rows: int, precision: str, repeats: int
     """One process's part of `benchmark_op`."""
     on, settings = measure.set_up(threads, device, seed)
     fields, op, dtype = ModelConfig(**config), OPS[name], getattr(torch, precision)
+    n_tokens = n_rows * fields.context
     every = op.implementations(fields)
     first = next(iter(every.values()))
     chosen = {each: function for each, function in every.items() if each != KERNEL or on.type == "cuda"}
@@ -204,9 +191,9 @@ def measure_op(name: str, config: Row, n_rows: int, precision: str, repeats: int
                 found[each]["many_tokens"] = {"tokens": MANY_TOKENS, "counted_mib": n_bytes and n_bytes / 2**20}
         del expected
         for each, (both, *parts) in times_in_turn(chosen, inputs, cotangents, repeats, on).items():
-            apart = {part: {"ms": measure.compared_ms(measure.spreads(times))}
+            apart = {part: {"ms": measure.compared_ms(measure.spreads(times, n_tokens))}
                      for part, times in zip(("forward", "backward"), parts, strict=True)}
-            found[each] |= measure.spreads(both) | apart
+            found[each] |= measure.spreads(both, n_tokens) | apart
     yield {"settings": settings, "found": found}
 
 
@@ -240,7 +227,7 @@ def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> I
 
 
 def outputs(function: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
-    out = function(**inputs)
+    out = function(*inputs.values())
     return (out,) if isinstance(out, Tensor) else out
 
 

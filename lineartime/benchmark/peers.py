@@ -73,16 +73,10 @@ def parse_label(text: str) -> Label:
     return label
 
 
-def check_installed(label: Label) -> None:
-    """Raise UsageError where a peer is not installed."""
-    require(label.model != PEER or importlib.util.find_spec("flash_pytorch") is not None, "a peer is not installed",
-            label.model, "pip install 'lineartime[peers]'")
-
-
 def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
     """The model, not compiled, with new weights from torch's generator. A peer has the sizes of `config`, the head's
-    matrix tied to the embedding as in ours, and our initial values for matrices."""
-    check_installed(label)
+    matrix tied to the embedding as in ours, and our initial values for matrices. Raises UsageError where it is not
+    installed."""
     if label.model != PEER:
         model = LanguageModel(config)
         model.activation_checkpointing = label.checkpointed
@@ -92,6 +86,8 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
             if label.unfused and isinstance(layer, MultiHeadAttention):
                 layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
+    require(importlib.util.find_spec("flash_pytorch") is not None, "a peer is not installed", label.model,
+            "pip install 'lineartime[peers]'")
     peer = build_flash_pytorch(config)
     with torch.no_grad():
         for parameter in peer.parameters():

@@ -152,17 +152,13 @@ def dtypes_of(table: "DataFrame") -> list[str]:
     return sorted(table.dtype.unique(), key=lambda dtype: (dtype != "float32", dtype))
 
 
-def kinds_of(table: "DataFrame") -> list[tuple[str, str, str]]:
-    """Sides in the order they were measured first, and in each its variants and types in theirs."""
-    sides = [*table.side.unique()]
-    kinds = table[KIND].drop_duplicates().itertuples(index=False, name=None)
-    return sorted(kinds, key=lambda kind: sides.index(kind[0]))
-
-
 def newest(table: "DataFrame") -> "DataFrame":
-    """The last measured row of each side, variant, type and context; one that failed only where none went well."""
-    return table.assign(well=table.ms.notna()).sort_values("well", kind="stable").drop_duplicates(
-        [*KIND, "context"], keep="last")
+    """The last measured row of each side, variant, type and context; one that failed only where none went well. Sides
+    are in the order they were measured first, in each its variants and types in theirs, and in those contexts grow."""
+    table = table.assign(well=table.ms.notna(), n_side=table.groupby("side", sort=False).ngroup(),
+                         n_kind=table.groupby(KIND, sort=False).ngroup())
+    last = table.sort_values("well", kind="stable").drop_duplicates([*KIND, "context"], keep="last")
+    return last.sort_values(["n_side", "n_kind", "context"])
 
 
 def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant: str | None = None) -> "DataFrame":

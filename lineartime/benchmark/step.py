@@ -25,7 +25,6 @@ from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.runtime import available_bytes, forget_peak, release_memory, rss_bytes
-from lineartime.settings import require_name
 from lineartime.training import compute_gradient, make_optimizer
 
 Precision = Literal["float32", "bfloat16"]
@@ -89,7 +88,8 @@ def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int 
     round and round; with `together` those of one type do. on_rows gets the rows of those that were measured together,
     which share their "run". Before a time counts, the loss and the gradient have been compared with those of the same
     weights in eager float32. A process that dies, or a peer that is not installed, gives a row with "failed" alone."""
-    measure.require_positive(cases=len(cases), repeats=repeats, threads=threads, **{
+    precisions = [case.precision for case in cases]
+    measure.require_measurable(precisions, cases=len(cases), repeats=repeats, threads=threads, **{
         "tokens of a step": min((min(case.tokens, case.config.context) for case in cases), default=1)})
     groups: dict[object, list[StepCase]] = {}
     for case in cases:
@@ -171,8 +171,7 @@ def step_row(case: StepCase, answer: Row) -> Row:
         row["attention"] = "unfused" if label.unfused else "fused"
     if "failed" in answer:
         return row | {"failed": answer["failed"]}
-    times = measure.spreads(answer.pop("times"))
-    return row | answer | times | {"tokens_per_s": measure.tokens_per_s(times, case.tokens_per_step)}
+    return row | answer | measure.spreads(answer.pop("times"), case.tokens_per_step)
 
 
 def training_steps(label: str, config: Row, n_rows: int, precision: Precision, threads: int, device: str, seed: int,
@@ -295,9 +294,7 @@ def random_batch(config: ModelConfig, n_rows: int, n_tokens: int, seed: int,
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig]) -> list[StepCase]:
     """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model. Raises
-    UsageError for an unknown label or type."""
-    for precision in precisions:
-        require_name("precision", precision, LIMITS)
+    UsageError for an unknown label."""
     parsed = [peers.parse_label(text) for text in labels]
     return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision)
             for context in contexts for precision in precisions for label in parsed]

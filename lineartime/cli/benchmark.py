@@ -3,19 +3,17 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from lineartime.atomic_io import append_json_lines
-from lineartime.benchmark.cells import measure_call, named_calls, run_calls, shape_named, shaped_config
+from lineartime.benchmark import Row
+from lineartime.benchmark.cells import CELLS, measure_call, named_calls, run_calls, shape_named, shaped_config
 from lineartime.cli.arguments import Device, Setting, pick_device, whole_numbers
 from lineartime.cli.terminal import note
 from lineartime.config import PRESETS
 from lineartime.errors import ResourceError
-
-if TYPE_CHECKING:
-    from lineartime.benchmark import Row
 
 benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
 DEFAULT = ["flash", "transformer++"]
@@ -173,7 +171,7 @@ def benchmark_run(
 ) -> None:
     """Measure named cells, each by a call of its own; the same command goes on where it stopped.
     Calls are left out whose rows the file has from the same commit."""
-    calls, where = named_calls(names, cells), ["--threads", str(threads), "--device", pick_device(device).type]
+    calls, where = named_calls(names, cells or CELLS), ["--threads", str(threads), "--device", pick_device(device).type]
     from lineartime.benchmark.measure import rows_of_commit
 
     call = partial(measure_call, rows=rows, more=where)
@@ -183,7 +181,7 @@ def benchmark_run(
         raise ResourceError("a call failed", rows, "what it said is above; the same command tries it again")
 
 
-def show_and_keep(path: Path | None, rows: "list[Row]") -> None:
+def show_and_keep(path: Path | None, rows: list[Row]) -> None:
     """Print rows, and write them to the file if there is one."""
     from lineartime.benchmark.measure import print_rows
 

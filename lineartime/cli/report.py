@@ -1,6 +1,5 @@
 """The verb that shows what rows say: `lineartime report`, and `lineartime report speed`."""
 
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, cast
@@ -10,10 +9,9 @@ import typer
 from lineartime.cli.terminal import say
 from lineartime.errors import DataError, UsageError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.settings import require_name
+from lineartime.settings import require, require_name
 
 SPEED = "speed"
-PACKAGE = Path(__file__).parents[1]
 
 
 def report(
@@ -34,64 +32,37 @@ def report(
     given = {"TABLE": table, "--scale": scale, "--html": html}
     what = SPEED if table == SPEED else "--into, whose places name their tables,"
     for name in ("--scale", "--html") if table == SPEED else given if into else ():
-        if given[name]:
-            raise UsageError("arguments that do not go together", f"{what} takes no {name}", "leave one out")
+        require(not given[name], "arguments that do not go together", f"{what} takes no {name}", "leave one out")
     require_name("table", table or SPEED, [*TABLES, SPEED])
     require_name("scale", scale or "cpu", SCALE_NAMES)
     if find_spec("pandas") is None:
         raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
-    if table == SPEED:
-        written = report_speed(rows or PACKAGE / "results" / "speed.jsonl", into, images)
-    else:
-        rows = rows or PACKAGE / "results" / "quality.jsonl"
-        written = report_tables(table, cast(ScaleName | None, scale), rows, html, into, images)
-    for path in written:
-        say(f"written  {path}")
-
-
-def report_speed(rows: Path, into: list[Path] | None, images: Path) -> list[Path]:
-    """`lineartime report speed`; returns the files that were written."""
-    from lineartime.benchmark.markdown import speed_section
     from lineartime.benchmark.rows import read_rows
-
-    measured = read_rows(rows)
-    if not measured:
-        raise DataError("no rows to report", rows, "`lineartime benchmark ... --json FILE` writes them")
-    if into:
-        from lineartime.report.pages import fill_pages, speed_places  # they draw, and drawing imports torch
-
-        return fill_pages(into, images, speed_places(measured))
-    print(speed_section(measured), end="")
-    return []
-
-
-def report_tables(table: str | None, scale: ScaleName | None, rows: Path, html: Path | None, into: list[Path] | None,
-                  images: Path) -> list[Path]:
-    """`lineartime report` of one table or all; returns the files that were written."""
-    from lineartime.reproduce.markdown import table_section, tables_shown
     from lineartime.reproduce.records import read_records
 
-    records = read_records(rows)
-    if not records:
-        raise DataError("no rows to report", rows, "`lineartime reproduce` writes them")
+    path = rows or Path(__file__).parents[1] / "results" / ("speed.jsonl" if table == SPEED else "quality.jsonl")
+    measured = read_rows(path) if table == SPEED else read_records(path)
+    if not measured:
+        verb = "benchmark ... --json FILE" if table == SPEED else "reproduce"
+        raise DataError("no rows to report", path, f"`lineartime {verb}` writes them")
     if into:
-        from lineartime.report.pages import fill_pages, table_places
+        from lineartime.report.pages import fill_pages  # they draw, and drawing imports torch
 
-        return fill_pages(into, images, table_places(records))
-    shown = tables_shown(records, [table] if table else [], [scale] if scale else [])
-    if html is None:
-        print("\n".join(map(table_section, shown)), end="")
-        return []
-    from lineartime.atomic_io import write_atomically
-    from lineartime.plot import Picture, draw
-    from lineartime.report.html import page
-    from lineartime.report.pages import illustrated
+        for written in fill_pages(into, images, "speed" if table == SPEED else "table", measured):
+            say(f"written  {written}")
+    elif table == SPEED:
+        from lineartime.benchmark.markdown import speed_section
+        from lineartime.benchmark.rows import tables_of
 
-    with tempfile.TemporaryDirectory() as scratch:
-        def show(name: str, picture: Picture) -> str:
-            draw(picture, Path(scratch) / name)
-            return name
+        print(speed_section(tables_of(measured)), end="")
+    else:
+        from lineartime.reproduce.markdown import table_section, tables_shown
 
-        text = "\n".join(illustrated(results, show) for results in shown)
-        write_atomically(html, page("The paper's tables and figures, and ours", text, Path(scratch)))
-    return [html]
+        shown = tables_shown(measured, [table] if table else [], [cast(ScaleName, scale)] if scale else [])
+        if html is None:
+            print("\n".join(map(table_section, shown)), end="")
+        else:
+            from lineartime.report.html import write_page
+
+            write_page(shown, html)
+            say(f"written  {html}")

@@ -8,9 +8,9 @@ import typer
 
 from lineartime.cli.arguments import Device, pick_device
 from lineartime.cli.terminal import note, say
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.settings import require_name
+from lineartime.settings import require, require_name
 
 
 def reproduce(
@@ -36,8 +36,7 @@ def reproduce(
     require_name("scale", scale, SCALE_NAMES)
     size = cast(ScaleName, scale)
     for option, value in (("jobs", jobs), ("seeds", seeds)):
-        if value is not None and value < 1:
-            raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
+        require(value is None or value >= 1, "wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
     from lineartime.reproduce import runner

@@ -5,14 +5,19 @@ Of HTML inside the Markdown only the tags `details`, `summary`, `sub`, `sup` and
 
 import base64
 import re
+import tempfile
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from string import Template
 
 from markdown_it import MarkdownIt
 
+from lineartime.atomic_io import write_atomically
 from lineartime.errors import DataError
-from lineartime.plot import DPI
+from lineartime.plot import DPI, Picture, draw
+from lineartime.report.pages import illustrated
+from lineartime.reproduce.results import Results
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -55,3 +60,14 @@ def page(title: str, text: str, folder: Path) -> str:
     main = re.sub(r'<img src="([^"]*)" alt="([^"]*)" />', picture, main)
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title), main=main, contents="\n".join(["<nav><ul>", *headings, "</ul></nav>"] if headings else []))
+
+
+def write_page(shown: Iterable[Results], html: Path) -> None:
+    """Tables and their pictures in one file. Raises ResourceError."""
+    with tempfile.TemporaryDirectory() as scratch:
+        def show(name: str, picture: Picture) -> str:
+            draw(picture, Path(scratch) / name)
+            return name
+
+        text = "\n".join(illustrated(results, show) for results in shown)
+        write_atomically(html, page("The paper's tables and figures, and ours", text, Path(scratch)))

@@ -8,20 +8,7 @@ import pandas as pd
 
 from lineartime.benchmark.markdown import number, tokens, unique
 from lineartime.plot import COLOURS, Line, Panel, Picture, middle
-from lineartime.reproduce.markdown import GAPS
-from lineartime.reproduce.results import (
-    CELL,
-    Results,
-    curve_of,
-    of_cell,
-    paired,
-    positions_of,
-    seconds_per_step,
-    speedups,
-    spread,
-    step_speedups,
-    steps_to,
-)
+from lineartime.reproduce.results import Results, costs, curve_of, gaps, of_cell, positions_of, speedups, step_speedups
 from lineartime.reproduce.tables import value
 
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
@@ -35,7 +22,7 @@ def pictures_of(results: Results) -> dict[str, Picture]:
         shows, panels_of = KINDS[what]
         panels = tuple(panel for panel in panels_of(results) if panel.lines or any(dot[1] for dot in panel.dots))
         words = f"{results.table.title}, {results.scale.name} scale. {shows}"
-        seeds = sorted(set(results.trained.groupby(level=CELL).size()))
+        seeds = sorted(set(results.trained.loss.unstack("seed").count(axis=1)))
         if seeds and what != "latency":
             words += f". {' to '.join(unique(map(str, (seeds[0], seeds[-1]))))} {'seed' if seeds == [1] else 'seeds'}"
         if panels:
@@ -69,28 +56,27 @@ def cost_panels(results: Results) -> list[Panel]:
     Only cells that were both trained and timed are in it. The first third of every curve, where quality rises so fast
     that the rest would be pressed together, is left out up to the dashed line. Costs ten times apart are on a
     logarithmic scale."""
-    seconds, panels = seconds_per_step(results), latency_panels(results)
-    longest = (seconds * results.trained.steps.groupby(level=CELL).first()).max()
-    unit_s, units = (60.0, "minutes") if longest < 7200 else (3600.0, "hours")
+    known, panels = costs(results), latency_panels(results)
+    unit_s, units = (60.0, "minutes") if (known.seconds * known.steps).max() < 7200 else (3600.0, "hours")
     for column in own_columns(results):
-        best = curve_of(results, results.table.reference, column).mean(axis=1).min()
-        drawn, rings, clocks = [], [], []
-        for row in (row for row in results.rows if (row, column) in seconds):
-            cost, curve = seconds[row, column] / unit_s, curve_of(results, row, column)
-            reached = cost * steps_to(best, curve.mean(axis=1))
+        best, drawn, rings, clocks = math.nan, [], [], []
+        for row in (row for row in results.rows if (row, column) in known.index):
+            cell, curve = known.loc[(row, column)], curve_of(results, row, column)
+            best, cost = float(cell.best), cell.seconds / unit_s
+            reached = cost * cell.reached
             n_before = sum(cost * curve.index < reached) if reached > 0 else len(curve)
             start = min(len(curve) // 3, max(n_before - 1, 0))
             drawn.append(line(row, results.table.models, over_seeds(-curve).set_axis(cost * curve.index)[start:]))
-            rings += [(float(reached), -float(best))] if row != results.table.reference and reached > 0 else []
+            rings += [(float(reached), -best)] if row != results.table.reference and reached > 0 else []
             timed = results.steps.record[row, column]
             clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
-        costs = [each.points[-1][0] for each in drawn]
+        ends = [each.points[-1][0] for each in drawn]
         drawn += [Line("reaches it", tuple(rings), RING)] if rings else []
         panels.append(Panel(title_of(results, column), f"{', '.join(unique(clocks))}, {units}", "minus log perplexity",
-                            tuple(drawn), level=None if math.isnan(best) else -float(best),
+                            tuple(drawn), level=None if math.isnan(best) else -best,
                             level_name=f"best of {results.table.reference}",
-                            x_scale="log" if costs and max(costs) > 10 * min(costs) else "linear"))
-    return panels if len(seconds) else []
+                            x_scale="log" if ends and max(ends) > 10 * min(ends) else "linear"))
+    return panels if len(known) else []
 
 
 def latency_panels(results: Results) -> list[Panel]:
@@ -128,7 +114,7 @@ def position_panels(results: Results) -> list[Panel]:
 
 def size_panels(results: Results) -> list[Panel]:
     """Figure 3: a line for each kind of layer, a point for each size."""
-    quality = -spread(results.trained.loss)[["mean", "max", "min"]].astype(float)
+    quality = (-results.trained.loss.astype(float)).groupby(["row", "column"]).agg(["mean", "min", "max"])
     quality["ms"] = 1000 * results.steps["median"] / results.steps.tokens
     points = quality.dropna().rename(index=lambda row: row.split()[0], level="row").set_index("ms", append=True)
     return [Panel(title_of(results, column), "ms per 1,000 tokens of training", "minus log perplexity",
@@ -150,7 +136,7 @@ def speedup_panels(results: Results) -> list[Panel]:
                                                         "high": each.max(axis=1)}),
                    "by the time of a step": step,
                    "the paper's": pd.DataFrame(dict.fromkeys(step.columns, paper.dropna()))}
-        drawn = lines(heights, by_context(pd.concat(heights, names=CELL), contexts))
+        drawn = lines(heights, by_context(pd.concat(heights, names=["row", "column"]), contexts))
         panels.append(Panel(f"Over {rival}", "tokens of context", "times as fast",
                             drawn if len(step) or len(quality) else (), log_heights=True, level=1.0,
                             level_name="as fast",
@@ -181,12 +167,12 @@ def answer_dots(results: Results) -> list[Panel]:
 
 def gap_dots(results: Results) -> list[Panel]:
     """Table 5: a panel for each task; what each seed's perplexity is with mixed chunks, less that without them."""
-    panels = []
+    panels, found = [], gaps(results, "perplexity")
     for task in ("LM", "MLM"):
-        gaps = {f"{whole} to {mixed}, {column.context:,}": paired(results, (mixed, name), (whole, name), "perplexity")
-                for whole, mixed in GAPS.values() for name, column in results.table.columns.items()
-                if name.split()[0] == task}
-        panels.append(dots(task, "perplexity per token", {name: gap.tolist() for name, gap in gaps.items() if len(gap)},
+        values = {f"{row.replace('->', 'to')}, {column.context:,}": of_cell(found, row, name).tolist()
+                  for row in found.index.unique("row") for name, column in results.table.columns.items()
+                  if name.split()[0] == task}
+        panels.append(dots(task, "perplexity per token", {name: each for name, each in values.items() if each},
                            0.0, "no difference"))
     return panels
 

@@ -1,22 +1,23 @@
 """The paper's tables with our numbers beside its own, as Markdown, made of records and `paper.toml` alone."""
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from lineartime.benchmark.markdown import CLOCKS, folded, listed, machine, markdown, number, provenance_words, unique
 from lineartime.reproduce.records import Record
-from lineartime.reproduce.results import CELL, Results, paired, results_of, speedups, spread, step_speedups
+from lineartime.reproduce.results import CELL, GAPS, Results, gaps, results_of, speedups, spread, step_speedups
 from lineartime.reproduce.scales import Kind, caption_of
-from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName, printed, read_paper, step_speedup
+from lineartime.reproduce.tables import PAPER, SCALE_NAMES, TABLES, ScaleName, printed, step_speedup
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
-Texts = Mapping[Hashable, str]
+four_figures = partial(number, figures=4)
+Texts = Mapping[Any, str]
 """By row and column; cells of which nothing is known are not there."""
-Text = Callable[[str, str], str]
-"""Of a row and a column."""
 
 
 class Measure(NamedTuple):
@@ -39,16 +40,6 @@ def texts_of(values: pd.Series | pd.DataFrame, text: Callable[[float], str] = nu
 
 def range_text(least: str, most: str) -> str:
     return f"{least} to {most}" if least[0] in "+-" else f"{least}-{most}"
-
-
-def of_seeds(values: pd.Series) -> pd.DataFrame:
-    """By row and column: the mean of the seeds, with the least and the most of several."""
-    found = spread(values)
-    return found[["mean"]].join(found[["min", "max"]].where(found["size"] > 1))
-
-
-def perplexity_texts(values: pd.Series) -> Texts:
-    return texts_of(of_seeds(values), lambda x: number(x, 4))
 
 
 def speedup_texts(results: Results, reference: str | None) -> Texts:
@@ -81,11 +72,11 @@ def n_parameters(results: Results) -> pd.Series:
 
 MEASURES = {
     "perplexity": Measure("Perplexity per token", "perplexity", ("train",),
-                          lambda results: perplexity_texts(results.trained.perplexity)),
+                          lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
     "word_perplexity": Measure("Perplexity per word", "perplexity", ("train",),
-                               lambda results: perplexity_texts(results.trained.word_perplexity)),
+                               lambda results: texts_of(spread(results.trained.word_perplexity), four_figures)),
     "token_perplexity": Measure("Perplexity per token", "", ("train",),
-                                lambda results: perplexity_texts(results.trained.perplexity)),
+                                lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
     "step": Measure("Milliseconds of a step", "step_ms", ("step",),
                     lambda results: texts_of(results.steps[["median", "q1", "q3"]])),
     "to_quality": Measure("Speed-up to {reference}'s final quality", "speedup", ("train", "step"),
@@ -94,7 +85,7 @@ MEASURES = {
                        lambda results: step_speedup_texts(results, results.table.reference)),
     "by_finetuning": Measure("Speed-up by time of a fine-tuning step", "finetune_speedup", ("finetune",),
                              lambda results: texts_of(finetune_speedups(results))),
-    "f1": Measure("F1", "f1", ("finetune",), lambda results: texts_of(of_seeds(results.finetuned.f1), "{:.1f}".format)),
+    "f1": Measure("F1", "f1", ("finetune",), lambda results: texts_of(spread(results.finetuned.f1), "{:.1f}".format)),
     "parameters": Measure("Parameters, millions", "parameters_m", ("train", "step"),
                           lambda results: texts_of(n_parameters(results) / 1e6)),
     "memory": Measure("Peak memory of a step's process, MiB", "", ("step",),
@@ -109,8 +100,6 @@ NOTES = {
                   f"\"{NEVER}\" never gets there; losses are those of a part of the split, scored during training.",
     "by_step": "By time of a step: the reference's over this model's, both of one run (quartile over quartile)."}
 """Below a table that shows the measure."""
-GAPS = {"FLASH-Quad -> FLASH": ("FLASH-Quad", "FLASH"), "TFM++ -> MC-TFM++": ("TFM++", "MC-TFM++")}
-"""Table 5: a model, and it with mixed chunks."""
 
 
 def tables_shown(records: Sequence[Record], names: Sequence[str], scales: Sequence[ScaleName]) -> list[Results]:
@@ -136,44 +125,43 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     if table.name == "speedup":
         parts.append(speedup_grid(results))
     elif len(table.columns) == 1:
-        parts.append(grid("", results.rows, list(made), *(
-            lambda row, title, side=side: made[title][side](row, results.columns[0]) for side in (0, 1))))
+        parts.append(grid("", *({(row, title): both[side][row, results.columns[0]] for row in results.rows
+                                 for title, both in made.items()} for side in (0, 1))))
     else:
         parts += gap_grids(results) if table.name == "gap" else []
-        parts += [grid(title, results.rows, results.columns, *both) for title, both in made.items()]
+        parts += [grid(title, *both) for title, both in made.items()]
     return "\n\n".join([*parts, *notes(results)]) + "\n"
 
 
-def grid(title: str, rows: Sequence[str], columns: Sequence[str], ours: Text, theirs: Text) -> str:
+def grid(title: str, ours: Texts, theirs: Texts) -> str:
     """Our numbers, and left of each column the paper's, where it has any. Where most of ours were not run, a line says
     so, with those that were."""
-    known = {(row, column): text for row in rows for column in columns if (text := ours(row, column)) != NOT_RUN}
-    if 2 * len(known) < len(rows) * len(columns):
+    known = {cell: text for cell, text in ours.items() if text != NOT_RUN}
+    if 2 * len(known) < len(ours):
         words = "; ".join(f"{row}, {column}: {text}" for (row, column), text in known.items())
         return f"{title or 'All of it'}: {NOT_RUN}{' but for ' * bool(words)}{words}."
+    rows, columns = (unique(names) for names in zip(*ours, strict=True))
     head, lines = [""], [[row] for row in rows]
     for column in columns:
-        paper = [theirs(row, column) for row in rows]
-        head += [f"{column}: paper", "ours"] if any(paper) else [column]
-        for line, text in zip(lines, paper, strict=True):
-            line += [*([text] if any(paper) else []), known.get((line[0], column), NOT_RUN)]
+        printed_any = any(theirs.get((row, column)) for row in rows)
+        head += [f"{column}: paper", "ours"] if printed_any else [column]
+        for row, line in zip(rows, lines, strict=True):
+            line += [*([theirs[row, column]] if printed_any else []), ours[row, column]]
     text = markdown(head, lines, 1)
     if title in FOLDED:
         return folded(title, text)
     return f"**{title}**\n\n{text}" if title else text
 
 
-def measured(results: Results, measure: Measure) -> tuple[Text, Text]:
-    """Our texts and the paper's; its speed-ups by time of a step are worked out where only the times are printed."""
-    table, texts = results.table, measure.texts(results)
+def measured(results: Results, measure: Measure) -> tuple[Texts, Texts]:
+    """Ours and the paper's; its speed-ups by time of a step are worked out where only the times are printed."""
+    table, texts, ours, theirs = results.table, measure.texts(results), {}, {}
     compared = [table.reference] if "{reference}" in measure.title else []
-
-    def theirs(row: str, column: str) -> str:
+    for row, column in itertools.product(results.rows, results.columns):
+        ours[row, column] = texts.get((row, column)) or why_not(results, [row, *compared], column, measure.kinds)
         ratio = step_speedup(table.name, row, table.reference, column) if measure.paper == "step_speedup" else None
-        return printed(table.name, measure.paper, row, column) or (number(ratio) if ratio else "")
-
-    return lambda row, column: texts.get((row, column)) or why_not(
-        results, [row, *compared], column, measure.kinds), theirs
+        theirs[row, column] = printed(table.name, measure.paper, row, column) or (number(ratio) if ratio else "")
+    return ours, theirs
 
 
 def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Sequence[Kind]) -> str:
@@ -184,20 +172,16 @@ def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Se
 
 def gap_grids(results: Results) -> list[str]:
     """Table 5: what mixed chunks add to the perplexity, and to the loss, which is comparable between scales."""
-    def ours(what: str) -> Text:
-        def text(row: str, column: str) -> str:
-            plain, mixed = GAPS[row]
-            more = pd.concat({(row, column): paired(results, (mixed, column), (plain, column), what)}, names=CELL)
-            return texts_of(of_seeds(more), signed).get((row, column)) or why_not(results, GAPS[row], column, ["train"])
-        return text
-
-    grids = []
-    for task in unique(column.split()[0] for column in results.columns):
-        columns = [column for column in results.columns if column.split()[0] == task]
-        grids.append(grid(f"Increase of the perplexity, {task}", [*GAPS], columns, ours("perplexity"),
-                          lambda row, column: printed("gap", "gap", GAPS[row][1], column)))
-    return [*grids, grid("Increase of the loss, nats per token", [*GAPS], results.columns, ours("loss"),
-                         lambda row, column: "")]
+    made = {}
+    for what in ("perplexity", "loss"):
+        texts = texts_of(spread(gaps(results, what)), signed)
+        made[what] = {cell: texts.get(cell) or why_not(results, GAPS[cell[0]], cell[1], ["train"])
+                      for cell in itertools.product(GAPS, results.columns)}
+    paper = {(row, column): printed("gap", "gap", GAPS[row][1], column) for row, column in made["loss"]}
+    grids = [grid(f"Increase of the perplexity, {task}",
+                  {cell: text for cell, text in made["perplexity"].items() if cell[1].split()[0] == task}, paper)
+             for task in unique(column.split()[0] for column in results.columns)]
+    return [*grids, grid("Increase of the loss, nats per token", made["loss"], {})]
 
 
 def signed(x: float) -> str:
@@ -210,13 +194,11 @@ def speedup_grid(results: Results) -> str:
     for rival in (row for row in results.table.models if row != "FLASH"):
         made |= {f"over {rival}": (rival, speedup_texts(results, rival)),
                  f"over {rival} by time of a step": (rival, step_speedup_texts(results, rival))}
-
-    def ours(column: str, title: str) -> str:
-        rival, texts = made[title]
-        return texts.get(("FLASH", column)) or why_not(results, ["FLASH", rival], column, ["train", "step"])
-
-    return grid("", results.columns, [*made], ours, lambda column, title: printed(
-        "speedup", "speedup", title.removeprefix("over "), column))
+    kinds: list[Kind] = ["train", "step"]
+    ours = {(column, title): texts.get(("FLASH", column)) or why_not(results, ["FLASH", rival], column, kinds)
+            for column in results.columns for title, (rival, texts) in made.items()}
+    return grid("", ours, {(column, title): printed("speedup", "speedup", title.removeprefix("over "), column)
+                           for column, title in ours})
 
 
 def command_text(results: Results) -> str:
@@ -225,7 +207,7 @@ def command_text(results: Results) -> str:
 
 def notes(results: Results) -> list[str]:
     """What the numbers are, what failed and what is not there; folded, where they come from."""
-    table, note = results.table, read_paper()[results.table.name].get("note")
+    table, note = results.table, PAPER[results.table.name].get("note")
     words = [QUALITY] * bool(len(results.trained)) + [NOTES[name] for name in table.measures if name in NOTES]
     words += [note] if note else []
     left_out = [", ".join(name for name in every if name not in known) for every, known in (
@@ -243,7 +225,7 @@ def provenance(results: Results) -> str:
     steps, questions = results.steps, list(results.finetuned.record)
     records = [*results.trained.record, *questions, *results.timed.record]
     texts = [f"Scale {results.scale.name}: {caption_of(results.table, results.scale)}."]
-    if hardware := read_paper()[results.table.name].get("hardware"):
+    if hardware := PAPER[results.table.name].get("hardware"):
         texts.append(f"The paper's times are of {hardware}.")
     words = []
     if len(steps):

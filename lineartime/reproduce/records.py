@@ -11,18 +11,13 @@ from typing import Any
 
 from lineartime.atomic_io import read_json_lines
 from lineartime.benchmark.rows import require_provenance, require_times, require_types
-from lineartime.errors import DataError
 from lineartime.reproduce.scales import Cell, Kind, key_of
 
 Record = dict[str, Any]
-RECORDS = Path(__file__).parents[1] / "results" / "quality.jsonl"
-"""Those that come with the package."""
 COLUMNS: dict[Kind, list[str]] = {
     "train": ["seed", "loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens"],
     "finetune": ["seed", "f1", "step_ms"],
     "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters"]}
-
-
 TYPES: dict[Kind, dict[type, str]] = {
     "train": {float: "held_out.loss held_out.n_words? held_out.word_perplexity?", str: "data.sha256",
               int: "n_parameters tokens data.train_tokens data.validation_tokens data.vocab_size"},
@@ -53,8 +48,8 @@ def times_of(row: Record) -> Record:
     return row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]
 
 
-def require_record(row: Record) -> None:
-    """Raise for a record that no table can be made of."""
+def require_record(row: Record) -> Record:
+    """The record; raises for one that no table can be made of."""
     kind, wanted = row["kind"], TYPES[row["kind"]]
     require_types(row, {str: "text scale failed?", dict: "settings"})
     require_types(row["settings"], {int: "seed?" if kind == "step" else "seed"})
@@ -70,6 +65,7 @@ def require_record(row: Record) -> None:
                 require_types(span, {int: "first last", float: "loss"})
             require_evaluations(row)
         numbers_of(row)
+    return row
 
 
 def require_evaluations(row: Record) -> None:
@@ -91,13 +87,7 @@ def read_records(path: Path) -> list[Record]:
     """The records of a file, oldest first; none where there is no file. A last line that a kill cut off is left out.
 
     Raises DataError for a file that holds something else."""
-    records = read_json_lines(path, dict, "a row of a run") if path.exists() else []
-    for number, record in enumerate(records, 1):
-        try:
-            require_record(record)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as e:
-            raise DataError("not a row of a run", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
-    return records
+    return read_json_lines(path, require_record, "a row of a run") if path.exists() else []
 
 
 def by_key(records: Iterable[Record]) -> dict[str, list[Record]]:

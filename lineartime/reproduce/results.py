@@ -18,6 +18,8 @@ from lineartime.reproduce.scales import SCALES, Cell, Kind, Scale
 from lineartime.reproduce.tables import TABLES, ScaleName, Table
 
 CELL = ["row", "column"]
+GAPS = {"FLASH-Quad -> FLASH": ("FLASH-Quad", "FLASH"), "TFM++ -> MC-TFM++": ("TFM++", "MC-TFM++")}
+"""Rows of Table 5: a model, and it with mixed chunks."""
 Place = tuple[str, str, Kind, int | None]
 """Row, column, kind of record and seed."""
 
@@ -102,8 +104,9 @@ def of_cell(frame: Any, row: str | None, column: str | None = None) -> Any:
 
 
 def spread(values: pd.Series) -> pd.DataFrame:
-    """Of each cell that has any: mean, least and most of its seeds, and their number."""
-    return pd.DataFrame(values.dropna().groupby(level=CELL, sort=False).agg(["mean", "min", "max", "size"]))
+    """Of each cell that has any: the mean of its seeds, with the least and the most of several."""
+    found = pd.DataFrame(values.dropna().groupby(level=CELL, sort=False).agg(["mean", "min", "max", "size"]))
+    return found[["mean"]].join(found[["min", "max"]].where(found["size"] > 1))
 
 
 def curve_of(results: Results, row: str | None, column: str) -> pd.DataFrame:
@@ -122,17 +125,24 @@ def positions_of(results: Results, row: str, column: str) -> pd.DataFrame:
     return pd.DataFrame(spans).dropna().sort_index()
 
 
-def seconds_per_step(results: Results) -> pd.Series:
-    """By row and column, what a step of training costs: its tokens times the time per token as measured side by side,
-    for runs are not alone on their machine."""
-    trained, steps = results.trained.groupby(level=CELL, sort=False).first(), results.steps
-    return (trained.tokens / trained.steps * steps["median"] / steps.tokens / 1e3).dropna()
+def costs(results: Results) -> pd.DataFrame:
+    """By row and column, of what was both trained and timed: the steps of training; the seconds of one, which are its
+    tokens times the time per token as measured side by side, for runs are not alone on their machine; the best of the
+    reference's mean curve; and the steps after which the row's is there ("reached")."""
+    trained, timed = results.trained.groupby(level=CELL, sort=False).first(), results.steps
+    seconds = trained.tokens / trained.steps * timed["median"] / timed.tokens / 1e3
+    found = pd.DataFrame({"steps": trained.steps, "seconds": seconds}).dropna()
+    best = [curve_of(results, results.table.reference, column).mean(axis=1).min() for _, column in found.index]
+    curves = [curve_of(results, row, column).mean(axis=1) for row, column in found.index]
+    return found.assign(best=best, reached=list(map(steps_to, best, curves)))
 
 
-def paired(results: Results, ours: tuple[str, str], theirs: tuple[str, str], what: str) -> pd.Series:
-    """What ours has more of than theirs, by seed: runs of one seed read the same text in the same order."""
-    values = [of_cell(results.trained, *cell).droplevel(CELL)[what] for cell in (ours, theirs)]
-    return (values[0] - values[1]).dropna()
+def gaps(results: Results, what: str) -> pd.Series:
+    """By row of Table 5, column and seed: how much more of it there is with mixed chunks. Runs of one seed read the
+    same text in the same order."""
+    values = results.trained[what].unstack("row").reindex(columns=[row for pair in GAPS.values() for row in pair])
+    found = {row: values[mixed] - values[plain] for row, (plain, mixed) in GAPS.items()}
+    return pd.concat(found, names=["row"]).dropna()
 
 
 def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:

@@ -9,18 +9,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from lineartime import checkpoint
 from lineartime.atomic_io import append_json_lines, read_json, write_atomically
-from lineartime.benchmark.cells import environment, last_line
+from lineartime.benchmark.cells import LINEARTIME, last_line, started
 from lineartime.benchmark.measure import provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
@@ -32,7 +30,6 @@ from lineartime.reproduce.records import Record, by_key, read_records, records_o
 from lineartime.reproduce.scales import Cell, Kind, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName, Settings
 from lineartime.run import read_fine_tuning, read_metrics, read_result, read_run
-from lineartime.runtime import end_with_parent
 from lineartime.training import StopSignal
 
 Records = Mapping[str, list[Record]]
@@ -275,10 +272,7 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     Returns the error that a table shows: the numbers went bad, or memory ran out. Raises any other."""
     if stop.number is not None:
         return None
-    with open(log, "wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", "lineartime", *arguments], stdout=file, stderr=file,
-                                   env={**environment(), "OMP_NUM_THREADS": str(place.threads)},
-                                   start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid()))
+    process = started([*LINEARTIME, *arguments], log, signal.SIGTERM, OMP_NUM_THREADS=str(place.threads))
     place.tell(f"  {label}: starts")
     asked, told = False, time.monotonic()
     while process.poll() is None:

@@ -44,14 +44,9 @@ class Scale:
     of_task: dict[str, Settings] = field(default_factory=dict)
 
 
-def read_scales() -> dict[ScaleName, Scale]:
-    """The scales of `scales.toml` by name."""
-    entries = tomllib.loads(Path(__file__).with_name("scales.toml").read_text(encoding="utf-8"))
-    texts = {name: {task: Text(**text) for task, text in entries[name].pop("texts").items()} for name in entries}
-    return {name: Scale(name, texts=texts[name], **entries[name]) for name in SCALE_NAMES}
-
-
-SCALES = read_scales()
+CONTENT = tomllib.loads(Path(__file__).with_name("scales.toml").read_text(encoding="utf-8"))
+TEXTS = {name: {task: Text(**text) for task, text in CONTENT[name].pop("texts").items()} for name in SCALE_NAMES}
+SCALES = {name: Scale(name, texts=TEXTS[name], **CONTENT[name]) for name in SCALE_NAMES}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ each scale runs; and the paper's numbers, from `paper.toml`."""
 
 import tomllib
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,13 +52,6 @@ class Table:
     """Options of `lineartime evaluate`, by what the row of a run calls its JSON."""
 
 
-def read_tables() -> dict[str, Table]:
-    """The tables of `tables.toml` by name, in its order."""
-    tables = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
-    presets = tables.pop("presets")
-    return {name: table_of(name, entry, presets) for name, entry in tables.items()}
-
-
 def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     """An entry of `tables.toml` as a table."""
     every = {scale: entry.pop(f"{scale}_fields", {}) for scale in ("paper", "cpu")}
@@ -77,21 +69,21 @@ def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     return Table(name, models=models, columns=columns, cells=cells, **entry)
 
 
-TABLES = read_tables()
+CONTENT = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+TABLES = {name: table_of(name, entry, CONTENT["presets"]) for name, entry in CONTENT.items() if name != "presets"}
+"""By name, in the order of `tables.toml`."""
 assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}
 
 
-@cache
-def read_paper() -> dict[str, dict[str, Any]]:
-    """By name of the table: numbers, with the digits they were printed with, by measure, row and column; perhaps
-    "hardware" and "note"."""
-    text = Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text, parse_float=str)
+PAPER: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("paper.toml").read_text(encoding="utf-8"), parse_float=str)
+"""By name of the table: numbers, with the digits they were printed with, by measure, row and column; perhaps "hardware"
+and "note"."""
 
 
 def printed(table: str, measure: str, row: str | None, column: str) -> str:
     """A number, "--" or "OOM"; "" where the paper prints nothing."""
-    return str(read_paper()[table].get(measure, {}).get(row, {}).get(column, ""))
+    return str(PAPER[table].get(measure, {}).get(row, {}).get(column, ""))
 
 
 def value(table: str, measure: str, row: str | None, column: str) -> float | None:

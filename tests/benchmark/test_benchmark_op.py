@@ -25,7 +25,7 @@ TINY = {"d_model": 32, "vocab_size": 50, "chunk_size": 16, "query_key_dim": 16, 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
     monkeypatch.setattr(measure, "choose_settings", lambda device: {})
-    monkeypatch.setattr(op_module, "compiled", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
 
 
 def config_of(name: str):

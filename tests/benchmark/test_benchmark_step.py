@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.benchmark import measure, peers, step
 from lineartime.benchmark.cells import named_calls, read_cells, shape_named, shaped_config
-from lineartime.benchmark.peers import Peer, build, check_installed, parse_label
+from lineartime.benchmark.peers import Peer, build, parse_label
 from lineartime.benchmark.step import benchmark_step, random_batch, step_cases
 from lineartime.cli import benchmark as cli
 from lineartime.cli.verbs import app
@@ -81,8 +81,8 @@ def test_a_label_is_a_model_and_how_it_runs():
 def test_a_peer_that_is_not_installed_is_one_line_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"not installed: flash-pytorch; pip install 'lineartime\[peers\]'"):
-        check_installed(parse_label("flash-pytorch"))
-    check_installed(parse_label("flash"))
+        build(parse_label("flash-pytorch"), tiny("flash"))
+    build(parse_label("flash"), tiny("flash"))
 
 
 @pytest.mark.parametrize("task", ["wiki40b", "c4"])
@@ -304,7 +304,7 @@ def test_nothing_to_measure():
     with pytest.raises(UsageError, match="nothing to measure"):
         benchmark_step(cells("flash"), repeats=0)
     with pytest.raises(UsageError, match="precision"):
-        cells("flash", precisions=("float16",))
+        benchmark_step(cells("flash", precisions=("float16",)))
 
 
 def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_it_is_compiled():

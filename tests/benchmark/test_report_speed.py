@@ -17,7 +17,7 @@ from lineartime.benchmark.rows import compare, read_rows, tables_of
 from lineartime.cli.report import report
 from lineartime.errors import DataError, UsageError
 from lineartime.plot import digest
-from lineartime.report.pages import fill_pages, filled, speed_places
+from lineartime.report.pages import fill_pages, filled
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"commit": "0123456789abcdef", "command": "lineartime benchmark run made-up", "cpu": "Made-up CPU", "cores": 2,
@@ -97,7 +97,7 @@ def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
 def test_what_failed_and_what_is_missing_is_said(tmp_path):
     rows = [made(), made("transformer++", failed="out of memory"), made(context=8192),
             made("transformer++", 200, context=8192), made(context=512), made("flash-pytorch", 300, context=512)]
-    text = speed_section(cells_of(tmp_path, rows))
+    text = speed_section(tables_of(cells_of(tmp_path, rows)))
     assert "| Transformer++ | float32 | fastest of each | - | other failed | 2.00 (1.64-2.44) |" in text
     assert "Failed: Transformer++, eager, float32, at 2K: out of memory." in text
 
@@ -146,7 +146,8 @@ def test_fewer_tokens_in_a_step_are_another_table(tmp_path):
 
 
 def test_the_caption_has_what_it_takes_to_repeat_it(tmp_path):
-    text = speed_section(cells_of(tmp_path, [made(), made("transformer++", 120, commit="fedcba9876543210+changes")]))
+    text = speed_section(tables_of(cells_of(
+        tmp_path, [made(), made("transformer++", 120, commit="fedcba9876543210+changes")])))
     for words in ("1 thread of Made-up CPU", "processor time", "float32", "medians of 5, after 3 to warm up",
                   "commit 0123456789, fedcba9876+changes", "`lineartime benchmark run made-up`", "torch 2.13.0",
                   "allocator: keeps freed memory", "300 MiB of it the imported program", "load 0.2"):
@@ -221,8 +222,8 @@ def test_a_field_that_is_missing_is_an_error_or_tables_are_made_without_it(tmp_p
     for path in missing:
         row = changed(row, path, ...)
     row |= dict.fromkeys(set(UNUSED) & set(row) - {"wall_ms"}, "nonsense")
-    cells = cells_of(tmp_path, [row])
-    assert "|" in speed_section(cells) and len([pictures_of(table) for table in tables_of(cells) if kind != "loss"]) < 2
+    tables = tables_of(cells_of(tmp_path, [row]))
+    assert "|" in speed_section(tables) and len([pictures_of(table) for table in tables if kind != "loss"]) < 2
 
 
 def part(variant, ms, counted, run="1", benchmark="loss"):
@@ -233,7 +234,7 @@ def part(variant, ms, counted, run="1", benchmark="loss"):
 
 def test_parts_are_compared_with_the_first_of_their_run(tmp_path):
     rows = [part("plain", 100, 3000.0), part("by chunks", 50, 150.0), part("plain", 10, 1.0, run="2")]
-    text = speed_section(cells_of(tmp_path, rows))
+    text = speed_section(tables_of(cells_of(tmp_path, rows)))
     assert "| by chunks | float32 | 8,192 | 8,192 | 50.0 (45.0-55.0) | 0.50 | 700.0 | 150 at 262,144 |" in text
 
 
@@ -252,14 +253,14 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page, images = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images"
     page.parent.mkdir()
     page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nafter\n")
-    written = fill_pages([page], images, speed_places(cells))
+    written = fill_pages([page], images, "speed", cells)
     text = page.read_text()
     assert text.startswith("before\n<!-- speed: begin -->\n\n### A training step")
     assert text.endswith("<!-- speed: end -->\nafter\n")
     assert "\nold\n" not in text
     pictures = [path for path in written if path.suffix == ".png"]
     assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
-    fill_pages([page], images, speed_places(cells))
+    fill_pages([page], images, "speed", cells)
     assert page.read_text() == text
 
 
@@ -274,7 +275,7 @@ def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
         rows += [made(model, ms, context=context, cell=name, run=name) for model, ms in (("flash", 100),
                                                                                          ("transformer++", 60))]
     cells, text = cells_of(tmp_path, rows), "<!-- speed small decode: begin -->\n<!-- speed: end -->\n"
-    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, speed_places(cells))
+    made_text, drawn = filled(text, tmp_path / "p.md", tmp_path, "speed", cells)
     lines = [line for line in made_text.splitlines() if line.startswith("| ")]
     assert lines[0] == "| FLASH's speed over | type | 512 | 2K | 8K |" and len(lines) == 2 + 4
     assert lines[3].startswith("|  | float32 | **0.60** (") and "| 1.50 (" in lines[3]
@@ -290,7 +291,7 @@ def test_a_page_without_a_whole_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError, match="no whole place for the tables") as raised:
-        fill_pages([page], images, speed_places(cells_of(tmp_path, two_contexts())))
+        fill_pages([page], images, "speed", cells_of(tmp_path, two_contexts()))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
@@ -298,7 +299,7 @@ def test_a_picture_knows_its_rows(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- speed: begin -->\n<!-- speed: end -->\n")
     cells = cells_of(tmp_path, two_contexts())
-    fill_pages([page], tmp_path, speed_places(cells))
+    fill_pages([page], tmp_path, "speed", cells)
     (table,) = tables_of(cells)
     time, memory = pictures = pictures_of(table)
     assert header(tmp_path / time) == digest(pictures[time]) != header(tmp_path / memory)
@@ -323,7 +324,7 @@ def test_the_projects_pages_are_what_its_rows_give(page):
     """After new rows: lineartime report speed --into README.md --into docs/speed.md."""
     cells = read_rows(ROOT / "lineartime/results/speed.jsonl")
     text = (ROOT / page).read_text()
-    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", speed_places(cells))
+    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", "speed", cells)
     assert made == text
     for name, picture in drawn.items():
         assert header(ROOT / "docs" / "images" / name) == digest(picture), name
@@ -338,7 +339,7 @@ def test_the_command(tmp_path):
     rows = tmp_path / "rows.jsonl"
     cells_of(tmp_path, two_contexts())
     done = command("--rows", str(rows))
-    assert done.returncode == 0 and done.stdout == speed_section(read_rows(rows))
+    assert done.returncode == 0 and done.stdout == speed_section(tables_of(read_rows(rows)))
     (tmp_path / "page.md").write_text("no place")
     done = command("--rows", str(rows), "--into", str(tmp_path / "page.md"), "--images", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")

@@ -13,7 +13,7 @@ from PIL import Image
 from lineartime import plot
 from lineartime.errors import ResourceError
 from lineartime.plot import digest, draw, figure_of
-from lineartime.report.pages import fill_pages, table_places
+from lineartime.report.pages import fill_pages
 from lineartime.reproduce.figures import IN_FRONT, PICTURES, pictures_of
 from lineartime.reproduce.results import positions_of, results_of
 from lineartime.reproduce.scales import SCALES, Cell
@@ -261,5 +261,5 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "page.md").write_text("<!-- table gau_ablation cpu: begin -->\n<!-- table: end -->\n")
     with pytest.raises(ResourceError, match="cannot make the folder") as raised:
-        fill_pages([tmp_path / "page.md"], tmp_path / "file", table_places(made_rows("gau_ablation")))
+        fill_pages([tmp_path / "page.md"], tmp_path / "file", "table", made_rows("gau_ablation"))
     assert "\n" not in str(raised.value)

@@ -17,23 +17,23 @@ from broken_rows import changed, lines_of_other_types, paths_of
 from lineartime.cli import report as cli_report
 from lineartime.errors import DataError, UsageError
 from lineartime.plot import digest
-from lineartime.report.pages import fill_pages, filled, speed_places, table_places
+from lineartime.report.pages import fill_pages, filled
 from lineartime.reproduce.figures import pictures_of
 from lineartime.reproduce.markdown import MEASURES, signed, speedup_texts, table_section, tables_shown
-from lineartime.reproduce.records import RECORDS, read_records
+from lineartime.reproduce.records import read_records
 from lineartime.reproduce.results import (
+    costs,
     curve_of,
+    gaps,
     of_cell,
-    paired,
     results_of,
-    seconds_per_step,
     speedups,
     spread,
     step_speedups,
     steps_to,
 )
 from lineartime.reproduce.scales import cells_of
-from lineartime.reproduce.tables import TABLES, printed, read_paper, step_speedup, value
+from lineartime.reproduce.tables import PAPER, TABLES, printed, step_speedup, value
 from made_rows import made_rows, step_row, times, train_row
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def line_of(section, measure, row):
 
 
 def test_every_number_of_the_paper_is_of_a_row_and_a_column_that_exist():
-    paper = read_paper()
+    paper = PAPER
     assert paper.keys() == TABLES.keys() and all(table.measures for table in TABLES.values())
     assert {name for table in TABLES.values() for name in table.measures} == MEASURES.keys()
     for name, table in paper.items():
@@ -123,8 +123,8 @@ def test_quality_is_that_of_the_whole_split_after_training_and_its_spread():
     rows = trained(cell, [(400, 4.0), (800, 3.0)], [(400, 2.9), (800, 3.1)])
     results = results_of("lm_wiki40b", "cpu", rows)
     assert of_cell(results.trained, "FLASH", "512").loss.tolist() == [3.0 + WHOLE, 3.1 + WHOLE]
-    mean, least, most, n = spread(results.trained.loss).loc[("FLASH", "512")]
-    assert (mean, least, most, n) == pytest.approx((3.05 + WHOLE, 3.0 + WHOLE, 3.1 + WHOLE, 2))
+    assert [*spread(results.trained.loss).loc[("FLASH", "512")]] == pytest.approx(
+        [3.05 + WHOLE, 3.0 + WHOLE, 3.1 + WHOLE])
     assert spread(results.trained.perplexity)["mean"]["FLASH", "512"] == pytest.approx(
         (math.exp(3.0 + WHOLE) + math.exp(3.1 + WHOLE)) / 2)
     assert curve_of(results, "FLASH", "512").mean(axis=1).to_dict() == pytest.approx({400: 3.45, 800: 3.05})
@@ -233,14 +233,14 @@ def test_cost_counts_the_tokens_of_a_step_and_not_of_a_micro_batch():
     row["tokens_per_step"] = 1024
     results = results_of("lm_wiki40b", "cpu", [*trained(cell, [(800, 3.0)]), row])
     assert results.steps["median"].tolist() == [100]
-    assert 800 * seconds_per_step(results)["FLASH", "512"] == pytest.approx(800 * 2 * 0.1)
+    assert 800 * costs(results).seconds["FLASH", "512"] == pytest.approx(800 * 2 * 0.1)
 
 
 def test_a_gap_is_taken_seed_by_seed():
     rows = [row for name, first in (("FLASH-Quad", 3.0), ("FLASH", 3.1)) for row in trained(
         cell_of("lm_wiki40b", name, "2048"), [(800, first)], [(800, first + (0.3 if name == "FLASH" else 0.1))])]
     results = results_of("gap", "cpu", rows)
-    gap = paired(results, ("FLASH", "LM 2048"), ("FLASH-Quad", "LM 2048"), "loss")
+    gap = of_cell(gaps(results, "loss"), "FLASH-Quad -> FLASH", "LM 2048")
     assert gap.tolist() == pytest.approx([0.1, 0.3])
     section = table_section(results)
     assert line_of(section, "Increase of the loss", "FLASH-Quad -> FLASH")[1] == "+0.20 (+0.10 to +0.30)"
@@ -431,21 +431,21 @@ def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
     page, images, rows = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images", made_rows("gap")
     page.parent.mkdir()
     page.write_text(PLACE + "<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
-    pictures = [path for path in fill_pages([page], images, table_places(rows)) if path.suffix == ".png"]
+    pictures = [path for path in fill_pages([page], images, "table", rows) if path.suffix == ".png"]
     text = page.read_text()
     assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n#### Table 5")
     assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
     assert pictures and all(f"](images/{path.name})" in text for path in pictures)
     with Image.open(pictures[0]) as picture:
         assert picture.text["Rows"] == digest(pictures_of(results_of("gap", "cpu", rows))[pictures[0].name])
-    fill_pages([page], images, table_places(rows))
+    fill_pages([page], images, "table", rows)
     assert page.read_text() == text
 
 
 def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PLACE + "<!-- speed: begin -->\nold speed\n<!-- speed: end -->\n")
-    fill_pages([page], tmp_path, speed_places([]))
+    fill_pages([page], tmp_path, "speed", [])
     assert page.read_text().startswith(PLACE) and "old speed" not in page.read_text()
 
 
@@ -457,15 +457,16 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
     with pytest.raises(UsageError) as raised:
-        fill_pages([page], images, table_places(made_rows("gap")))
+        fill_pages([page], images, "table", made_rows("gap"))
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
 def test_the_projects_pages_are_what_its_rows_give():
     """After new rows: lineartime report --into docs/results.md, and so for every page with a place for a table."""
+    records = read_records(ROOT / "lineartime/results/quality.jsonl")
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         if "<!-- table " in (text := page.read_text()):
-            made, drawn = filled(text, page, ROOT / "docs" / "images", table_places(read_records(RECORDS)))
+            made, drawn = filled(text, page, ROOT / "docs" / "images", "table", records)
             assert made == text
             for name, picture in drawn.items():
                 with Image.open(ROOT / "docs" / "images" / name) as file:

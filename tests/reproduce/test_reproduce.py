@@ -236,7 +236,7 @@ def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said
     program = place.out / "program"
     program.write_text(f"#!/bin/sh\necho '{said}'\n" + ("kill -9 $$\n" if code == -9 else f"exit {code}\n"))
     program.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr(runner, "LINEARTIME", [program])
     arguments = ["train"], "a run", place.out / "log", place, StopSignal()
     if isinstance(result, type):
         with pytest.raises(result) as raised:
