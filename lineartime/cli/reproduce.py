@@ -12,10 +12,12 @@ from lineartime.errors import DataError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require, require_name
 
+RECALL = "recall"
+
 
 def reproduce(
     tables: Annotated[list[str] | None, typer.Argument(
-        help=f"Tables and figures, by default all: {', '.join(TABLES)}.")] = None,
+        help=f"Tables and figures, by default all: {', '.join(TABLES)}; or {RECALL}, a study of its own.")] = None,
     scale: Annotated[str, typer.Option(help="paper, gpu or cpu: how large.")] = "cpu",
     texts: Annotated[Path | None, typer.Option(help="Folder with the texts of the scale, each in a folder.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for prepared text and runs; what is there goes on.")] = Path(
@@ -32,18 +34,25 @@ def reproduce(
     The same command goes on where it stopped; `lineartime report` shows the rows."""
     names = tables or list(TABLES)
     for name in names:
-        require_name("table", name, TABLES)
+        require_name("table", name, [*TABLES, RECALL])
+    require(names == [RECALL] or RECALL not in names, "recall is a study of its own", " ".join(names),
+            "give it a command of its own")
     require_name("scale", scale, SCALE_NAMES)
     size = cast(ScaleName, scale)
     for option, value in (("jobs", jobs), ("seeds", seeds)):
         require(value is None or value >= 1, "wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
+    from lineartime.recall.campaign import plan_lines, reproduce_recall
     from lineartime.reproduce import runner
     from lineartime.reproduce.records import read_records
     from lineartime.training import StopSignal
 
-    path = rows or out / "rows.jsonl"
+    path = rows or out / ("recall.jsonl" if names == [RECALL] else "rows.jsonl")
+    if plan and names == [RECALL]:
+        for line in plan_lines(runner.Place(texts, out, path, "cpu", 1, None, note)):
+            say(line)
+        return
     if plan:
         for name in names:
             for line in runner.plan_lines(name, size, read_records(path)):
@@ -53,6 +62,8 @@ def reproduce(
     at_once = jobs or (1 if where == "cuda" else os.cpu_count() or 1)
     place = runner.Place(texts, out, path, where, at_once, seeds, note)
     with StopSignal().listening() as stop:
-        n_rows = sum(runner.reproduce(name, size, place, stop) for name in names)
+        n_rows = (reproduce_recall(place, stop) if names == [RECALL] else
+                  sum(runner.reproduce(name, size, place, stop) for name in names))
     say(f"{n_rows:,} rows added to {path}" if n_rows else f"complete: {path} has every row; nothing to do.")
-    say(f"next     lineartime report {names[0] if len(names) == 1 else ''} --scale {scale} --rows {path}")
+    if names != [RECALL]:
+        say(f"next     lineartime report {names[0] if len(names) == 1 else ''} --scale {scale} --rows {path}")

@@ -14,10 +14,11 @@ import torch
 
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
+from lineartime.atomic_io import append_json_lines
 from lineartime.config import PRESETS, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.errors import DataError
-from lineartime.recall import report, study
+from lineartime.errors import DataError, ResourceError
+from lineartime.recall import campaign, report, study
 from lineartime.recall.measure import LEARNED, TIMES_LONGER, asked, learn, passed
 from lineartime.recall.tasks import (
     FIRST_NOISE,
@@ -30,6 +31,8 @@ from lineartime.recall.tasks import (
     ZOOLOGY_VOCABULARY,
 )
 from lineartime.recall.text import text_task
+from lineartime.reproduce.runner import Place
+from lineartime.training import StopSignal
 from tiny_runs import prepare_text
 
 
@@ -210,6 +213,34 @@ def test_a_study_that_is_stopped_says_so(tmp_path):
     process.send_signal(signal.SIGTERM)
     printed = process.communicate(timeout=60)[1]
     assert process.returncode == 143 and "the same command goes on" in printed.splitlines()[-1], printed
+
+
+def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
+    content = study.read_study()
+    small = {"flash": content["models"]["flash"]}
+    monkeypatch.setattr(campaign, "read_study", lambda: content | {"tasks": {"pairs": "all", "text": "few"}})
+    monkeypatch.setattr(campaign, "models_of", lambda task: list(small))
+    told: list[str] = []
+    place = Place(None, tmp_path / "out", tmp_path / "recall.jsonl", "cpu", 2, None, told.append)
+    calls: list[list[str]] = []
+
+    def call(arguments, label, log, place, stop):
+        calls.append(arguments)
+        done = study.Cell("flash", "pairs", study.config_of("flash", TASKS["pairs"], {}),
+                          study.training("pairs", TASKS["pairs"], {})).key
+        append_json_lines(place.rows, [done | {"learning_rate": rate, "seed": seed, "curve": []} for rate, seed in
+                                       ((1.5e-3, 0), (3e-3, 0), (6e-3, 0), (3e-3, 1), (3e-3, 2))])
+
+    monkeypatch.setattr(campaign, "call", call)
+    assert campaign.plan_lines(place) == ["pairs: flash"]
+    assert campaign.reproduce_recall(place, StopSignal()) == 5
+    assert calls == [["recall", "flash", "--task", "pairs", "--json", str(place.rows)]]
+    assert "[1/1] flash, pairs: done; 0 minutes are left" in told and any("text is left out" in line for line in told)
+    assert campaign.plan_lines(place) == ["pairs: complete"] and campaign.reproduce_recall(place, StopSignal()) == 0
+    monkeypatch.setattr(campaign, "call", lambda *arguments: "out of memory")
+    place.rows.unlink()
+    with pytest.raises(ResourceError, match="recall cannot be measured: flash, pairs; out of memory"):
+        campaign.reproduce_recall(place, StopSignal())
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
