@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines; or dots, which are names below each other."""
+    """Lines; or dots, which are names below each other; or a heat map."""
 
     title: str
     x_label: str
@@ -50,6 +50,8 @@ class Panel:
     lines: tuple[Line, ...] = ()
     dots: tuple[tuple[str, tuple[float, ...], str], ...] = ()
     """Of each name the numbers of its seeds, perhaps none, and what is written at the right."""
+    heat: tuple[tuple[str, tuple[float | None, ...]], ...] = ()
+    """Of each name, from the top, shares between 0 and 1 from left to right: a heat map. None is left white."""
     x_scale: Literal["linear", "log", "positions"] = "linear"
     """"positions" are powers of two."""
     contexts: tuple[tuple[int, str], ...] = ()
@@ -101,6 +103,7 @@ def figure_of(picture: Picture) -> "Figure":
     for i, (axes, panel) in enumerate(zip(places, panels, strict=False)):
         left = panels[i - 1] if i % n_columns else None
         draw_dots(axes, panel)
+        draw_heat(axes, panel)
         draw_lines(axes, panel)
         scale_axes(axes, panel, panels)
         axes.set_title(panel.title)
@@ -152,6 +155,22 @@ def draw_dots(axes: "Axes", panel: Panel) -> None:
         axes.set_ylim(len(panel.dots) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.08)
+
+
+def draw_heat(axes: "Axes", panel: Panel) -> None:
+    """A field for each share, the number in it."""
+    if not panel.heat:
+        return
+    names, shares = zip(*panel.heat, strict=True)
+    axes.imshow(np.array(shares, dtype=float), vmin=0, vmax=1, cmap="YlGnBu", aspect="auto")
+    for row, values in enumerate(shares):
+        for column, share in enumerate(values):
+            if share is not None:
+                axes.text(column, row, f"{share:.2f}".replace("0.", "."), ha="center", va="center", fontsize=8.5,
+                          color="white" if share > 0.6 else "#333333")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
+    axes.grid(visible=False)
 
 
 def scale_axes(axes: "Axes", panel: Panel, panels: Sequence[Panel]) -> None:

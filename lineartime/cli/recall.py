@@ -70,6 +70,6 @@ def recall(
     for text in report.lines_of(measured):
         say(text)
     if picture is not None and measured:
-        report.draw_picture(measured, picture)
-        say(f"picture  {picture}")
+        for drawn in report.draw_pictures(measured, picture):
+            say(f"picture  {drawn}")
     say(f"rows     {rows}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lineartime.plot import Line, Panel, Picture, draw
+from lineartime.plot import COLOURS, DASHED, Line, Panel, Picture, draw
 from lineartime.recall.measure import TIMES_LONGER, Row
 from lineartime.recall.study import TEXT, read_study, score
 from lineartime.recall.tasks import TASKS
@@ -14,6 +14,8 @@ from lineartime.recall.text import CHANCE, WHAT
 
 ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
 """What is asked, and the accuracy of a guess."""
+ANYWHERE = ("needle", TEXT)
+"""Tasks whose facts may stand anywhere in a row."""
 
 
 class Learned(NamedTuple):
@@ -117,23 +119,51 @@ def picture_of(rows: Sequence[Row], task: str) -> Picture:
     def point(place: float, values: Sequence[float]) -> tuple[float, ...]:
         return (place, statistics.fmean(values), min(values), max(values))
 
-    by_number = tuple(Line(each.model, tuple(point(n, values) for n in n_facts
-                                             if (values := each.accuracy(lengths[0], n)))) for each in models)
-    by_length = tuple(Line(each.model, tuple(point(length, values) for length in lengths
-                                             if (values := each.accuracy(length)))) for each in models)
-    by_step = tuple(Line(each.model, tuple((step, right) for step, _, right in each.rows[0]["curve"]))
-                    for each in models)
+    by_number, by_length, by_step = [], [], []
+    for i, each in enumerate(models):
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", ":", "--", "-.")[i // len(COLOURS)]}
+        by_number.append(Line(each.model, tuple(point(n, values) for n in n_facts
+                                                if (values := each.accuracy(lengths[0], n))), style))
+        by_length.append(Line(each.model, tuple(point(length, values) for length in lengths
+                                                if (values := each.accuracy(length))), style))
+        by_step.append(Line(each.model, tuple((step, right) for step, _, right in each.rows[0]["curve"]), style))
+    one_of_n = Line("1/n: a value of the row", tuple((n, max(1 / n, chance)) for n in n_facts),
+                    {**DASHED, "marker": "", "linestyle": (0, (1, 2))})
     panels = (
-        Panel(f"in rows of {lengths[0]} tokens", "facts in the row", "accuracy", by_number, x_scale="positions"),
-        Panel("in longer rows, all numbers", "tokens in the row", "accuracy", by_length, x_scale="positions"),
-        Panel("while it learns", "step", "accuracy", by_step))
+        Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", "accuracy", (*by_number, one_of_n),
+              x_scale="positions"),
+        Panel("in longer rows, all numbers", "tokens in the row", "accuracy", tuple(by_length),
+              x_scale="positions"),
+        Panel("while it learns", "step", "accuracy", tuple(by_step)))
     return Picture(
         f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
         "range of the seeds; the curves over steps are of the first seed.",
         tuple(replace(panel, level=chance, level_name="chance") for panel in panels))
 
 
-def draw_picture(rows: Sequence[Row], path: Path) -> None:
-    """Draw the picture of the first task that has rows. Raises ResourceError."""
+def depth_picture_of(rows: Sequence[Row], task: str) -> Picture:
+    """Accuracy by length of the row and place of the fact in it, a heat map for each model: the mean of its seeds."""
+    panels = []
+    for each in learned(rows, task):
+        told = [row["depth"] for row in each.rows if "depth" in row]
+        heat = []
+        for length in told[0] if told else ():
+            columns = [[share for share in column if share is not None]
+                       for column in zip(*(depth[length] for depth in told), strict=True)]
+            heat.append((length, tuple(statistics.fmean(column) if column else None for column in columns)))
+        panels.append(Panel(each.model, "place of the fact", "tokens in the row", heat=tuple(heat)))
+    what, chance = ABOUT[task]
+    return Picture(f"Recall, {what}, by length of the row and place of the fact in it, all numbers of facts. Chance is "
+                   f"{chance:.2g}.", tuple(panels))
+
+
+def draw_pictures(rows: Sequence[Row], path: Path) -> list[Path]:
+    """Draw the curves of the first task that has rows, and by place where facts may be anywhere, in a second file named
+    after the first; returns the files. Raises ResourceError."""
     task = next(name for name in ABOUT if any(row["task"] == name for row in rows))
     draw(picture_of(rows, task), path)
+    if task not in ANYWHERE:
+        return [path]
+    by_place = path.with_name(f"{path.stem}-by-place.png")
+    draw(depth_picture_of(rows, task), by_place)
+    return [path, by_place]

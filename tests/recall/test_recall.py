@@ -280,3 +280,17 @@ def test_the_noise_is_noise():
 def test_rows_that_come_with_the_package_are_of_the_study():
     for each in study.read_rows(study.ROWS):
         assert each["task"] in [*TASKS, "text"] and each["model"] in study.models_of(each["task"]), Path(study.ROWS)
+
+
+def test_facts_anywhere_have_a_heat_map(tmp_path):
+    rows = []
+    for model, seed, right in (("flash", 0, 0.25), ("flash", 1, 0.75), ("flash, all", 0, 1.0)):
+        depth = {str(256 * times): [right] * 7 + [None] for times in TIMES_LONGER}
+        rows.append(row(model, 3e-3, seed, right, None) | {"task": "needle", "n_facts": [1, 2, 4, 8], "length": 256,
+                                                           "depth": depth, "accuracy": {
+            str(256 * times): {str(n): right for n in (1, 2, 4, 8)} for times in TIMES_LONGER}})
+    heat = report.depth_picture_of(rows, "needle").panels[0].heat
+    assert heat[0] == ("256", (*[0.5] * 7, None)) and [name for name, _ in heat] == ["256", "512", "1024", "2048"]
+    drawn = report.draw_pictures(rows, tmp_path / "a.png")
+    assert [path.name for path in drawn] == ["a.png", "a-by-place.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
