@@ -268,7 +268,7 @@ def test_a_table_is_of_the_best_rate():
         ["flash", "500, never", *["0.80 (0.70-0.90)"] * 7], ["transformer++", "10", *["1.00"] * 7]]
     assert report.markdown(rows, "pairs").splitlines()[2].startswith("| flash | 500, never |")
     picture = report.picture_of(rows, "pairs")
-    assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++"]
+    assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++", "1/n: a value of the row"]
     assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
 
 
