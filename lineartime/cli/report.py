@@ -1,4 +1,4 @@
-"""The verb that shows what rows say: `lineartime report`, and `lineartime report speed`."""
+"""The verb that shows what rows say: `lineartime report`, `lineartime report speed` and `lineartime report recall`."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,50 +11,57 @@ from lineartime.errors import DataError, UsageError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require, require_name
 
-SPEED = "speed"
+SPEED, RECALL = "speed", "recall"
+WRITERS = {SPEED: "benchmark ... --json FILE", RECALL: "reproduce recall"}
+"""Reports with rows of their own, and the command that writes them."""
 
 
 def report(
     table: Annotated[str | None, typer.Argument(
-        help=f"A table or figure: {', '.join(TABLES)}, by default all; or {SPEED}, for speed and memory.")] = None,
+        help=f"A table or figure: {', '.join(TABLES)}, by default all; or {SPEED}, or {RECALL}.")] = None,
     scale: Annotated[str | None, typer.Option(help="paper, gpu or cpu; by default each that has rows.")] = None,
     rows: Annotated[Path | None, typer.Option(
         help="Rows of `lineartime reproduce`, or for speed of `lineartime benchmark --json`; by default "
              "the package's.")] = None,
     html: Annotated[Path | None, typer.Option(help="Page that gets all tables and their pictures in one file.")] = None,
     into: Annotated[list[Path] | None, typer.Option(
-        help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin --> or <!-- speed: begin -->; "
-             "may be given again.")] = None,
+        help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, <!-- speed: begin --> or "
+             "<!-- recall pairs: begin -->; may be given again.")] = None,
     images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
 ) -> None:
-    """The paper's numbers beside ours, as Markdown or one HTML page; or `speed`.
+    """The paper's numbers beside ours, as Markdown or one HTML page; or `speed`, or `recall`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
     given = {"TABLE": table, "--scale": scale, "--html": html}
-    what = SPEED if table == SPEED else "--into, whose places name their tables,"
-    for name in ("--scale", "--html") if table == SPEED else given if into else ():
+    what = table if table in WRITERS else "--into, whose places name their tables,"
+    for name in ("--scale", "--html") if table in WRITERS else given if into else ():
         require(not given[name], "arguments that do not go together", f"{what} takes no {name}", "leave one out")
-    require_name("table", table or SPEED, [*TABLES, SPEED])
+    require_name("table", table or SPEED, [*TABLES, *WRITERS])
     require_name("scale", scale or "cpu", SCALE_NAMES)
     if find_spec("pandas") is None:
         raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
     from lineartime.benchmark.rows import read_rows
+    from lineartime.recall.study import read_rows as read_recall
     from lineartime.reproduce.records import read_records
 
-    path = rows or Path(__file__).parents[1] / "results" / ("speed.jsonl" if table == SPEED else "quality.jsonl")
-    measured = read_rows(path) if table == SPEED else read_records(path)
+    path = rows or Path(__file__).parents[1] / "results" / (f"{table}.jsonl" if table in WRITERS else "quality.jsonl")
+    measured = {SPEED: read_rows, RECALL: read_recall}.get(table or "", read_records)(path)
     if not measured:
-        verb = "benchmark ... --json FILE" if table == SPEED else "reproduce"
-        raise DataError("no rows to report", path, f"`lineartime {verb}` writes them")
+        raise DataError("no rows to report", path, f"`lineartime {WRITERS.get(table or '', 'reproduce')}` writes them")
     if into:
-        from lineartime.report.pages import fill_pages  # they draw, and drawing imports torch
+        from lineartime.report.pages import Kind, fill_pages  # they draw, and drawing imports torch
 
-        for written in fill_pages(into, images, "speed" if table == SPEED else "table", measured):
+        kind: Kind = "speed" if table == SPEED else "recall" if table == RECALL else "table"
+        for written in fill_pages(into, images, kind, measured):
             say(f"written  {written}")
     elif table == SPEED:
         from lineartime.benchmark.markdown import speed_section
         from lineartime.benchmark.rows import tables_of
 
         print(speed_section(tables_of(measured)), end="")
+    elif table == RECALL:
+        from lineartime.recall.report import lines_of
+
+        print("\n".join(lines_of(measured)))
     else:
         from lineartime.reproduce.markdown import table_section, tables_shown
 

@@ -1,7 +1,7 @@
 """Recall for a person: a line for each run, a table and a picture for each task."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -139,6 +139,24 @@ def picture_of(rows: Sequence[Row], task: str) -> Picture:
         f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
         "range of the seeds; the curves over steps are of the first seed.",
         tuple(replace(panel, level=chance, level_name="chance") for panel in panels))
+
+
+def section(rows: Sequence[Row], task: str, show: Callable[[str, Picture], str]) -> str:
+    """A task's table and pictures in Markdown. show: draws a picture under a file name, and returns the link to it."""
+    own = [row for row in rows if row["task"] == task]
+    if not own:
+        return "Not measured yet."
+    what, chance = ABOUT[task]
+    lengths, _ = sizes(rows, task)
+    pictures = {f"recall-{task}.png": picture_of(rows, task)}
+    if task in ANYWHERE:
+        pictures[f"recall-{task}-by-place.png"] = depth_picture_of(rows, task)
+    commits = ", ".join(dict.fromkeys(str(row["commit"])[:10] for row in own))
+    told = (f"Accuracy, {what}: of rows of {lengths[0]} tokens by number of facts, and of longer ones with all "
+            f"numbers; mean of the seeds and their range. A guess has {chance:.2g}.")
+    return "\n\n".join([told, markdown(rows, task), *(f"![{picture.caption}]({show(name, picture)})"
+                                                     for name, picture in pictures.items()),
+                        f"<sub>`lineartime reproduce recall`; {len(own)} runs; commits {commits}.</sub>"])
 
 
 def depth_picture_of(rows: Sequence[Row], task: str) -> Picture:

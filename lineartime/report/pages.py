@@ -1,8 +1,8 @@
 """Pages with places for what was measured: between `<!-- speed: begin -->` and `<!-- speed: end -->`.
 
 `<!-- speed small: begin -->` shows a picture and a short table, made of the tables of these names.
-`<!-- table lm_wiki40b cpu: begin -->` shows a table of the paper at a scale. Places of the other report are left as
-they are.
+`<!-- table lm_wiki40b cpu: begin -->` shows a table of the paper at a scale, `<!-- recall pairs: begin -->` a task of
+recall. Places of other reports are left as they are.
 """
 
 import os
@@ -17,14 +17,17 @@ from lineartime.benchmark.markdown import speed_section
 from lineartime.benchmark.rows import tables_of
 from lineartime.errors import DataError, ResourceError, UsageError
 from lineartime.plot import Picture, draw
+from lineartime.recall.report import section as recall_section
+from lineartime.recall.study import read_study
 from lineartime.reproduce.figures import pictures_of
 from lineartime.reproduce.markdown import table_section
 from lineartime.reproduce.results import Results, results_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require_name
 
-Kind = Literal["speed", "table"]
-"""Of places: for speed and memory, of rows as the benchmark reads them, or for the paper's tables, of records."""
+Kind = Literal["speed", "table", "recall"]
+"""Of places: for speed and memory, of rows as the benchmark reads them; for the paper's tables, of records; for recall,
+of rows as its study reads them."""
 Show = Callable[[str, Picture], str]
 """A picture's file name and the picture -> the link to it."""
 
@@ -35,6 +38,9 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str], show: Show) -> str:
         return speed_section(tables_of(rows), shown=names, pictures=lambda table: [
             show(name, picture) for name, picture in [*speed_pictures_of(table).items()][: 1 if names else None]])
     name, scale = [*names, "", ""][:2]
+    if kind == "recall":
+        require_name("task", name, read_study()["tasks"])
+        return recall_section(rows, name, show)
     require_name("table", name, TABLES)
     require_name("scale", scale, SCALE_NAMES)
     # One heading below that of the question it answers.
