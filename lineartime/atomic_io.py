@@ -191,9 +191,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     reads, any other kind of file, a link to a regular file, and errors of the system."""
     try:
         if not _replaceable(path):
-            with open(path, "wb", buffering=0, opener=lambda name, flags: os.open(
-                    name, flags | os.O_NONBLOCK)) as file:  # a pipe that nobody reads is not waited for
-                os.set_blocking(file.fileno(), True)
+            with _open_now(path, "wb") as file:
                 yield file
             return
         remove_leftovers(path)
@@ -211,8 +209,18 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             raise
         fsync_folder(path.parent)
     except OSError as e:
-        why = "nobody reads this pipe" if e.errno == errno.ENXIO else e.strerror or str(e)
-        raise ResourceError("cannot write", path, why) from None
+        raise ResourceError("cannot write", path, _why(e)) from None
+
+
+def _open_now(path: Path, mode: str) -> IO[bytes]:
+    """Open a file for writing. A pipe that nobody reads is an error and not waited for. Raises OSError."""
+    file = open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+    os.set_blocking(file.fileno(), True)
+    return file
+
+
+def _why(error: OSError) -> str:
+    return "nobody reads this pipe" if error.errno == errno.ENXIO else error.strerror or str(error)
 
 
 def _replaceable(path: Path) -> bool:
@@ -274,7 +282,7 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     ResourceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
+        with _open_now(path, "ab") as file:
             if path.is_file():  # not a pipe
                 fcntl.flock(file, fcntl.LOCK_EX)  # what another process has half written is not cut off
                 whole, newline, last = path.read_bytes().rpartition(b"\n")
@@ -289,7 +297,7 @@ def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             if path.is_file():
                 os.fsync(file.fileno())
     except OSError as e:
-        raise ResourceError("cannot write", path, e.strerror) from None
+        raise ResourceError("cannot write", path, _why(e)) from None
 
 
 def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:

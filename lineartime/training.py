@@ -294,7 +294,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     def begin() -> tuple[LanguageModel, Objective, dict[str, str]]:
         kind = NextToken if settings.model.causal else MaskedTokens
         objective = kind(settings, open_split(data, "train"), open_split(data, "validation"))
-        return new_model(settings), objective, {TOKENIZER_FILE: (data / TOKENIZER_FILE).read_text(encoding="utf-8")}
+        return new_model(settings), objective, {TOKENIZER_FILE: read_bytes(data / TOKENIZER_FILE).decode()}
 
     result, already = fit_once(settings, facts, device, stop, begin,
                                lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)

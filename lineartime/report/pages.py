@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from lineartime.atomic_io import write_atomically
+from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.benchmark.figures import pictures_of as speed_pictures_of
 from lineartime.benchmark.markdown import speed_section
 from lineartime.benchmark.rows import tables_of
@@ -82,7 +82,7 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
     made, drawn = {}, {}
     for page in pages:
         try:
-            text = page.read_text(encoding="utf-8")
+            text = read_bytes(page).decode()
         except (OSError, UnicodeDecodeError) as e:
             raise DataError("cannot read the page", page, getattr(e, "strerror", None) or str(e)) from None
         made[page], pictures = filled(text, page, images, kind, rows)
