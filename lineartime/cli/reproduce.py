@@ -43,8 +43,8 @@ def reproduce(
         require(value is None or value >= 1, "wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
-    from lineartime.recall.campaign import plan_lines, reproduce_recall
     from lineartime.reproduce import runner
+    from lineartime.reproduce.recall import plan_lines, reproduce_recall
     from lineartime.reproduce.records import read_records
     from lineartime.training import StopSignal
 

@@ -18,7 +18,7 @@ from lineartime.atomic_io import append_json_lines
 from lineartime.config import PRESETS, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import DataError, ResourceError
-from lineartime.recall import campaign, report, study
+from lineartime.recall import report, study
 from lineartime.recall.measure import LEARNED, TIMES_LONGER, asked, learn, passed
 from lineartime.recall.tasks import (
     FIRST_NOISE,
@@ -31,6 +31,7 @@ from lineartime.recall.tasks import (
     ZOOLOGY_VOCABULARY,
 )
 from lineartime.recall.text import text_task
+from lineartime.reproduce import recall as campaign
 from lineartime.reproduce.runner import Place
 from lineartime.training import StopSignal
 from tiny_runs import prepare_text
