@@ -34,6 +34,7 @@ def recall(
         raise UsageError("not a setting of recall", ", ".join(sorted(wrong)))
     from lineartime.benchmark.measure import provenance
     from lineartime.recall import report, study
+    from lineartime.recall.measure import n_asked
     from lineartime.training import StopSignal
 
     content, about = study.read_study(), study.task_of(task, data)
@@ -42,21 +43,24 @@ def recall(
     names = [name for name in models or [] if Path(name) not in runs]
     if not runs and not names:
         names = content["lists"]["few" if task == study.TEXT else "main"]
-    train = study.training(task, about, given)
+    train = study.training(task, about, given if names else {})
     fields = {name: value for name, value in given.items() if name in MODEL_FIELDS}
     for name in names:
         study.config_of(name, about, fields)  # a wrong one is refused before the first is trained
     tried = numbers(rates) if rates else content["study"]["learning_rates"]
     n_seeds = seeds or content["study"]["seeds"]
     results_are_files()
-    for run in runs:
-        if data is None:
-            raise UsageError("a trained model is asked in text alone", run, "give --task text and --data")
-        row = study.ask_run(run, data, fields.get("context", about.length)) | provenance()
-        append_json_lines(rows, [row])
-        say(report.line(row))
     measured = []
     with StopSignal().listening() as stop, Terminal() as terminal:
+        for run in runs:
+            if data is None:
+                raise UsageError("a trained model is asked in text alone", run, "give --task text and --data")
+            length = fields.get("context", about.length)
+            progress = stop.watch("nothing is written", terminal.count, "asking", n_asked(length, about.n_facts))
+            row = study.ask_run(run, data, length, progress) | provenance()
+            append_json_lines(rows, [row])
+            say(report.line(row))
+
         def on_step(record: dict[str, Any]) -> None:
             stop.check("what is measured is in the rows; the same command goes on")
             terminal.step(record)

@@ -65,10 +65,21 @@ class Recall:
         return {"accuracy": sum(right) / len(right)}
 
 
+def n_test_rows(times: int) -> int:
+    """Test rows of so many times the trained length."""
+    return max(6, TEST_ROWS // times)
+
+
+def n_asked(length: int, n_facts: Sequence[int]) -> int:
+    """Tokens of all test rows."""
+    return sum(times * length * n_test_rows(times) for times in TIMES_LONGER) * len(n_facts)
+
+
 @torch.inference_mode()
-def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int,
-          seed: int = 7) -> tuple[Tensor, Rows]:
-    """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed`."""
+def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int, seed: int = 7,
+          progress: Callable[[int], None] = lambda n: None) -> tuple[Tensor, Rows]:
+    """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed`. progress is
+    called with the number of tokens read since the last time."""
     rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed((1 << 62) + seed))
     right = []
     for first in range(0, n_rows, at_once := max(1, 2048 // length)):
@@ -76,6 +87,7 @@ def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: i
         x_BTD = model.hidden(rows.ids_BT[part])
         at_BQD = rows.asked_BQ[part][..., None].expand(-1, -1, x_BTD.shape[-1])
         right.append(model.logits(x_BTD.gather(1, at_BQD)).argmax(-1) == rows.answer_BQ[part])
+        progress(x_BTD.shape[0] * x_BTD.shape[1])
     return torch.cat(right), rows
 
 
@@ -122,15 +134,25 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
     return row | ask_at_lengths(model, task, length, n_facts)
 
 
-def ask_at_lengths(model: LanguageModel, task: Task, length: int, n_facts: Sequence[int]) -> Row:
-    """The "accuracy" and the "depth" of `measure`, at the lengths that the model's position tables allow."""
+def ask_at_lengths(model: LanguageModel, task: Task, length: int, n_facts: Sequence[int],
+                   progress: Callable[[int], None] | None = None) -> Row:
+    """The "accuracy" and the "depth" of `measure`, at the lengths that the model's position tables allow. progress is
+    called with the number of tokens read, of `n_asked`, and may raise."""
     model.eval()
     accuracy: Row = {}
     depth: Row = {}
-    for times in TIMES_LONGER:
-        if model.config.max_len is not None and times * length > model.config.max_len:
-            continue
-        told = [asked(model, task, n, times * length, max(6, TEST_ROWS // times)) for n in n_facts]
+    limit = model.config.max_len
+    possible = [times for times in TIMES_LONGER if limit is None or times * length <= limit]
+    n_read = 0
+
+    def count(n: int) -> None:
+        nonlocal n_read
+        n_read += n
+        if progress is not None:
+            progress(n_read)
+
+    for times in possible:
+        told = [asked(model, task, n, times * length, n_test_rows(times), progress=count) for n in n_facts]
         accuracy[str(times * length)] = {str(n): round(right.double().mean().item(), 4)
                                          for n, (right, _) in zip(n_facts, told, strict=True)}
         right_K = torch.cat([right.flatten() for right, _ in told]).double()

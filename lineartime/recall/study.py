@@ -120,15 +120,16 @@ def measure_model(model: str, name: str, task: Task, train: TrainConfig, setting
         yield row_of(best, seed)
 
 
-def ask_run(run: Path, data: Path, length: int) -> Row:
-    """A trained model's accuracy on the task in text, which it has not learned. Raises as `load_with_split` does."""
+def ask_run(run: Path, data: Path, length: int, progress: Callable[[int], None] | None = None) -> Row:
+    """A trained model's accuracy on the task in text, which it has not learned. progress counts tokens, see
+    `ask_at_lengths`. Raises as `load_with_split` does."""
     model, stream, facts = load_with_split(run, data)
     require(model.config.causal, "only a causal model answers", f"{run}: causal = false")
     task = text_task(data, length)
     return {"kind": "recall", "task": TEXT, "model": run.name, "checkpoint": facts["checkpoint"], "settings": {},
             "data": stream.tokenizer_sha256, "training": {}, "learning_rate": None, "seed": 0, "length": length,
             "n_facts": list(task.n_facts), "curve": [], "passed": None,
-            **ask_at_lengths(model, task, length, task.n_facts)}
+            **ask_at_lengths(model, task, length, task.n_facts, progress)}
 
 
 def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:

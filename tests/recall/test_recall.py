@@ -33,8 +33,8 @@ from lineartime.recall.tasks import (
 from lineartime.recall.text import text_task
 from lineartime.reproduce import recall as campaign
 from lineartime.reproduce.runner import Place
-from lineartime.training import StopSignal
-from tiny_runs import prepare_text
+from lineartime.training import StopSignal, train
+from tiny_runs import SETTINGS, prepare_text
 
 
 def drawn(name: str, n_facts: int, length: int, n_rows: int = 5):
@@ -295,3 +295,19 @@ def test_facts_anywhere_have_a_heat_map(tmp_path):
     drawn = report.draw_pictures(rows, tmp_path / "a.png")
     assert [path.name for path in drawn] == ["a.png", "a-by-place.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
+    data, out, rows = prepare_text(tmp_path), tmp_path / "run", tmp_path / "rows.jsonl"
+    train({"model": "flash", "data": str(data), "out": str(out), **SETTINGS, "steps": 2, "warmup_steps": 1})
+    monkeypatch.setattr("lineartime.recall.measure.TIMES_LONGER", (1,))
+    code, printed, err = call("recall", out, "--task", "text", "--data", data, "--json", rows, "--set", "context=640")
+    assert code == 0 and printed.startswith("run, text: 640: "), err
+    asked_row = json.loads(rows.read_text())
+    assert asked_row["accuracy"].keys() == {"640"} and asked_row["model"] == "run" and asked_row["curve"] == []
+    assert all(0 <= right < 0.5 for right in asked_row["accuracy"]["640"].values())
+    for arguments, match in (((out,), "a trained model is asked in text alone"),
+                             ((out, "--task", "text"), "the task text reads prepared text"),
+                             (("--data", data), "leave out --data")):
+        code, _, err = call("recall", *arguments, "--json", rows)
+        assert_refused(code, err, 2, match)
