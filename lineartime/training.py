@@ -53,20 +53,23 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
-                     config: TrainConfig) -> tuple[float, float]:
+                     config: TrainConfig, between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
     batch: the tensors of `Objective.batch`, split into micro-batches of `n_rows` rows, which are weighted by their
     numbers of targets. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm
-    returned is the mean of their norms; with "global" the average is clipped. Raises NumericsError, and leaves `.grad`
-    unusable, if the loss or the norm is not finite."""
+    returned is the mean of their norms; with "global" the average is clipped. between is called before each
+    micro-batch, and may raise. Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
+    n_targets = max(sum(counts), 1)
     total: list[Tensor] = []
     losses, norms = [], []
     for micro_batch, count in zip(micro_batches, counts, strict=True):
-        share = count / max(sum(counts), 1)
+        between()
+        share = count / n_targets
         with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             loss = objective.losses(model, *micro_batch).sum() / max(count, 1)
         model.zero_grad(set_to_none=True)
@@ -206,7 +209,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             group["lr"] = learning_rate
         fits = True
         try:
-            loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config)
+            loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config,
+                                          partial(stop_if_asked, step))  # a large batch takes minutes
             optimizer.step()
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None

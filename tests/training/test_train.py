@@ -348,6 +348,23 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run(how, stops, data, tmp_p
     assert_same(out, whole)
 
 
+def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch, whole):
+    """Asked in the first of the two micro-batches of step 4, it saves step 3 and does not begin the second."""
+    out, stop, true_losses, calls = tmp_path / "run", StopSignal(), NextToken.losses, itertools.count(1)
+
+    def losses(self, model, *batch):
+        if next(calls) == 7:
+            stop.number = signal.SIGTERM
+        return true_losses(self, model, *batch)
+
+    monkeypatch.setattr(NextToken, "losses", losses)
+    with pytest.raises(Stopped, match="saved at step 3 of 8"):
+        run_fit(data, out, steps=8, stop=stop)
+    assert next(calls) == 8 and steps_saved(out) == steps_done(out) == 3
+    run_fit(data, out, steps=8)
+    assert_same(out, whole)
+
+
 @pytest.mark.parametrize("place", ["loss", "held_out"])
 @pytest.mark.parametrize("how", ["asked", "dies"])
 def test_a_run_stopped_at_its_last_step_is_scored_once(how, place, data, tmp_path):
