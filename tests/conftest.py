@@ -57,7 +57,7 @@ def poisoned(make):
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes():
     """Processes that run the command line; see `train_process`."""
     from train_process import Processes
@@ -65,6 +65,16 @@ def processes():
     processes = Processes()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def warm_command():
+    """What stands for `python -m lineartime` and starts at once; see `warm_command`."""
+    from warm_command import WarmCommand
+
+    warm = WarmCommand()
+    yield warm.command
+    warm.close()
 
 
 def pytest_collection_modifyitems(items):

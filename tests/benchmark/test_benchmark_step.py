@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lineartime.benchmark import cells as bench_cells
 from lineartime.benchmark import measure, peers, step
 from lineartime.benchmark.cells import named_calls, read_cells, shape_named, shaped_config
 from lineartime.benchmark.peers import Peer, build, parse_label
@@ -19,10 +20,11 @@ from lineartime.benchmark.step import benchmark_step, random_batch, step_cases
 from lineartime.cli import benchmark as cli
 from lineartime.cli.verbs import app
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
-from lineartime.errors import NumericsError, ResourceError, UsageError
+from lineartime.errors import ResourceError, UsageError
 from lineartime.info import describe
 from lineartime.model import LanguageModel
 from lineartime.training import compute_gradient
+from workers_here import work_here
 
 TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, "gau": {"n_layers": 2},
         "pairs": {"n_layers": 1, "n_heads": 2}}
@@ -39,30 +41,7 @@ def cells(*labels, contexts=(64,), precisions=("float32",), **options):
 @pytest.fixture
 def here(monkeypatch):
     """Workers that are generators of this process; what they were asked is in the list."""
-    asked = []
-
-    class Here:
-        def __init__(self, job, arguments):
-            self.arguments, self.job, self.answers = arguments, job, None
-
-        def ask(self, order=None):
-            asked.append((self.arguments["label"], order))
-            try:
-                if self.answers is None:
-                    self.answers = self.job(**self.arguments, **(order or {}))
-                    return next(self.answers)
-                return self.answers.send(order)
-            except (NumericsError, UsageError) as e:
-                return {"failed": str(e)}
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(step.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(measure, "Worker", Here)
-    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
-    monkeypatch.setattr(measure, "choose_settings", lambda device: {"chosen": "here"})
-    return asked
+    return work_here(monkeypatch)
 
 
 def test_a_label_is_a_model_and_how_it_runs():
@@ -353,12 +332,14 @@ def test_a_wrong_file_of_cells_is_refused(tmp_path):
         shape_named("smal")
 
 
-def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path, monkeypatch):
+def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path, monkeypatch, warm_command):
     """Each is a process; its rows get its name. What failed is tried again, after the others."""
     path, rows = tmp_path / "cells.toml", tmp_path / "rows.jsonl"
     sizes = "--repeats 1 " + " ".join(f"--set {name}={n}" for name, n in {
         "n_layers": 1, "d_model": 16, "vocab_size": 32, "chunk_size": 8, "query_key_dim": 8}.items())
-    path.write_text(f'[short]\n"a/wrong" = "step flash --contexts many"\n"b/16" = "step flash --contexts 16 {sizes}"\n')
+    path.write_text('[short]\n"a/wrong" = "step flash --contexts many"\n'
+                    f'"b/16" = "decode flash --lengths 16 {sizes}"\n')
+    monkeypatch.setattr(bench_cells, "LINEARTIME", warm_command)
 
     def run(names, commit="abc"):
         monkeypatch.setattr(measure, "commit", lambda: commit)
@@ -369,7 +350,7 @@ def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path, monkeyp
         return [line.partition(":")[0] for line in told if "(" in line]
 
     assert run(["short"]) == ["a/wrong", "b/16"]
-    (row,) = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert (row["cell"], row["model"], row["benchmark"]) == ("b/16", "flash", "step")
-    rows.write_text(json.dumps(row | {"commit": "abc"}) + "\n")
+    made = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["cell"], row["model"], row["benchmark"]) for row in made] == [("b/16", "flash", "decode")] * 2
+    rows.write_text("".join(json.dumps(row | {"commit": "abc"}) + "\n" for row in made))
     assert run(["short"]) == ["a/wrong"] and run(["short"], "abd") == ["b/16", "a/wrong"]

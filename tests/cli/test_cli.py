@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,20 @@ SMALL = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8
          "--context", "32", "--tokens-per-step", "64", "--set", "micro_batch_tokens=64", "--set", "warmup_steps=1"]
 
 
-def lineartime(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+COLD = (sys.executable, "-m", "lineartime")
+
+
+def lineartime(*arguments: object, command: Sequence[str] = COLD) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "lineartime", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, *map(str, arguments)], input="", capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory, warm_command: list[str]) -> Path:
     root = tmp_path_factory.mktemp("cli")
     (root / "book.txt").write_text(TEXT)
-    done = lineartime("prepare", root / "book.txt", "--out", root / "data", "--tokenizer", "bytes", "--held-out", "0.2")
+    done = lineartime("prepare", root / "book.txt", "--out", root / "data", "--tokenizer", "bytes", "--held-out", "0.2",
+                      command=warm_command)
     assert done.returncode == 0, done.stderr
     return root / "data"
 
@@ -74,21 +78,22 @@ def test_arguments_are_checked_before_torch_is_imported(arguments: list[str]) ->
         assert_refused(done.returncode, done.stderr, 2)
 
 
-def test_train_says_where_everything_is(run: Path, data: Path) -> None:
+def test_train_says_where_everything_is(run: Path, data: Path, warm_command: list[str]) -> None:
     for name in ("metrics.jsonl", "result.json", "sample.txt", "loss.png", "run.json", "latest/model.safetensors"):
         assert (run / name).stat().st_size > 0
     result = json.loads((run / "result.json").read_text())
     assert result["held_out"]["bits_per_byte"] > 0 and result["xz_bits_per_byte"] > 0 and result["peak_mib"] > 50
-    again = lineartime("train", "flash", "--data", data, "--out", run, "--steps", 3, *SMALL)
+    again = lineartime("train", "flash", "--data", data, "--out", run, "--steps", 3, *SMALL, command=warm_command)
     assert again.returncode == 0 and "complete" in again.stdout and "--out" in again.stdout
     assert "step 1/" not in again.stderr
 
 
-def test_a_toml_file_and_overrides(data: Path, tmp_path: Path) -> None:
+def test_a_toml_file_and_overrides(data: Path, tmp_path: Path, warm_command: list[str]) -> None:
     (tmp_path / "run.toml").write_text(f'model = "flash"\ndata = "{data}"\nout = "{tmp_path / "run"}"\nn_layers = 1\n'
                                        "d_model = 16\nquery_key_dim = 8\nchunk_size = 8\ncontext = 32\nsteps = 9\n"
                                        "tokens_per_step = 64\nmicro_batch_tokens = 64\nwarmup_steps = 1\n")
-    done = lineartime("train", tmp_path / "run.toml", "--steps", 2, "--set", "learning_rate=1e-3", "--set", "clip=none")
+    done = lineartime("train", tmp_path / "run.toml", "--steps", 2, "--set", "learning_rate=1e-3", "--set", "clip=none",
+                      command=warm_command)
     assert done.returncode == 0, done.stderr
     stored = json.loads((tmp_path / "run" / "run.json").read_text())["train"]
     assert stored["steps"] == 2 and stored["learning_rate"] == 1e-3 and stored["clip"] is None

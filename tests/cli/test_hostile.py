@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from lineartime.training import new_model
 LINEARTIME = [sys.executable, "-m", "lineartime"]
 
 
-def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(line: str, command: Sequence[str] = LINEARTIME, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command line, in which `lineartime` is the command, in a shell that fails if any part of a pipe fails."""
-    line = line.replace("lineartime ", " ".join(LINEARTIME) + " ")
+    line = line.replace("lineartime ", " ".join(command) + " ")
     return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=120,
                           env={**os.environ, **environment}, errors="surrogateescape")
 
@@ -141,8 +141,8 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
         assert_refused(code, err, 3, path)
 
 
-def test_an_endless_stdin_is_refused() -> None:
-    done = shell("lineartime generate --model small - < /dev/zero")
+def test_an_endless_stdin_is_refused(warm_command: list[str]) -> None:
+    done = shell("lineartime generate --model small - < /dev/zero", warm_command)
     assert_refused(done.returncode, done.stderr, 2, "the prompt is too long: stdin")
 
 
@@ -182,33 +182,33 @@ def test_odd_values_are_refused(call: Call, tmp_path: Path) -> None:
     assert_refused(code, err, 2, "wrong value: data = 'a\\x00b'")
 
 
-def test_a_stdout_that_is_full_or_closed(tmp_path: Path) -> None:
+def test_a_stdout_that_is_full_or_closed(tmp_path: Path, warm_command: list[str]) -> None:
     (tmp_path / "a.txt").write_text("some text " * 2000)
     prepare = f"lineartime prepare {tmp_path}/a.txt --tokenizer bytes --held-out 0.2 --out {tmp_path}"
     train = (f"lineartime train flash --data {tmp_path}/1 --steps 2 --context 32 --tokens-per-step 64 "
              "--set micro_batch_tokens=64 --set warmup_steps=1 --set n_layers=1 --set d_model=16 --set chunk_size=8 "
              f"--set query_key_dim=8 --out {tmp_path}")
-    for line, folder in ((f"{prepare}/1 | true", "1"), (f"{prepare}/2 >&-", "2"),
-                         (f"{train}/run1 > /dev/full 2>&1", "run1")):
-        done = shell(line)
+    for line, folder, command in ((f"{prepare}/1 | true", "1", warm_command), (f"{prepare}/2 >&-", "2", LINEARTIME),
+                                  (f"{train}/run1 > /dev/full 2>&1", "run1", warm_command)):
+        done = shell(line, command)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), line
         assert (tmp_path / folder / ("result.json" if "run" in folder else "manifest.json")).exists()
     full = shell("lineartime info flash > /dev/full")  # here the text is the result
     assert (full.returncode, full.stderr) == (6, "error: No space left on device\n")
-    assert shell("lineartime info flash | head -1").returncode == 0
+    assert shell("lineartime info flash | head -1", warm_command).returncode == 0
     assert shell("lineartime info flash >&-").returncode == 0
 
 
-def test_what_a_terminal_lacks_is_written_as_an_escape(tmp_path: Path) -> None:
+def test_what_a_terminal_lacks_is_written_as_an_escape(tmp_path: Path, warm_command: list[str]) -> None:
     for name in ("utf-8", "latin-1", "ascii"):
         done = shell("lineartime info 'naïve東京'", PYTHONIOENCODING=name)
         assert done.returncode == 2 and done.stderr.startswith("error: unknown model: na")
     markup = tmp_path / "[red]x[/red]"
     markup.mkdir(parents=True)
     (markup / "a.txt").write_text("text")
-    done = shell(f"lineartime prepare '{markup}/a.txt' --tokenizer bytes --out '{markup}/out'")
+    done = shell(f"lineartime prepare '{markup}/a.txt' --tokenizer bytes --out '{markup}/out'", warm_command)
     assert done.returncode == 0 and str(markup) in done.stdout
-    done = shell("lineartime generate --model small --max-new-tokens 1 $'a\\x1b]0;title\\x07b'")
+    done = shell("lineartime generate --model small --max-new-tokens 1 $'a\\x1b]0;title\\x07b'", warm_command)
     assert "\x1b" not in done.stdout and done.stdout.startswith("a\\x1b]0;title\\x07b")
 
 

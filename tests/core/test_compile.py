@@ -38,9 +38,10 @@ def gradients(model, rows_BT, dtype):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("name", "length", "dtype", "checkpointing"), [
-    ("flash", 512, torch.bfloat16, False), ("flash", 512, torch.bfloat16, True), ("flash", 512, torch.float32, False),
+    ("flash", 512, torch.bfloat16, False), ("flash", 512, torch.bfloat16, True),
     ("flash, documents", 203, torch.float32, False), ("transformer++", 203, torch.float32, False),
-    pytest.param("long memory", 203, torch.float32, False, marks=pytest.mark.campaign)])
+    *(pytest.param(*case, torch.float32, False, marks=pytest.mark.campaign)
+      for case in (("flash", 512), ("long memory", 203)))])
 def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing):
     """At most twice as far from float64 as eager layers in the same type, or the rounding of a few operations in that
     type. 203 tokens end inside a chunk."""

@@ -18,7 +18,7 @@ from drills.disk import Disk
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/helpers"]))
-SHARE = ["kills=4", "corruptions=10", "commands=16"]
+SHARE = ["kills=3", "corruptions=6", "commands=10"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

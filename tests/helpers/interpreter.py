@@ -60,4 +60,22 @@ def mend() -> None:
     builder.create_fp_to_fp = to_bfloat16_or(convert)
 
 
+def hasten() -> None:
+    """The interpreter looks for overflows and then drops what it found, and prepares the language again for every call
+    of a function inside a kernel, where the kernel's launch can prepare all of it."""
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    prepare = interpreter._patch_lang
+
+    def prepare_all(kernel):
+        scope = prepare(kernel)
+        scope._changes += prepare(tl.zeros.fn)._changes  # the language as its own functions see it
+        return scope
+
+    def call(self, *args, **kwargs):
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = prepare_all, call
+
+
 mend()
+hasten()

@@ -3,6 +3,7 @@
 `python train_process.py` answers each line of JSON. A process says in the file `events` what it is doing, a line as it
 begins and one as it ends, and can be asked to wait at one of these lines until the file `go` is there."""
 
+import gc
 import json
 import os
 import resource
@@ -153,4 +154,6 @@ def warm_up():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warm_up()
+    gc.collect()
+    gc.freeze()  # so that processes go on sharing what is imported
     serve()

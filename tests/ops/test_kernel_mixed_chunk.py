@@ -51,12 +51,16 @@ EVERY_HELD = [(dtype, causal, with_documents) for dtype in DTYPES for causal in 
               for with_documents in (False, True)]
 
 
+ON_PUSH = {torch.bfloat16: {(True, False), (True, True), (False, False), (False, True)},
+           torch.float32: {(True, False), (False, True)}, torch.float16: {(False, True)}}
+
+
 @pytest.mark.parametrize(("dtype", "causal", "with_documents"), [
-    pytest.param(*case, marks=() if case[1] != case[2] or case[0] == torch.bfloat16 else pytest.mark.campaign)
-    for case in EVERY_HELD])
+    pytest.param(*case, marks=() if case[1:] in ON_PUSH[case[0]] else pytest.mark.campaign) for case in EVERY_HELD])
 def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool) -> None:
-    """Two chunks and part of a third in an odd number of rows, or one row."""
-    n_rows, n_tokens = (1, 133) if dtype == torch.float32 else (3, 261) if with_documents else (1, 261)
+    """Two chunks and part of a third in an odd number of rows, or one row; in float32 one and a part."""
+    odd = with_documents and not causal and dtype == torch.bfloat16
+    n_rows, n_tokens = (1, 133) if dtype == torch.float32 else (3, 261) if odd else (1, 261)
     assert_held(make_inputs(n_rows, n_tokens, dtype), chunk_size=128, causal=causal,
                 segment_ids_BT=documents(n_rows, n_tokens) if with_documents else None)
 

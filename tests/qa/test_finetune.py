@@ -214,9 +214,8 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
     assert_same_outcome(out, done)
 
 
-def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path):
-    process = subprocess.Popen([sys.executable, "-m", "lineartime",
-                                *map(str, arguments(folder, tmp_path / "out", "--epochs", "500"))],
+def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path, warm_command):
+    process = subprocess.Popen([*warm_command, *map(str, arguments(folder, tmp_path / "out", "--epochs", "500"))],
                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 100
     while not (tmp_path / "out" / RATES[0] / "metrics.jsonl").exists() and time.monotonic() < deadline:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import text_files
@@ -22,6 +23,7 @@ from lineartime.reproduce.scales import SCALES, Cell, Scale, Text, cells_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES
 from lineartime.training import StopSignal
 from made_questions import write_questions
+from workers_here import work_here
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
 CONV, GATED = "FLASH, key convolution, scales 1, no RoPE", "the same, and a gate, {}"
@@ -154,7 +156,23 @@ def tiny(tmp_path, monkeypatch):
     return place, told
 
 
-def test_a_table_is_made_and_only_once(tiny):
+@pytest.fixture
+def warm(warm_command, monkeypatch):
+    """Runs start at once, but evaluations take a second, in which they can be stopped. The run that is asked to stop
+    starts as they all do outside of tests."""
+    wait = 'case "$*" in *" -- evaluate "*) sleep 1;; esac; exec "$@"'
+    monkeypatch.setattr(runner, "LINEARTIME", ["sh", "-c", wait, "sh", *warm_command])
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Steps are timed in this process, which goes on with the threads that it had."""
+    work_here(monkeypatch)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_a_table_is_made_and_only_once(tiny, warm, here):
     place, told = tiny
     first = dataclasses.replace(place, seeds=1)
     assert runner.reproduce("speedup", "cpu", first, StopSignal()) == 4  # two runs, two step times
@@ -190,7 +208,7 @@ def test_a_table_is_made_and_only_once(tiny):
     assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_records(place.rows))[1:])
 
 
-def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again(tiny, monkeypatch):
+def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again(tiny, warm, monkeypatch):
     """One row of a run, also when it was stopped between training and either evaluation."""
     place, _ = tiny
     monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(
@@ -248,7 +266,7 @@ def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said
     assert told == ["  a run: starts"]
 
 
-def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny, monkeypatch):
+def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny, warm, monkeypatch):
     place, _ = tiny
     diverging = dataclasses.replace(TINY, seeds=1, train={**TINY.train, "learning_rate": 1e30})
     monkeypatch.setitem(scales.SCALES, "cpu", diverging)
@@ -271,7 +289,7 @@ def test_a_text_that_memory_is_too_small_for_ends_the_table(tiny, monkeypatch):
 
 
 @pytest.mark.campaign
-def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, monkeypatch):
+def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, warm, monkeypatch):
     """One job gives two rows; where a kill took the second, the first is not made again."""
     place, _ = tiny
     (place.texts / "q").mkdir()

@@ -33,7 +33,7 @@ from lineartime.run import Run, read_metrics, read_result
 from lineartime.training import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
-from train_process import Launches, Processes
+from train_process import Launches
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -525,17 +525,15 @@ CHANGES = {"learning_rate": 0.02, "steps": 9, "seed": 1, "clip": "none", "clip_s
 
 
 @pytest.fixture(scope="module")
-def unfinished(data, tmp_path_factory):
+def unfinished(data, processes, tmp_path_factory):
     """The command line's run, stopped at step 4 of 8."""
     out = tmp_path_factory.mktemp("unfinished") / "run"
-    processes = Processes()
     launches = Launches(processes, out.parent, command(data, out, steps=8))
     pid = launches.start(wait_at="end of save 2")
     launches.wait_for("end of save 2")
     os.kill(pid, signal.SIGTERM)
     (launches.folder / "go").touch()
     assert processes.wait(pid) == 143, launches.printed()
-    processes.close()
     return out
 
 
@@ -741,26 +739,23 @@ def test_another_error_is_not_taken_for_lack_of_memory(data, tmp_path, monkeypat
         run_fit(data, tmp_path / "run")
 
 
-def test_with_little_memory_the_size_it_names_works(data, tmp_path):
-    processes = Processes()
+def test_with_little_memory_the_size_it_names_works(data, processes, tmp_path):
     # The logits of 131,072 tokens alone are 134 MB, and their loss and gradient as much again.
     sizes = {"context": 256, "tokens_per_step": 512 * 256, "steps": 2, "warmup_steps": 1}
-    try:
-        def launch(size):
-            arguments = command(data, tmp_path / "run", **sizes, micro_batch_tokens=size)
-            launches = Launches(processes, tmp_path / str(size), arguments, memory=200 << 20)
-            return launches.run(), launches.printed()
 
-        status, printed = launch(512 * 256)
-        found = re.search("error: out of memory: micro_batch_tokens = 131072, context = 256; "
-                          r"micro_batch_tokens = (\d+) fits", printed)
-        assert status == 6 and found, printed
-        fits = int(found[1])
-        assert fits in [256 * 2**i for i in range(9)]
-        status, printed = launch(fits)
-        assert status == 0, printed
-    finally:
-        processes.close()
+    def launch(size):
+        arguments = command(data, tmp_path / "run", **sizes, micro_batch_tokens=size)
+        launches = Launches(processes, tmp_path / str(size), arguments, memory=200 << 20)
+        return launches.run(), launches.printed()
+
+    status, printed = launch(512 * 256)
+    found = re.search("error: out of memory: micro_batch_tokens = 131072, context = 256; "
+                      r"micro_batch_tokens = (\d+) fits", printed)
+    assert status == 6 and found, printed
+    fits = int(found[1])
+    assert fits in [256 * 2**i for i in range(9)]
+    status, printed = launch(fits)
+    assert status == 0, printed
 
 
 def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, warned, capsys, whole):

@@ -1,0 +1,114 @@
+"""`lineartime` in processes forked from one that has imported everything: what a test starts without the start-up.
+
+`python warm_command.py SOCKET --info flash` hands its arguments, folder, environment, descriptors and signals on to
+such a process and ends as that does; it imports little. Tests of the start-up itself use `python -m lineartime`."""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+class WarmCommand:
+    """The process that is forked; `command` stands for `python -m lineartime`."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="warm-")
+        path = os.path.join(self.folder.name, "socket")
+        helpers = Path(__file__).parent
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [helpers.parents[1], helpers]))}
+        self.server = subprocess.Popen([sys.executable, __file__, path], stdin=subprocess.DEVNULL, env=environment,
+                                       stdout=subprocess.PIPE)
+        assert self.server.stdout.readline() == b"ready\n"
+        self.command = [sys.executable, "-S", "-E", __file__, path, "--"]
+
+    def close(self):
+        self.server.terminate()
+        self.server.wait(30)
+        self.server.stdout.close()
+        self.folder.cleanup()
+
+
+def ask(path, arguments):
+    """Be the process that runs the command, as far as anybody outside can tell."""
+    with socket.socket(socket.AF_UNIX) as pipe:
+        pipe.connect(path)
+        request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
+        socket.send_fds(pipe, [json.dumps(request).encode() + b"\n"], [0, 1, 2])
+        answers = pipe.makefile()
+        pid = int(answers.readline())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: os.kill(pid, number))
+        code = int(answers.readline())
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def serve(path):
+    """Fork for every request; return, in the process that is to run a command."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("ready", flush=True)
+        while True:
+            pipe, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                return attend(pipe)
+            pipe.close()
+            while os.waitpid(-1, os.WNOHANG)[0]:  # there is one at least: the process that was just started
+                pass
+
+
+def attend(pipe):
+    """Start what one request asks for and say how it ends; return in the process that runs it."""
+    text, descriptors, _, _ = socket.recv_fds(pipe, 1 << 16, 3)
+    while not text.endswith(b"\n"):
+        text += pipe.recv(1 << 16)
+    pid = os.fork()
+    if pid:
+        pipe.sendall(f"{pid}\n".encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        pipe.sendall(f"{code}\n".encode())
+        os._exit(0)
+    pipe.close()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    request = json.loads(text)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["lineartime", *request["arguments"]]
+    sys.stdin, sys.stdout, sys.stderr = (open(n, mode, encoding="utf-8", closefd=False) for n, mode in enumerate("rww"))
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        ask(sys.argv[1], sys.argv[3:])
+    import torch
+
+    import train_process  # everything that a run imports
+    from lineartime.cli import verbs
+
+    torch.set_num_threads(1)
+    train_process.warm_up()
+    gc.collect()
+    gc.freeze()  # so that processes go on sharing what is imported
+    serve(sys.argv[1])
+    code = 1
+    try:
+        verbs.main()
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
