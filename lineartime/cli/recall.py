@@ -1,5 +1,7 @@
 """The verb that measures recall: `lineartime recall`."""
 
+import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +52,13 @@ def recall(
     tried = numbers(rates) if rates else content["study"]["learning_rates"]
     n_seeds = seeds or content["study"]["seeds"]
     results_are_files()
+
+    def made(name: str) -> dict[str, Any]:
+        """Where a row comes from, without the folders of the machine."""
+        words = ["lineartime", "recall", name, "--task", task, *(part for text in settings or []
+                                                                 for part in ("--set", text))]
+        return provenance() | {"command": shlex.join(words)}
+
     measured = []
     with StopSignal().listening() as stop, Terminal() as terminal:
         for run in runs:
@@ -57,7 +66,7 @@ def recall(
                 raise UsageError("a trained model is asked in text alone", run, "give --task text and --data")
             length = fields.get("context", about.length)
             progress = stop.watch("nothing is written", terminal.count, "asking", n_asked(length, about.n_facts))
-            row = study.ask_run(run, data, length, progress) | provenance()
+            row = study.ask_run(run, data, length, progress) | made(run.name)
             append_json_lines(rows, [row])
             say(report.line(row))
 
@@ -67,7 +76,7 @@ def recall(
 
         for number, name in enumerate(names, 1):
             note(f"{name} ({number} of {len(names)}), {task}: {len(tried)} learning rates, {n_seeds} seeds")
-            for row in study.measure_model(name, task, about, train, fields, tried, n_seeds, rows, provenance,
+            for row in study.measure_model(name, task, about, train, fields, tried, n_seeds, rows, partial(made, name),
                                            on_step=on_step):
                 measured.append(row)
                 say(report.line(row))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from lineartime.plot import COLOURS, DASHED, Line, Panel, Picture, draw
 from lineartime.recall.measure import TIMES_LONGER, Row
 from lineartime.recall.study import TEXT, read_study, score
-from lineartime.recall.tasks import TASKS
-from lineartime.recall.text import CHANCE, WHAT
+from lineartime.recall.tasks import TASKS, commonest
+from lineartime.recall.text import CHANCE, DIGITS, N_DIGITS, WHAT
 
 ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
 """What is asked, and the accuracy of a guess."""
@@ -47,6 +47,13 @@ def learned(rows: Sequence[Row], task: str) -> list[Learned]:
             best = [row for row in own if row["learning_rate"] == rate]
             found.append(Learned(model, sorted(best, key=lambda row: row["seed"])))
     return found
+
+
+def without_keys(task: str, n_facts: int) -> float:
+    """The accuracy of who knows the values of a row, and not which belongs to which key."""
+    if task == TEXT:
+        return commonest(len(DIGITS), n_facts * N_DIGITS)
+    return 1 / n_facts if TASKS[task].distinct else commonest(TASKS[task].n_values, n_facts)
 
 
 def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
@@ -127,10 +134,10 @@ def picture_of(rows: Sequence[Row], task: str) -> Picture:
         by_length.append(Line(each.model, tuple(point(length, values) for length in lengths
                                                 if (values := each.accuracy(length))), style))
         by_step.append(Line(each.model, tuple((step, right) for step, _, right in each.rows[0]["curve"]), style))
-    one_of_n = Line("1/n: a value of the row", tuple((n, max(1 / n, chance)) for n in n_facts),
-                    {**DASHED, "marker": "", "linestyle": (0, (1, 2))})
+    values_known = Line("the row's commonest value", tuple((n, without_keys(task, n)) for n in n_facts),
+                        {**DASHED, "marker": "", "linestyle": (0, (1, 2))})
     panels = (
-        Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", "accuracy", (*by_number, one_of_n),
+        Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", "accuracy", (*by_number, values_known),
               x_scale="positions"),
         Panel("in longer rows, all numbers", "tokens in the row", "accuracy", tuple(by_length),
               x_scale="positions"),

@@ -126,7 +126,7 @@ def ask_run(run: Path, data: Path, length: int, progress: Callable[[int], None] 
     model, stream, facts = load_with_split(run, data)
     require(model.config.causal, "only a causal model answers", f"{run}: causal = false")
     task = text_task(data, length)
-    return {"kind": "recall", "task": TEXT, "model": run.name, "checkpoint": facts["checkpoint"], "settings": {},
+    return {"kind": "recall", "task": TEXT, "model": run.name, "settings": {}, "step": facts.get("step"),
             "data": stream.tokenizer_sha256, "training": {}, "learning_rate": None, "seed": 0, "length": length,
             "n_facts": list(task.n_facts), "curve": [], "passed": None,
             **ask_at_lengths(model, task, length, task.n_facts, progress)}

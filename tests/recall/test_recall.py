@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
@@ -18,6 +19,7 @@ from lineartime.atomic_io import append_json_lines
 from lineartime.config import PRESETS, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import DataError, ResourceError
+from lineartime.plot import digest
 from lineartime.recall import report, study
 from lineartime.recall.measure import LEARNED, TIMES_LONGER, asked, learn, passed
 from lineartime.recall.tasks import (
@@ -29,12 +31,16 @@ from lineartime.recall.tasks import (
     SEPARATOR,
     TASKS,
     ZOOLOGY_VOCABULARY,
+    commonest,
 )
 from lineartime.recall.text import text_task
+from lineartime.report.pages import filled
 from lineartime.reproduce import recall as campaign
 from lineartime.reproduce.runner import Place
 from lineartime.training import StopSignal, train
 from tiny_runs import SETTINGS, prepare_text
+
+ROOT = Path(__file__).parents[2]
 
 
 def drawn(name: str, n_facts: int, length: int, n_rows: int = 5):
@@ -197,6 +203,8 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
     assert measured[0]["accuracy"].keys() == {"128", "256", "512", "1024"} == measured[0]["depth"].keys()
     assert measured[3]["accuracy"].keys() == {"128"}  # its table of positions ends there
     assert picture.read_bytes().startswith(b"\x89PNG") and "learned from step" in out
+    assert measured[0]["command"].startswith("lineartime recall flash --task pairs --set steps=24 --set ")
+    assert str(tmp_path) not in rows.read_text()
     kept = rows.read_text().splitlines(keepends=True)
     rows.write_text("".join(kept[:4]) + kept[4][:50])
     assert call(*command)[0] == 0 and [line[: line.index('"curve"')] for line in rows.read_text().splitlines()] == [
@@ -269,13 +277,32 @@ def test_a_table_is_of_the_best_rate():
         ["flash", "500, never", *["0.80 (0.70-0.90)"] * 7], ["transformer++", "10", *["1.00"] * 7]]
     assert report.markdown(rows, "pairs").splitlines()[2].startswith("| flash | 500, never |")
     picture = report.picture_of(rows, "pairs")
-    assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++", "1/n: a value of the row"]
+    assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++", "the row's commonest value"]
     assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
+
+
+def test_who_knows_the_values_alone_answers_with_the_commonest():
+    assert commonest(2, 1) == 1 and commonest(2, 2) == pytest.approx(0.75, abs=0.02)  # both alike in half of the rows
+    assert report.without_keys("induction", 8) == 1 / 8
+    ids_BT, _, answer_BQ, _ = drawn("pairs", 8, 128, 2000)
+    guess_B1 = ids_BT[:, 1:16:2].mode(1).values[:, None]
+    assert (guess_B1 == answer_BQ).double().mean().item() == pytest.approx(report.without_keys("pairs", 8), abs=0.02)
 
 
 def test_the_noise_is_noise():
     ids_BT = drawn("pairs", 4, 256).ids_BT
     assert FIRST_NOISE <= ids_BT[:, 8:-32].min() and ids_BT[:, 8:-32].max() < SEPARATOR
+
+
+def test_the_page_shows_the_rows():
+    """After new rows: lineartime report recall --into docs/memory.md."""
+    page = ROOT / "docs/memory.md"
+    text, images = page.read_text(encoding="utf-8"), ROOT / "docs/images"
+    made, drawn = filled(text, page, images, "recall", study.read_rows(study.ROWS))
+    assert made == text
+    for name, picture in drawn.items():
+        with Image.open(images / name) as image:
+            assert image.text["Rows"] == digest(picture), f"{name} is of other rows"
 
 
 def test_rows_that_come_with_the_package_are_of_the_study():
