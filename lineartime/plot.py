@@ -72,7 +72,10 @@ class Picture:
 
 def digest(picture: Picture) -> str:
     """A hash of all that a picture is drawn from; the file carries it, so that one of older rows is found out."""
-    return hashlib.sha256(json.dumps(asdict(picture)).encode()).hexdigest()
+    def drawn(fields: list[tuple[str, Any]]) -> dict[str, Any]:  # older pictures know no heat maps
+        return {name: value for name, value in fields if name != "heat" or value}
+
+    return hashlib.sha256(json.dumps(asdict(picture, dict_factory=drawn)).encode()).hexdigest()
 
 
 def draw(picture: Picture, path: Path) -> None:

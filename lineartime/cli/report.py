@@ -1,8 +1,9 @@
 """The verb that shows what rows say: `lineartime report`, `lineartime report speed` and `lineartime report recall`."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -39,12 +40,20 @@ def report(
     require_name("scale", scale or "cpu", SCALE_NAMES)
     if find_spec("pandas") is None:
         raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
-    from lineartime.benchmark.rows import read_rows
-    from lineartime.recall.study import read_rows as read_recall
-    from lineartime.reproduce.records import read_records
-
     path = rows or Path(__file__).parents[1] / "results" / (f"{table}.jsonl" if table in WRITERS else "quality.jsonl")
-    measured = {SPEED: read_rows, RECALL: read_recall}.get(table or "", read_records)(path)
+    measured: Sequence[Any]
+    if table == SPEED:
+        from lineartime.benchmark.rows import read_rows
+
+        measured = read_rows(path)
+    elif table == RECALL:
+        from lineartime.recall.study import read_rows as read_recall
+
+        measured = read_recall(path)
+    else:
+        from lineartime.reproduce.records import read_records
+
+        measured = read_records(path)
     if not measured:
         raise DataError("no rows to report", path, f"`lineartime {WRITERS.get(table or '', 'reproduce')}` writes them")
     if into:
