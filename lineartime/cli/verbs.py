@@ -247,7 +247,6 @@ def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_
 def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], precision: str, out: Path | None,
                       as_json: bool, strict: bool, device: str | None) -> None:
     """Score the same tokens at several contexts and print the losses."""
-    from lineartime.atomic_io import write_atomically
     from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import load_with_split
 
@@ -255,22 +254,15 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], pr
     with Terminal() as terminal:
         use = measure_context_use(model.to(pick_device(device)), stream, contexts, precision=precision,
                                   progress=terminal.counting("tokens read"))
-    text = json.dumps({**facts, "split": split, "trained_context": model.config.context, **use.to_dict()})
-    if out is not None:
-        write_atomically(out, text + "\n")
-    if as_json:
-        print(text)
-        return
-    for line in describe(use):
-        say(line)
-    if out is not None:
+    scores = {**facts, "split": split, "trained_context": model.config.context, **use.to_dict()}
+    show_or_print(scores, describe(use), out, as_json)
+    if out is not None and not as_json:
         say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
 
 
 def evaluate_recurrence(run: Path, data: Path, split: str, options: dict[str, Any], out: Path | None, as_json: bool,
                         strict: bool, device: str | None) -> None:
     """Score a split by what was in a token's row before and print the losses."""
-    from lineartime.atomic_io import write_atomically
     from lineartime.data.tokens import open_split
     from lineartime.evaluation import load_with_split
     from lineartime.recurrence import describe, measure_recurrence
@@ -279,13 +271,17 @@ def evaluate_recurrence(run: Path, data: Path, split: str, options: dict[str, An
     with Terminal() as terminal:
         found = measure_recurrence(model.to(pick_device(device)), stream, open_split(data, "train"), **options,
                                    progress=terminal.count)
-    text = json.dumps({**facts, "split": split, **found.to_dict()})
+    show_or_print({**facts, "split": split, **found.to_dict()}, describe(found), out, as_json)
+
+
+def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as_json: bool) -> None:
+    """Write scores into the file if there is one, and print them as JSON or for a person."""
+    from lineartime.atomic_io import write_atomically
+
+    text = json.dumps(scores)
     if out is not None:
         write_atomically(out, text + "\n")
-    if as_json:
-        print(text)
-        return
-    for line in describe(found):
+    for line in [text] if as_json else lines:
         say(line)
 
 
