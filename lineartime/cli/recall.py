@@ -43,6 +43,8 @@ def recall(
     runs = [Path(name) for name in models or [] if name not in content["models"] and Path(name).is_dir()]
     runs += [model_folder(shipped)] if shipped else []
     names = [name for name in models or [] if Path(name) not in runs]
+    if runs and data is None:
+        raise UsageError("a trained model is asked in text alone", runs[0], "give --task text and --data")
     if not runs and not names:
         names = content["lists"]["few" if task == study.TEXT else "main"]
     train = study.training(task, about, given if names else {})
@@ -62,8 +64,7 @@ def recall(
     measured = []
     with StopSignal().listening() as stop, Terminal() as terminal:
         for run in runs:
-            if data is None:
-                raise UsageError("a trained model is asked in text alone", run, "give --task text and --data")
+            assert data is not None
             length = fields.get("context", about.length)
             progress = stop.watch("nothing is written", terminal.count, "asking", n_asked(length, about.n_facts))
             row = study.ask_run(run, data, length, progress) | made(run.name)

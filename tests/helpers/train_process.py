@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,16 +131,21 @@ def serve():
         else:
             answer = os.fork()
             if answer == 0:
-                code = 1
-                try:
-                    do_train(**request["arguments"])
-                except SystemExit as end:
-                    code = end.code or 0
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
+                end_with(partial(do_train, **request["arguments"]))
         print(json.dumps(answer), flush=True)
+
+
+def end_with(function):
+    """End a forked process as the function ends, without what Python does at exit: that belongs to its parent."""
+    code = 1
+    try:
+        function()
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def warm_up():

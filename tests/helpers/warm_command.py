@@ -103,12 +103,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # so that processes go on sharing what is imported
     serve(sys.argv[1])
-    code = 1
-    try:
-        verbs.main()
-    except SystemExit as end:
-        code = end.code or 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    train_process.end_with(verbs.main)
