@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lineartime.atomic_io import fsync_folder
+from lineartime.distributed.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.errors import CheckpointError, ResourceError
 
 FORMAT = 1
@@ -55,6 +57,7 @@ class Newest(NamedTuple):
 
     path: Path
     step: int
+    run: str
     damaged: dict[int, str]
     """The reason of each newer, damaged checkpoint by step, newest first."""
 
@@ -64,14 +67,15 @@ class Newest(NamedTuple):
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
-         files: Mapping[str, str], keep: int) -> Path:
+         files: Mapping[str, str], keep: int, ranks: Ranks = ALONE) -> Path:
     """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid ones. The caller must
     hold `lock`.
 
     run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once). files: texts by
-    file name. An existing valid checkpoint of this run and step is kept. Raises ResourceError if the disk is full or
-    fails, and leaves earlier checkpoints untouched; CheckpointError if a checkpoint of another run has this step;
-    ValueError for a name, step or dtype that cannot be stored."""
+    file name. Each of several ranks writes its own files into one folder, which rank 0 makes and renames. An existing
+    valid checkpoint of this run and step is kept. Raises ResourceError if the disk is full or fails, and leaves earlier
+    checkpoints untouched; CheckpointError if a checkpoint of another run has this step; ValueError for a name, step or
+    dtype that cannot be stored."""
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
     contents: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in files.items()}
@@ -82,32 +86,40 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     if _step_of(target.name) != step or not 0 < len(run) <= 100:
         raise ValueError(f"not a step or not a run: {step}, {run!r:.100}")
     try:
-        _make_dirs(run_dir)
-        _remove_leftovers(run_dir)
-        if not _is_saved(target, run):
-            aside = run_dir / f".tmp-{target.name}-{secrets.token_hex(8)}"
+        aside = None
+        if ranks.is_first:
+            _make_dirs(run_dir)
+            _remove_leftovers(run_dir)
+            if not _is_saved(target, run):
+                aside = run_dir / f".tmp-{target.name}-{secrets.token_hex(8)}"
+        name = gather_json(aside and aside.name, ranks)[0]
+        if name is not None:
             try:
-                _write_checkpoint(aside, step, run, contents)
-                if os.path.lexists(target):
-                    _rename(target, _trash(target))
-                _rename(aside, target)
+                _write_checkpoint(run_dir / name, step, run, contents, ranks)
+                if ranks.is_first:
+                    if os.path.lexists(target):
+                        _rename(target, _trash(target))
+                    _rename(run_dir / name, target)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    _remove_tree(aside)
+                    _remove_tree(run_dir / name)
                 raise
-        _fsync_dir(run_dir)
-        point(run_dir / "latest", target.name)
-        _retain(run_dir, step, keep)
+        if ranks.is_first:
+            _fsync_dir(run_dir)
+            point(run_dir / "latest", target.name)
+            _retain(run_dir, step, keep)
+        wait_for_all(ranks)
     except OSError as error:
         needed = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in contents.values())
         raise _save_error(error, target, needed) from error
     return target
 
 
-def newest(run_dir: Path) -> Newest | None:
+def newest(run_dir: Path, ranks: Ranks = ALONE) -> Newest | None:
     """The newest checkpoint of a run whose every byte matches its manifest; None without any checkpoint.
 
-    Raises CheckpointError, with each reason, if all checkpoints are damaged."""
+    Each of several ranks reads a share of the files. Raises CheckpointError, with each reason, if all checkpoints are
+    damaged."""
     run_dir = Path(run_dir)
     damaged: dict[int, str] = {}
     try:
@@ -118,12 +130,15 @@ def newest(run_dir: Path) -> Newest | None:
         raise CheckpointError("the run cannot be read", f"{run_dir}: {_reason(error)}") from error
     for step in steps:
         path = run_dir / f"step-{step:08d}"
+        run, reason = "", None
         try:
-            _checked(path)
+            run = _checked(path, ranks=ranks)["run"]
         except CheckpointError as error:
-            damaged[step] = str(error.where)
-        else:
-            return Newest(path, step, damaged)
+            reason = str(error.where)
+        reason = next(filter(None, gather_json(reason, ranks)), None)
+        if reason is None:
+            return Newest(path, step, run, damaged)
+        damaged[step] = reason
     if damaged:
         raise CheckpointError("no checkpoint can be used", "; ".join(damaged.values()),
                               "restore one from a copy, or start a run in another folder")
@@ -146,6 +161,59 @@ def load(path: Path) -> Checkpoint:
 
     manifest = _checked(path, parse)
     return Checkpoint(path, manifest["step"], manifest["run"], tensors, files)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file by name, on the CPU. Raises CheckpointError if it cannot be read."""
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, ValueError, MemoryError, safetensors.SafetensorError) as error:
+        raise _damage(path, f"cannot be read ({_reason(error)})") from error
+
+
+def index_name(stem: str) -> str:
+    """The file that says which files of a checkpoint hold which parts of its tensors `stem`."""
+    return f"{stem}.json"
+
+
+def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
+    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU: no more is read than these.
+
+    wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one file,
+    `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each, flattened, start
+    and stop. Raises CheckpointError for tensors that are not as expected, or not finite."""
+    try:
+        if (folder / index_name(stem)).exists():
+            index = json.loads((folder / index_name(stem)).read_bytes())
+        else:
+            index = {}
+            with safetensors.safe_open(folder / f"{stem}{TENSORS}", "pt") as file:
+                for name in file.keys():
+                    shape = file.get_slice(name).get_shape()
+                    index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
+        wrong = [name for name, (shape, _, _) in wanted.items()
+                 if name not in index or index[name]["shape"] not in (list(shape), [])
+                 or math.prod(index[name]["shape"]) != math.prod(shape)]
+        if wrong:
+            raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
+        found = {}
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for name, (_, start, stop) in wanted.items():
+                pieces = []
+                for file_name, first, last in index[name]["parts"]:
+                    if first < stop and start < last:
+                        if file_name not in files:
+                            files[file_name] = stack.enter_context(safetensors.safe_open(folder / file_name, "pt"))
+                        flat = files[file_name].get_tensor(name).view(-1)
+                        pieces.append(flat[max(start - first, 0) : stop - first])
+                found[name] = torch.cat(pieces)
+                if len(found[name]) != stop - start:
+                    raise _damage(folder, f"{name} has holes")
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, RuntimeError, safetensors.SafetensorError) as error:
+        raise _damage(folder, f"the tensors of {stem} cannot be read ({_reason(error)})") from error
+    check_finite(found, folder)
+    return found
 
 
 def has_manifest(folder: Path) -> bool:
@@ -283,11 +351,16 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     return len(text).to_bytes(8, "little") + text, [named[name] for name in names]
 
 
-def _write_checkpoint(folder: Path, step: int, run: str, files: Mapping[str, tuple[bytes, list[Tensor]]]) -> None:
-    _mkdir(folder)
-    entries = {name: _write_file(folder / name, *files[name]) for name in sorted(files)}
-    _write_file(folder / MANIFEST, _manifest({"format": FORMAT, "run": run, "step": step, "files": entries}), [])
-    _fsync_dir(folder)
+def _write_checkpoint(folder: Path, step: int, run: str, files: Mapping[str, tuple[bytes, list[Tensor]]],
+                      ranks: Ranks) -> None:
+    if ranks.is_first:
+        _mkdir(folder)
+    wait_for_all(ranks)
+    own = {name: _write_file(folder / name, *files[name]) for name in sorted(files)}
+    entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
+    if ranks.is_first:
+        _write_file(folder / MANIFEST, _manifest({"format": FORMAT, "run": run, "step": step, "files": entries}), [])
+        _fsync_dir(folder)
 
 
 def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, Any]:
@@ -319,8 +392,9 @@ def _manifest(content: dict[str, Any]) -> bytes:
     return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 
 
-def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> dict[str, Any]:
-    """A checkpoint's manifest, after every file matched it. parse: called with the name and bytes of each matched file.
+def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """A checkpoint's manifest, after every file, or every one of this rank's share, matched it. parse: called with the
+    name and bytes of each matched file.
 
     Files are opened relative to the open folder and never through a link, so that nothing outside is read. Raises
     CheckpointError and nothing else."""
@@ -334,7 +408,7 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None) -> d
             raise _damage(path / MANIFEST, f"expected step {step}, found step {content.get('step')!a:.20}")
         for name in sorted({*files, MANIFEST} ^ {*present}):
             raise _damage(path, f"{name} is missing" if name in files else f"{name!a:.100} is in no manifest")
-        for name, entry in files.items():
+        for name, entry in list(files.items())[ranks.rank :: ranks.size]:
             data = _read(path, folder, name, entry, parse is not None, os.O_NOFOLLOW)
             try:
                 if parse:

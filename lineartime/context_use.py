@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from lineartime.data.tokens import TokenStream
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import DataError, NumericsError
-from lineartime.evaluation import batches, by_position, losses_of
+from lineartime.evaluation import batches, by_position, scored
 from lineartime.model import LanguageModel
 from lineartime.settings import require, require_precision
 
@@ -71,13 +72,15 @@ class ContextUse:
 
 @torch.inference_mode()
 def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Sequence[int], *,
-                        precision: str = "float32", progress: Callable[[int], None] | None = None) -> ContextUse:
+                        precision: str = "float32", ranks: Ranks = ALONE,
+                        progress: Callable[[int], None] | None = None) -> ContextUse:
     """Score the same tokens of a split at each context: those with half of the longest context before them.
 
     contexts: rising; each reads two tokens per scored token. Documents shorter than half of the longest context are not
     read. For a model with chunks, half of each context must be whole chunks, or a token's chunk starts elsewhere at
-    another context. progress is called with the number of tokens read. Raises UsageError for wrong contexts or a model
-    that is not causal, DataError if no document is long enough, NumericsError for a loss that is not finite."""
+    another context. ranks: see `evaluate`. progress is called with the number of tokens read. Raises UsageError for
+    wrong contexts or a model that is not causal, DataError if no document is long enough, NumericsError for a loss that
+    is not finite."""
     require_precision(precision)
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
@@ -100,8 +103,9 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
         for context in contexts:
             first = 0 if context in (contexts[0], longest) else after
             loss_T = np.zeros(len(ids) - 1)
-            for batch in row_batches(rows_of_document(len(loss_T), context, first)):
-                losses_BT = losses_of(model, [np.stack([ids[start : stop + 1] for start, _, stop in batch])], precision)
+            batches_of_rows = list(row_batches(rows_of_document(len(loss_T), context, first)))
+            stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
+            for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision, ranks), strict=True):
                 for (start, begin, stop), row_T in zip(batch, losses_BT, strict=True):
                     loss_T[begin:stop] = row_T[begin - start :]
                 n_read += losses_BT.size

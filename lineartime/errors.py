@@ -54,6 +54,12 @@ class ResourceError(LineartimeError):
     exit_code = 6
 
 
+class RankError(LineartimeError):
+    """Another process of a run ended, or did not answer."""
+
+    exit_code = 7
+
+
 class Stopped(LineartimeError):
     """A run that a signal stopped, after it saved; exit code 130 or 143."""
 

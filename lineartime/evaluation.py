@@ -13,6 +13,8 @@ import torch
 
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import TokenStream, eval_rows, open_split
+from lineartime.distributed.ordered import gather_rows
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError, UsageError
 from lineartime.masking import masked_rows
 from lineartime.model import LanguageModel, SpanModel, masked_token_losses, token_losses
@@ -92,16 +94,16 @@ def load_with_split(run: Path, data: Path, split: str = "validation", *,
 
 @torch.inference_mode()
 def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None = None, batch_rows: int | None = None,
-             max_tokens: int | None = None, precision: str = "float32",
+             max_tokens: int | None = None, precision: str = "float32", ranks: Ranks = ALONE,
              progress: Callable[[int], None] | None = None) -> Evaluation:
     """Score every token of a split once, in rows of `context`; the first token of a row is only read. For a model that
     is not causal, score the masked tokens of `masking.masked_rows`.
 
     context: tokens in a row, by default as in training. batch_rows: rows scored at once, by default 8, fewer from a
     context of 16K on; it changes only rounding, because sums are in float64. max_tokens: stop after about this many.
-    precision: "float32" or "bfloat16". progress is called with the number of tokens read. Raises UsageError for a
-    context that is too long, another precision, and data without the [MASK] that the model needs; NumericsError for a
-    loss that is not finite."""
+    precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same numbers. progress is
+    called with the number of tokens read. Raises UsageError for a context that is too long, another precision, and data
+    without the [MASK] that the model needs; NumericsError for a loss that is not finite."""
     require_precision(precision)
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
     was_training = model.training
@@ -110,12 +112,12 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     causal = model.config.causal
     rows: Iterable[tuple[np.ndarray, ...]] = (((row,) for row in eval_rows(stream, context)) if causal
                                               else masked_rows(stream, context))
-    for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows):
+    stacked = ([np.stack(part) for part in zip(*batch, strict=True)]
+               for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows))
+    for batch, losses in scored(model, stacked, precision, ranks):
         if max_tokens is not None and n_read >= max_tokens:
             break
-        stacked = [np.stack(part) for part in zip(*batch, strict=True)]
-        losses = losses_of(model, stacked, precision)
-        asked_BT = np.ones(losses.shape, bool) if causal else stacked[1] >= 0
+        asked_BT = np.ones(losses.shape, bool) if causal else batch[1] >= 0
         losses_BT: np.ndarray = np.zeros(asked_BT.shape)
         losses_BT[asked_BT] = losses.flatten()
         nll_T[: losses_BT.shape[1]] += losses_BT.sum(0)
@@ -147,6 +149,23 @@ def batches(rows: Iterable[Row], length: Callable[[Row], int], n_most: Callable[
     for n, group in itertools.groupby(rows, key=length):
         while batch := list(itertools.islice(group, n_most(n))):
             yield batch
+
+
+def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision: str,
+           ranks: Ranks = ALONE) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
+    """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes every W-th batch."""
+    for group in in_groups(stacked, ranks.size):
+        own = losses_of(model, group[ranks.rank], precision) if ranks.rank < len(group) else np.zeros(0)
+        for batch, flat in zip(group, gather_rows(torch.from_numpy(own).view(-1), ranks), strict=False):
+            shape = batch[0][:, 1:].shape if model.config.causal else (-1,)
+            yield batch, flat.numpy().reshape(shape)
+
+
+def in_groups(items: Iterable[Row], n: int) -> Iterator[list[Row]]:
+    """Consecutive items, n together; the last group may be smaller."""
+    iterator = iter(items)
+    while group := list(itertools.islice(iterator, n)):
+        yield group
 
 
 def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str) -> np.ndarray:

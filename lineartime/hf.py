@@ -39,7 +39,7 @@ from lineartime.decoding.cache import DecodingState
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel, init_span_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.run import CONFIG_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, check_shared
+from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer
 from lineartime.settings import require
 
 
@@ -262,7 +262,7 @@ class LineartimeModel(PreTrainedModel):
         own_names = {name.removeprefix("model."): value for name, value in (state_dict or self.state_dict()).items()}
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
         folder = Path(save_directory)
-        if is_main_process and has_manifest(folder) and not (folder / OPTIMIZER_FILE).exists():
+        if is_main_process and has_manifest(folder) and not has_optimizer(folder):
             (folder / MANIFEST).unlink()  # of an export whose files were replaced
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:

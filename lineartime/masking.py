@@ -43,16 +43,16 @@ def _share(probability: float) -> np.uint64:
     return np.uint64(round(probability * 2**64))
 
 
-def masked_batch(stream: TokenStream, *, seed: int, step: int, rows_per_step: int,
-                 context: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and targets of one training step, int64 `[rows_per_step, context]` each: a pure function of its
-    arguments. An epoch takes every full row once; each epoch has its own order and its own masks.
+def masked_batch(stream: TokenStream, *, seed: int, step: int, rows_per_step: int, context: int,
+                 share: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs and targets of one training step, int64 `[rows_per_step, context]` each, or of a share of its rows: a
+    pure function of its arguments. An epoch takes every full row once; each epoch has its own order and its own masks.
 
     Raises UsageError for data without [MASK], DataError for data that does not fill one row."""
     require_mask(stream.mask, stream.folder)
     rows = rows_of_step(stream, len(stream), seed=seed, step=step, rows_per_step=rows_per_step, context=context)
     masked = [mask_tokens(stream.read(row * context, (row + 1) * context), stream, seed=seed, epoch=epoch, row=row)
-              for epoch, row in rows]
+              for epoch, row in rows[share]]
     inputs_IT, targets_IT = (np.stack(part) for part in zip(*masked, strict=True))
     return inputs_IT, targets_IT
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lineartime.config import RunConfig
 from lineartime.data.tokens import TokenStream, batch_rows
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.masking import NO_TARGET, masked_batch
 from lineartime.model import LanguageModel, masked_token_losses, token_losses
@@ -18,7 +19,7 @@ class Objective(Protocol):
     micro-batch is a slice along it."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """The arrays of one training step: a pure function of the run's seed and the step."""
+        """This rank's share of one training step's rows: a pure function of the run's seed, the step and the rank."""
         ...
 
     def n_targets(self, *batch: Tensor) -> int:
@@ -38,13 +39,13 @@ class Objective(Protocol):
 class NextToken:
     """Language modelling: predict each token of a row from the tokens before it."""
 
-    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
-        self.config, self.train_stream, self.held_out = config, train_stream, held_out
+    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream, ranks: Ranks = ALONE):
+        self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         config = self.config
         return (batch_rows(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                           rows_per_step=config.rows_per_step),)
+                           rows_per_step=config.rows_per_step, share=self.ranks.share(config.rows_per_step)),)
 
     def n_targets(self, *batch: Tensor) -> int:
         (rows_BT,) = batch
@@ -55,21 +56,21 @@ class NextToken:
         return token_losses(model, rows_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        result = _held_out(self.config, model, self.held_out, progress)
+        result = _held_out(self.config, model, self.held_out, self.ranks, progress)
         return {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
 
 
 class MaskedTokens:
     """Masked language modelling, for models that are not causal: predict a row's masked tokens from all its tokens."""
 
-    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream):
-        self.config, self.train_stream, self.held_out = config, train_stream, held_out
+    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream, ranks: Ranks = ALONE):
+        self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
         config = self.config
         return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                            rows_per_step=config.rows_per_step)
+                            rows_per_step=config.rows_per_step, share=self.ranks.share(config.rows_per_step))
 
     def n_targets(self, *batch: Tensor) -> int:
         _, targets_BT = batch
@@ -80,10 +81,11 @@ class MaskedTokens:
         return masked_token_losses(model, inputs_BT, targets_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        return {"loss": _held_out(self.config, model, self.held_out, progress).loss}
+        return {"loss": _held_out(self.config, model, self.held_out, self.ranks, progress).loss}
 
 
-def _held_out(config: RunConfig, model: LanguageModel, stream: TokenStream,
+def _held_out(config: RunConfig, model: LanguageModel, stream: TokenStream, ranks: Ranks,
               progress: Callable[[int], None] | None) -> Evaluation:
     return evaluate(model, stream, context=config.model.context, max_tokens=config.train.eval_tokens,
-                    precision=config.train.precision, batch_rows=config.micro_batch_rows, progress=progress)
+                    precision=config.train.precision, batch_rows=config.micro_batch_rows, ranks=ranks,
+                    progress=progress)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from lineartime.data.tokens import TokenStream, eval_rows
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError
-from lineartime.evaluation import batches, losses_of, rows_at_once
+from lineartime.evaluation import batches, rows_at_once, scored
 from lineartime.model import LanguageModel
 from lineartime.settings import require, require_precision
 
@@ -54,13 +55,13 @@ class Recurrence:
 @torch.inference_mode()
 def measure_recurrence(model: LanguageModel, stream: TokenStream, training: TokenStream, *, chunk: int | None = None,
                        context: int | None = None, batch_rows: int | None = None, precision: str = "float32",
-                       progress: Progress | None = None) -> Recurrence:
+                       ranks: Ranks = ALONE, progress: Progress | None = None) -> Recurrence:
     """Score a split as `evaluate` does, and sum the losses by what occurred before in the row.
 
     training: the split that says which bigrams are rare (Zoology, arXiv:2312.04927, tells recall from what the weights
-    hold in this way). chunk: tokens, by default as the model has; what has no chunks needs it. context, batch_rows and
-    precision: see `evaluate`. Raises UsageError for these, for a model that is not causal and for splits of two
-    tokenizers, NumericsError for a loss that is not finite."""
+    hold in this way). chunk: tokens, by default as the model has; what has no chunks needs it. context, batch_rows,
+    precision and ranks: see `evaluate`. Raises UsageError for these, for a model that is not causal and for splits of
+    two tokenizers, NumericsError for a loss that is not finite."""
     require_precision(precision)
     require(model.config.causal, "only a causal model recalls what is before a token", "causal = false")
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
@@ -74,9 +75,8 @@ def measure_recurrence(model: LanguageModel, stream: TokenStream, training: Toke
     was_training, n_read = model.training, 0
     model.eval()
     n_KS, nll_KS = np.zeros((3, 3), np.int64), np.zeros((3, 3))
-    for batch in batches(eval_rows(stream, context), len, lambda _: batch_rows):
-        rows_BL = np.stack(batch)
-        losses_BT = losses_of(model, [rows_BL], precision)
+    stacked = ([np.stack(batch)] for batch in batches(eval_rows(stream, context), len, lambda _: batch_rows))
+    for (rows_BL,), losses_BT in scored(model, stacked, precision, ranks):
         token_BT, bigram_BT = seen_before(rows_BL, chunk, stream.end_of_document)
         rare_BT = ~np.isin(bigrams_of(rows_BL, stream.vocab_size), frequent)
         everything = np.ones_like(rare_BT)

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from lineartime.config import (
     to_dict,
 )
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.distributed.ordered import Part
+from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.settings import replace_fields
@@ -36,7 +38,8 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER = "optimizer"
+"""Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
 MAX_TIME = 1e11
 """Seconds since 1970 that a line of metrics may tell; the year is about 5100."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -46,14 +49,26 @@ logger = logging.getLogger(__name__)
 
 
 class Run:
-    """A run's folder: its description (`run.json`), its metrics, its checkpoints."""
+    """A run's folder: its description (`run.json`), its metrics, its checkpoints.
 
-    def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any]):
+    Each of several ranks has one. Rank 0 alone writes the description and the metrics; a checkpoint has a part of every
+    rank."""
+
+    def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
         """Open or create the folder. facts: hashes of the data and the tokenizer.
 
         A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the folder holds another
         run; CheckpointError if the run there has lost its description."""
-        self.out, self.config = out, config
+        self.out, self.config, self.ranks = out, config, ranks
+        self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
+        self.waiting = ""
+        """Metrics lines that could not be written yet."""
+        self.whole: int | None = None
+        """Bytes of the metrics before a line that could not be written, a part of which may be there."""
+
+    def describe(self, facts: dict[str, Any]) -> str:
+        """Write the description, or compare it with the one that is there; returns the run's id. Raises as `Run`."""
+        out, config = self.out, self.config
         description = {"preset": config.preset, "task": config.task, "data": config.data,
                        "model": to_dict(config.model), "train": to_dict(config.train), **facts}
         path = out / RUN_FILE
@@ -61,60 +76,74 @@ class Run:
         if not path.exists() and (saved or (out / METRICS_FILE).exists()):
             raise CheckpointError("a run without its description", out, f"{RUN_FILE} is missing; give another --out")
         if not saved:
-            self.id = secrets.token_hex(8)
-            write_json(path, {"id": self.id, **description})
-        else:
-            stored = read_run(out)
-            self.id = stored["id"]
-            same_anyway = {"id": self.id, "data": config.data}  # the data's hash counts, not its folder
-            changed = different({**stored, **same_anyway}, {**description, **same_anyway})
-            if changed:
-                todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
-                raise UsageError("another run is here", out, todo)
-        self.waiting = ""
-        """Metrics lines that could not be written yet."""
-        self.whole: int | None = None
-        """Bytes of the metrics before a line that could not be written, a part of which may be there."""
+            description = {"id": secrets.token_hex(8), **description}
+            write_json(path, description)
+            return description["id"]
+        stored = read_run(out)
+        same_anyway = {"id": stored["id"], "data": config.data}  # the data's hash counts, not its folder
+        changed = different({**stored, **same_anyway}, {**description, **same_anyway})
+        if changed:
+            todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
+            raise UsageError("another run is here", out, todo)
+        return stored["id"]
 
-    def resume(self, model: LanguageModel, optimizer: torch.optim.AdamW) -> int:
+    def resume(self, model: LanguageModel, parts: Sequence[Part], optimizer: torch.optim.AdamW) -> int:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
-        0 without a checkpoint. Raises CheckpointError, and DataError for damaged metrics."""
-        newest = checkpoint.newest(self.out)
-        if newest is None:
-            self.truncate_metrics(0)
-            return 0
-        loaded = checkpoint.load(newest.path)
-        if loaded.run != self.id:
-            raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
-        expected = {name: p.detach() for name, p in model.named_parameters()}
-        weights = checkpoint.check_tensors(loaded.tensors["model"], expected, newest.path / WEIGHTS_FILE)
-        moments = {f"{kind}.{name}": p for name, p in expected.items() for kind in MOMENTS}
-        moments = checkpoint.check_tensors(loaded.tensors["optimizer"], moments, newest.path / OPTIMIZER_FILE)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(weights[name])
-                optimizer.state[p] = {"step": torch.tensor(float(loaded.step), device=p.device),
-                                      **{kind: moments[f"{kind}.{name}"].to(p.device) for kind in MOMENTS}}
-        self.truncate_metrics(loaded.step)
-        if newest.damaged:
-            logger.warning(f"going back to step {loaded.step}, newer checkpoints are damaged ({newest.reasons()})")
-        return loaded.step
+        0 without a checkpoint. Raises CheckpointError, and DataError for damaged metrics.
 
-    def save(self, step: int, model: LanguageModel, optimizer: torch.optim.AdamW,
+        parts: what the rank updates; it reads no other moments, whatever number of ranks has written them."""
+        newest = checkpoint.newest(self.out, self.ranks)
+        if newest is None:
+            if self.ranks.is_first:
+                self.truncate_metrics(0)
+            return 0
+        if newest.run != self.id:
+            raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+        parameters = dict(model.named_parameters())
+        weights = checkpoint.check_tensors(checkpoint.read_tensors(newest.path / WEIGHTS_FILE),
+                                           {name: p.detach() for name, p in parameters.items()},
+                                           newest.path / WEIGHTS_FILE)
+        moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
+            f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop) for part in parts for kind in MOMENTS})
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(weights[name])
+            for part in parts:
+                optimizer.state[part.own] = {
+                    "step": torch.tensor(float(newest.step), device=part.own.device),
+                    **{kind: moments[f"{kind}.{part.name}"].view_as(part.own).to(part.own.device) for kind in MOMENTS}}
+        if self.ranks.is_first:
+            self.truncate_metrics(newest.step)
+        if newest.damaged:
+            logger.warning(f"going back to step {newest.step}, newer checkpoints are damaged ({newest.reasons()})")
+        return newest.step
+
+    def save(self, step: int, model: LanguageModel, parts: Sequence[Part], optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:
         """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
-        by file name."""
-        weights = {name: p.detach() for name, p in model.named_parameters()}
-        moments = {f"{kind}.{name}": optimizer.state[p][kind] if p in optimizer.state else torch.zeros_like(p)
-                   for name, p in model.named_parameters() for kind in MOMENTS}
-        with suppress(OSError), open(self.out / METRICS_FILE, "rb") as file:
-            os.fsync(file.fileno())  # metrics reach the disk before the checkpoint of their step
-        checkpoint.save(self.out, step, run=self.id, tensors={"model": weights, "optimizer": moments},
-                        files={CONFIG_FILE: model_config_json(model.config), **extra_files},
-                        keep=self.config.train.keep)
+        by file name. Every rank calls it, and writes the moments of its parts."""
+        ranks, tensors, files = self.ranks, {}, {}
+        moments = {f"{kind}.{part.name}": optimizer.state[part.own][kind] if part.own in optimizer.state
+                   else torch.zeros_like(part.own) for part in parts for kind in MOMENTS}
+        name = OPTIMIZER if ranks.size == 1 else f"{OPTIMIZER}-{ranks.rank + 1}-of-{ranks.size}"
+        file = name + checkpoint.TENSORS
+        places = gather_json({part.name: [file, part.start, part.stop] for part in parts}, ranks)
+        if ranks.is_first:
+            tensors["model"] = {name: p.detach() for name, p in model.named_parameters()}
+            files = {CONFIG_FILE: model_config_json(model.config), **extra_files}
+            if ranks.size > 1:
+                index = {f"{kind}.{name}": {"shape": list(p.shape), "parts": [at[name] for at in places if name in at]}
+                         for name, p in model.named_parameters() for kind in MOMENTS}
+                files[checkpoint.index_name(OPTIMIZER)] = json.dumps(index, indent=1) + "\n"
+            with suppress(OSError), open(self.out / METRICS_FILE, "rb") as metrics:
+                os.fsync(metrics.fileno())  # metrics reach the disk before the checkpoint of their step
+        checkpoint.save(self.out, step, run=self.id, tensors={**tensors, name: moments}, files=files,
+                        keep=self.config.train.keep, ranks=ranks)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics. If the disk is full, warn once and keep the lines until there is room."""
+        if not self.ranks.is_first:
+            return
         path, warned = self.out / METRICS_FILE, bool(self.waiting)
         self.waiting += json.dumps(record) + "\n"
         try:
@@ -320,7 +349,12 @@ def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel
 def is_exported(path: Path) -> bool:
     """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
     here = (path / WEIGHTS_FILE).exists() or checkpoint.has_manifest(path)
-    return here and not any((path / name).exists() for name in (OPTIMIZER_FILE, RUN_FILE))
+    return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Whether a folder holds an optimizer's state, as a checkpoint does."""
+    return any(folder.glob(f"{OPTIMIZER}*{checkpoint.TENSORS}"))
 
 
 def check_shared(folder: Path, names: Iterable[str]) -> int | None:
@@ -330,7 +364,7 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     Raises CheckpointError for a difference, and for a checkpoint without its manifest."""
     if checkpoint.has_manifest(folder):
         return checkpoint.check_files(folder, names)
-    if (folder / OPTIMIZER_FILE).exists():
+    if has_optimizer(folder):
         raise CheckpointError("damaged checkpoint", f"{folder}: {checkpoint.MANIFEST} is missing")
     return None
 

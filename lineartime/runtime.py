@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import resource
 import sys
 from contextlib import suppress
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lineartime.distributed.ranks import launched
 from lineartime.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -29,13 +31,21 @@ def choose_settings(device: torch.device) -> dict[str, str]:
 
 def pick_device(device: torch.device | str | None = None, *, tell: bool = False) -> torch.device:
     """The device `device` ("cpu" or "cuda"), by default cuda if available; also sets the process up for it, see
-    `choose_settings`. tell: log these settings. Raises UsageError for an unknown or missing device."""
+    `choose_settings`. Of the processes that `torchrun` starts on a machine each has a GPU of its own. tell: log these
+    settings. Raises UsageError for an unknown or missing device."""
     name = device.type if isinstance(device, torch.device) else device
     if name not in (None, "cpu", "cuda"):
         raise UsageError("unknown device", name, "one of cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("no such device here", name, "use --device cpu")
     picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if picked.type == "cuda" and launched().size > 1:
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            raise UsageError("more processes than GPUs on this machine", f"{torch.cuda.device_count()} GPUs",
+                             "lower --nproc-per-node, or use --device cpu")
+        picked = torch.device("cuda", local)
+        torch.cuda.set_device(picked)
     chosen = choose_settings(picked)
     if tell:
         logger.info(f"on {picked.type}: " + ", ".join(f"{what} {how}" for what, how in chosen.items()))

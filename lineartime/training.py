@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,28 @@ from torch import Tensor, nn
 
 from lineartime import checkpoint
 from lineartime.atomic_io import read_bytes, write_atomically, write_json
-from lineartime.config import RunConfig, TrainConfig
+from lineartime.config import RunConfig, TrainConfig, to_dict
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import config_for_data, open_split, read_manifest
+from lineartime.distributed.ordered import (
+    Part,
+    exchange,
+    gather_parameters,
+    norm_of,
+    parts_of,
+    require_fitting,
+    tree_sum,
+)
+from lineartime.distributed.ranks import (
+    ALONE,
+    Ranks,
+    connected,
+    gather,
+    gather_json,
+    launched,
+    require_same,
+    wait_for_all,
+)
 from lineartime.errors import NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
 from lineartime.generation.generate import generate
@@ -43,52 +62,59 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     return config.learning_rate * (config.steps - step) / max(config.steps - config.warmup_steps, 1)
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW as in Tables 6-7. Matrices and embeddings decay; biases, norms, scales and position biases do not."""
-    decayed = [p for name, p in model.named_parameters() if name.endswith("weight") and p.dim() >= 2]
-    others = [p for name, p in model.named_parameters() if not (name.endswith("weight") and p.dim() >= 2)]
+def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW as in Tables 6-7 for the parts of the parameters that this process updates. Matrices and embeddings decay;
+    biases, norms, scales and position biases do not."""
+    decayed = [part.own for part in parts if part.name.endswith("weight") and part.whole.dim() >= 2]
+    others = [part.own for part in parts if not (part.name.endswith("weight") and part.whole.dim() >= 2)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
                              eps=config.adam_epsilon, fused=True)
 
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
-                     config: TrainConfig, between: Callable[[], None] = lambda: None) -> tuple[float, float]:
+                     config: TrainConfig, *, parts: Sequence[Part] | None = None, ranks: Ranks = ALONE,
+                     between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
     batch: the tensors of `Objective.batch`, split into micro-batches of `n_rows` rows, which are weighted by their
-    numbers of targets. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm
-    returned is the mean of their norms; with "global" the average is clipped. between is called before each
-    micro-batch, and may raise. Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
+    numbers of targets and added as `distributed.ordered` does, so that the result does not depend on the number of
+    ranks. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm returned is
+    the mean of their norms; with "global" the average is clipped. parts: what this rank updates, by default all;
+    `part.own.grad` is set. between is called before each micro-batch, and may raise. Raises NumericsError, and leaves
+    `.grad` unusable, if the loss or norm is not finite.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
-    counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
-    n_targets = max(sum(counts), 1)
-    total: list[Tensor] = []
+    counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
+    n_targets = max(int(gather(counts, ranks).sum()), 1)
     losses, norms = [], []
-    for micro_batch, count in zip(micro_batches, counts, strict=True):
-        between()
-        share = count / n_targets
-        with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss = objective.losses(model, *micro_batch).sum() / max(count, 1)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        if config.clip_scope == "local":
-            norms.append(clip_(gradient, config.clip))
-        losses.append(loss.detach() * share)
-        if len(micro_batches) == 1:
-            total = gradient
-        elif not total:
-            total = list(torch._foreach_mul(gradient, share))
-        else:
-            torch._foreach_add_(total, gradient, alpha=share)
+
+    def gradients() -> Iterator[list[Tensor]]:
+        for micro_batch, count in zip(micro_batches, counts.tolist(), strict=True):
+            between()
+            share = count / n_targets
+            with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+                loss = objective.losses(model, *micro_batch).sum() / max(count, 1)
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            if config.clip_scope == "local":
+                norms.append(clip_(gradient, config.clip))
+            losses.append(loss.detach() * share)
+            if share != 1:
+                torch._foreach_mul_(gradient, share)
+            yield gradient
+
+    total = exchange(tree_sum(gradients()), ranks)
     if config.clip_scope == "global":
-        norms.append(clip_(total, config.clip))
-    for p, g in zip(parameters, total, strict=True):
-        p.grad = g
-    loss_value, norm = torch.stack(losses).sum().item(), torch.stack(norms).mean().item()
+        norms.append(norm_of(total, ranks))
+        scale_to(total, norms[0], config.clip)
+    model.zero_grad(set_to_none=True)
+    for part, g in zip(parts or parts_of(model), total, strict=True):
+        part.own.grad = g
+    loss_value = gather(torch.stack(losses).cpu(), ranks).sum().item()
+    norm = gather(torch.stack(norms).cpu(), ranks).mean().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm)):
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
@@ -98,9 +124,14 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
     """Scale a gradient in place so that its norm is at most `clip`; returns the norm before."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
-    if clip is not None:
-        torch._foreach_mul_(gradient, (clip / norm).clamp(max=1.0))
+    scale_to(gradient, norm, clip)
     return norm
+
+
+def scale_to(gradient: list[Tensor], norm: Tensor, clip: float | None) -> None:
+    """Scale a gradient of this norm in place so that its norm is at most `clip`."""
+    if clip is not None:
+        torch._foreach_mul_(gradient, (clip / norm).clamp(max=1.0).to(gradient[0].device))
 
 
 class StopSignal:
@@ -114,11 +145,19 @@ class StopSignal:
         if self.number is not None:
             raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
 
-    def watch(self, note: str, progress: Progress | None, what: str, total: int | None) -> Callable[[int], None]:
-        """A callback that takes a count, reports it to `progress`, and raises Stopped if a stop was requested."""
+    def agree(self, ranks: Ranks) -> None:
+        """Request a stop if one was requested of any rank, so that all stop at the same place."""
+        if ranks.size > 1:
+            self.number = int(gather(torch.tensor(self.number or 0), ranks).max()) or None
+
+    def watch(self, note: str, progress: Progress | None, what: str, total: int | None,
+              ranks: Ranks = ALONE) -> Callable[[int], None]:
+        """A callback that takes a count, reports it to `progress`, and raises Stopped if a stop was requested. All
+        ranks call it equally often."""
         def counted(done: int) -> None:
             if progress is not None:
                 progress(what, done, total)
+            self.agree(ranks)
             self.check(note)
 
         return counted
@@ -156,21 +195,23 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 
 def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: dict[str, str], device: torch.device,
-        stop: StopSignal, on_step: Callable[[dict[str, Any]], None] | None = None,
+        stop: StopSignal, ranks: Ranks = ALONE, on_step: Callable[[dict[str, Any]], None] | None = None,
         score_last: bool = True) -> LanguageModel:
     """Train `model` to the last step, from the newest checkpoint if there is one; returns it.
 
-    Every `eval_every` steps `objective.evaluate` scores the model. extra_files: texts saved with every checkpoint, by
-    file name. on_step is called with each line of the metrics and the number of "steps". score_last: whether to score
-    the last step too, if it is a multiple of `eval_every`. Raises Stopped after saving if `stop` requests it,
-    NumericsError before the optimizer's update, ResourceError when memory runs out."""
+    Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`; all stop at the
+    same step. Every `eval_every` steps `objective.evaluate` scores the model. extra_files: texts saved with every
+    checkpoint, by file name. on_step is called with each line of the metrics and the number of "steps". score_last:
+    whether to score the last step too, if it is a multiple of `eval_every`. Raises Stopped after saving if `stop`
+    requests it, NumericsError before the optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
-    optimizer = make_optimizer(model, config)
-    done = run.resume(model, optimizer)
+    parts = parts_of(model, ranks)
+    optimizer = make_optimizer(parts, config)
+    done = run.resume(model, parts, optimizer)
     if done:
-        run.save(done, model, optimizer, extra_files)  # a kill may have left the end of the last save undone
+        run.save(done, model, parts, optimizer, extra_files)  # a kill may have left the end of the last save undone
     if config.compile:
         model.compile_layers()
     model.train()
@@ -179,12 +220,14 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     def save(step: int) -> None:
         nonlocal saved
         if step != saved:
-            if not all(t.isfinite().all() for p in model.parameters() for t in (p, *optimizer.state[p].values())):
+            finite = all(t.isfinite().all() for part in parts for t in (part.own, *optimizer.state[part.own].values()))
+            if not gather(torch.tensor(finite), ranks).all():
                 raise NumericsError("the weights are not finite", f"step {step}", advice(saved, config))
-            run.save(step, model, optimizer, extra_files)
+            run.save(step, model, parts, optimizer, extra_files)
             saved = step
 
     def stop_if_asked(step: int, _: int = 0) -> None:
+        stop.agree(ranks)
         if stop.number is not None:
             save(step)
             stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
@@ -209,9 +252,10 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             group["lr"] = learning_rate
         fits = True
         try:
-            loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config,
-                                          partial(stop_if_asked, step))  # a large batch takes minutes
+            loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
+                                          ranks=ranks, between=partial(stop_if_asked, step))  # a step takes minutes
             optimizer.step()
+            gather_parameters(model, ranks)
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
         except (RuntimeError, MemoryError) as e:
@@ -222,9 +266,10 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             fits = False
         if not fits:  # outside `except`, where the exception still holds the tensors of the failed step
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {context}"
-            raise ResourceError("out of memory", where, suggest_size(model, optimizer, objective, batch, run.config))
+            todo = suggest_size(model, parts, optimizer, objective, batch, run.config)
+            raise ResourceError("out of memory", where, todo)
         clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
-                 "cpu_s": time.process_time() - cpu_started}
+                 "cpu_s": sum(gather(torch.tensor(time.process_time() - cpu_started), ranks).tolist())}
         log({"step": step + 1, "loss": loss, "learning_rate": learning_rate, "grad_norm": norm,
              "tokens": (step + 1) * config.tokens_per_step, "clock": clock})
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
@@ -235,27 +280,35 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
 
 
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None, stop: StopSignal,
-             begin: Callable[[], tuple[LanguageModel, Objective, dict[str, str]]],
-             score: Callable[[Run, LanguageModel], dict[str, Any]], *, on_step: Callable[[dict[str, Any]], None] | None,
-             score_last: bool = True) -> tuple[dict[str, Any], bool]:
+             begin: Callable[[Ranks], tuple[LanguageModel, Objective, dict[str, str]]],
+             score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]], *,
+             on_step: Callable[[dict[str, Any]], None] | None, score_last: bool = True) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
     result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
 
-    facts: hashes of the data and the tokenizer. begin returns the new model, the objective and the `extra_files` of
-    `fit`; score returns the content of the result file. Raises as `Run`, `checkpoint.lock` and `fit` do."""
+    All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
+    begin returns the new model, the objective and the `extra_files` of `fit`; score returns the content of the result
+    file. Raises as `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
-    with checkpoint.lock(out):
-        run = Run(out, config, facts)
-        complete = result_or_none(out, read_result, "step-*")
+    picked = device if isinstance(device, torch.device) else pick_device(device, tell=True)
+    require_fitting(config.train.tokens_per_step // config.train.micro_batch_tokens, launched())
+    with connected(picked.type) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
+        require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
+                      "torch": torch.__version__}, ranks)
+        run = Run(out, config, facts, ranks)
+        found = result_or_none(out, read_result, "step-*") if ranks.is_first else None
+        complete = gather_json(found, ranks)[0]
         if complete is not None:
             return complete, True
-        model, objective, extra_files = begin()
-        picked = device if isinstance(device, torch.device) else pick_device(device, tell=True)
-        model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, on_step=on_step,
-                    score_last=score_last)
+        model, objective, extra_files = begin(ranks)
+        model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, ranks=ranks,
+                    on_step=on_step, score_last=score_last)
+        stop.agree(ranks)
         stop.check(SAVED)
-        result = {"run": run.id, **score(run, model)}
-        write_json(out / RESULT_FILE, result)
+        result = {"run": run.id, **score(run, model, ranks)}
+        if ranks.is_first:
+            write_json(out / RESULT_FILE, result)
+        wait_for_all(ranks)
     return result, False
 
 
@@ -295,30 +348,36 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     manifest = read_manifest(data)
     facts = {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer["sha256"]}
 
-    def begin() -> tuple[LanguageModel, Objective, dict[str, str]]:
+    def begin(ranks: Ranks) -> tuple[LanguageModel, Objective, dict[str, str]]:
         kind = NextToken if settings.model.causal else MaskedTokens
-        objective = kind(settings, open_split(data, "train"), open_split(data, "validation"))
+        objective = kind(settings, open_split(data, "train"), open_split(data, "validation"), ranks)
         return new_model(settings), objective, {TOKENIZER_FILE: read_bytes(data / TOKENIZER_FILE).decode()}
 
     result, already = fit_once(settings, facts, device, stop, begin,
-                               lambda run, model: finish(run, model, data, stop, progress), on_step=on_step)
-    if not already or not (out / PLOT_FILE).exists():  # a kill may have come between the result and the picture
+                               lambda run, model, ranks: finish(run, model, data, stop, ranks, progress),
+                               on_step=on_step)
+    drawn = already and (out / PLOT_FILE).exists()  # a kill may have come between the result and the picture
+    if launched().is_first and not drawn:
         plot_run(out)
     path = out / SAMPLE_FILE
     sample = read_bytes(path).decode(errors="replace") if path.exists() else ""
     return TrainResult(out, settings, result, sample, already)
 
 
-def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split and write a sample; returns the content of the result file. Its "peak_mib" is the peak
-    memory of this process in training; if the run was resumed, earlier processes do not count."""
+def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, ranks: Ranks,
+           progress: Progress | None) -> dict[str, Any]:
+    """Score the held-out split and write a sample; returns the content of the result file. Its "peak_mib" is the
+    largest peak memory of a process in training; if the run was resumed, earlier processes do not count."""
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / TOKENIZER_FILE)
     evaluation = evaluate(model, held_out, context=config.model.context, precision=config.train.precision,
-                          batch_rows=config.micro_batch_rows,
-                          progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens))
-    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(), "peak_mib": peak_mib}
+                          batch_rows=config.micro_batch_rows, ranks=ranks,
+                          progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens, ranks))
+    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
+                              "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
     model.eval()
+    if not ranks.is_first:
+        return result
     if not config.model.causal:
         write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, held_out))
         return result
@@ -344,7 +403,7 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, objective: Objective,
+def suggest_size(model: nn.Module, parts: Sequence[Part], optimizer: torch.optim.AdamW, objective: Objective,
                  batch: Sequence[Tensor], config: RunConfig) -> str:
     """Advice for a micro-batch that is too large: the next smaller size that fits.
 
@@ -357,7 +416,7 @@ def suggest_size(model: nn.Module, optimizer: torch.optim.AdamW, objective: Obje
         model.zero_grad(set_to_none=True)
         moments: list[Tensor] = []
         try:
-            moments += [torch.zeros_like(p) for p in model.parameters() if not optimizer.state[p] for _ in range(2)]
+            moments += [torch.zeros_like(part.own) for part in parts if not optimizer.state[part.own] for _ in range(2)]
             with suppress(NumericsError):
                 compute_gradient(model, objective, [part[: 2 * n_tried] for part in batch], n_tried, config.train)
             size = n_rows * config.model.context

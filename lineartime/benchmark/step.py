@@ -19,6 +19,7 @@ from lineartime.benchmark import Row, measure, peers
 from lineartime.benchmark.measure import OnRows, Progress, Times, ignore
 from lineartime.benchmark.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
+from lineartime.distributed.ordered import parts_of
 from lineartime.errors import NumericsError
 from lineartime.info import describe
 from lineartime.masking import NO_TARGET
@@ -187,7 +188,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
     model = peers.build(parsed, fields).to(on).train()
     if parsed.compiled:
         model.compile_layers()
-    optimizer = make_optimizer(model, train)
+    optimizer = make_optimizer(parts_of(model), train)
     task, batch = random_batch(fields, n_rows, fields.context, seed, on)
     times: Times = {}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,8 @@ from lineartime.cli.terminal import (
     summary,
 )
 from lineartime.config import PRESETS, model_config, parse_setting
-from lineartime.errors import LineartimeError, ResourceError, UsageError
+from lineartime.distributed.ranks import connected, launched, speaks_first
+from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.release.pretrained import model_folder
 from lineartime.settings import require_precision
 
@@ -47,6 +49,9 @@ app.command("recall")(cli_recall.recall)
 app.command("reproduce")(cli_reproduce.reproduce)
 app.command("report")(cli_report.report)
 
+WITH_RANKS = ("train", "finetune", "evaluate")
+"""The verbs whose work `torchrun` can divide."""
+
 QuestionFiles = Annotated[list[Path] | None, typer.Option(
     help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]
 Evidence = Annotated[Path | None, typer.Option(
@@ -57,8 +62,11 @@ MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 
 
 @app.callback()
-def options(debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
+def options(context: typer.Context,
+            debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
     """The options before the verb."""
+    if launched().size > 1 and context.invoked_subcommand not in WITH_RANKS:
+        raise UsageError("this verb runs in one process", context.invoked_subcommand, "leave out torchrun")
 
 
 @app.command()
@@ -232,9 +240,10 @@ def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_
     from lineartime.evaluation import evaluate, load_with_split
 
     model, stream, facts = load_with_split(run, data, split, strict=strict)
-    with Terminal() as terminal:
-        result = evaluate(model.to(pick_device(device)), stream, context=context, batch_rows=batch_rows,
-                          precision=precision, progress=terminal.counting("evaluating", stream.n_tokens))
+    picked = pick_device(device)
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        result = evaluate(model.to(picked), stream, context=context, batch_rows=batch_rows, precision=precision,
+                          ranks=ranks, progress=terminal.counting("evaluating", stream.n_tokens))
     if as_json:
         print(json.dumps({**facts, "split": split, "context": context or model.config.context, **result.to_dict()}))
         return
@@ -251,8 +260,9 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], pr
     from lineartime.evaluation import load_with_split
 
     model, stream, facts = load_with_split(run, data, split, strict=strict)
-    with Terminal() as terminal:
-        use = measure_context_use(model.to(pick_device(device)), stream, contexts, precision=precision,
+    picked = pick_device(device)
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        use = measure_context_use(model.to(picked), stream, contexts, precision=precision, ranks=ranks,
                                   progress=terminal.counting("tokens read"))
     scores = {**facts, "split": split, "trained_context": model.config.context, **use.to_dict()}
     show_or_print(scores, describe(use), out, as_json)
@@ -268,8 +278,9 @@ def evaluate_recurrence(run: Path, data: Path, split: str, options: dict[str, An
     from lineartime.recurrence import describe, measure_recurrence
 
     model, stream, facts = load_with_split(run, data, split, strict=strict)
-    with Terminal() as terminal:
-        found = measure_recurrence(model.to(pick_device(device)), stream, open_split(data, "train"), **options,
+    picked = pick_device(device)
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        found = measure_recurrence(model.to(picked), stream, open_split(data, "train"), **options, ranks=ranks,
                                    progress=terminal.count)
     show_or_print({**facts, "split": split, **found.to_dict()}, describe(found), out, as_json)
 
@@ -279,7 +290,7 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
     from lineartime.atomic_io import write_atomically
 
     text = json.dumps(scores)
-    if out is not None:
+    if out is not None and launched().is_first:
         write_atomically(out, text + "\n")
     for line in [text] if as_json else lines:
         say(line)
@@ -293,6 +304,8 @@ def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path |
     from lineartime.qa.metrics import check_predictions, score_answers
     from lineartime.qa.questions import read_json, read_questions
 
+    if launched().size > 1:
+        raise UsageError("questions are answered in one process", "evaluate --questions", "leave out torchrun")
     asked = list(read_questions(questions, evidence))
     if scored is not None:
         result = score_answers(asked, check_predictions(read_json(scored), str(scored)))
@@ -565,6 +578,8 @@ def plot(
 def main() -> None:
     """Run the command line; errors become one line on stderr and an exit code, see `errors`."""
     arguments = sys.argv[1:] or ["--help"]
+    if not launched().is_first:  # rank 0 speaks for all, but for errors
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
     with screens():
         code = run_verb(arguments, debug=arguments[0] == "--debug")
     sys.exit(code)
@@ -608,8 +623,13 @@ def fail(error: BaseException, code: int, debug: bool, message: str | None = Non
         import traceback
 
         traceback.print_exception(error)
+    ranks = launched()
+    if not (ranks.is_first if isinstance(error, Stopped) else speaks_first(ranks)):
+        return code
     line = " ".join((message or str(error)).split())
+    if ranks.size > 1 and isinstance(error, DataError | CheckpointError | ResourceError):
+        line += f" (rank {ranks.rank} on {socket.gethostname()})"
     if len(line) > LONGEST_ERROR:
         line = f"{line[:LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2:]}"
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {line}", file=sys.stderr if ranks.is_first else sys.__stderr__)
     return code

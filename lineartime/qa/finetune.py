@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, Run
 from lineartime.config import to_dict as fields_of
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import places_of_step
+from lineartime.distributed.ranks import ALONE, Ranks, connected, gather_json
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
@@ -144,9 +146,9 @@ class Questions:
     """The objective of `fit` for questions: the first and the last token of the answer in each window."""
 
     def __init__(self, config: RunConfig, rows: Rows, validation: Sequence[Question], tokenizer: Tokenizer,
-                 windows: Windows):
+                 windows: Windows, ranks: Ranks = ALONE):
         self.config, self.rows, self.validation = config, rows, validation
-        self.tokenizer, self.windows = tokenizer, windows
+        self.tokenizer, self.windows, self.ranks = tokenizer, windows, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """ids and roles `[R, T]`. Every epoch takes each window once, in an order drawn from (seed, epoch). The rows of
@@ -154,6 +156,7 @@ class Questions:
         config = self.config
         places = places_of_step(len(self.rows), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
         chosen = sorted((row for _, row in places), key=lambda row: -len(self.rows.ids[row]))
+        chosen = chosen[self.ranks.share(len(chosen))]
         return stack_rows([self.rows.ids[i] for i in chosen], [self.rows.roles[i] for i in chosen],
                           config.model.context)
 
@@ -165,7 +168,8 @@ class Questions:
         return span_losses(span_logits(model, ids_BT, roles_BT), roles_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens."""
+        """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens. Every rank answers
+        all of them, for a share would be batched, and rounded, in another way."""
         train, asked = self.config.train, [question for question in self.validation if question.accepted]
         answers, loss, _ = answer_questions(model, self.tokenizer, asked, self.windows, precision=train.precision,
                                             batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
@@ -284,26 +288,29 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
 
     def train_one(each: RunConfig) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all validation questions."""
-        objective = Questions(each, rows, validation, tokenizer, plan.windows)
         files = {TOKENIZER_FILE: tokenizer.json, CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
         answered = stop.watch("what is trained is saved; the same command resumes", progress, "answering",
-                              len(validation))
+                              len(validation), ranks)
 
-        def scored(run: Run, model: LanguageModel) -> dict[str, Any]:
+        def begin(ranks: Ranks) -> tuple[LanguageModel, Questions, dict[str, str]]:
+            model = span_model(pretrained, config, each.train.seed)
+            return model, Questions(each, rows, validation, tokenizer, plan.windows, ranks), files
+
+        def scored(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
             answers, loss, n_windows = answer_questions(
                 model, tokenizer, validation, plan.windows, batch_rows=each.micro_batch_rows,
                 precision=each.train.precision, progress=answered)
-            write_json(run.out / PREDICTIONS_FILE, answers, ascii_only=False)
+            if ranks.is_first:
+                write_json(run.out / PREDICTIONS_FILE, answers, ascii_only=False)
             return {"steps": each.train.steps, **dataclasses.asdict(score(validation, answers)), "loss": loss,
                     "n_windows": n_windows}
 
-        result, _ = fit_once(each, description, device, stop,
-                             lambda: (span_model(pretrained, config, each.train.seed), objective, files), scored,
-                             on_step=on_step, score_last=False)
+        result, _ = fit_once(each, description, device, stop, begin, scored, on_step=on_step, score_last=False)
         return {name: value for name, value in result.items() if name != "run"}
 
-    with checkpoint.lock(plan.out):
-        complete = result_or_none(plan.out, read_fine_tuning, "lr-*/step-*")
+    with connected(device.type) as ranks, checkpoint.lock(plan.out) if ranks.is_first else nullcontext():
+        found = result_or_none(plan.out, read_fine_tuning, "lr-*/step-*") if ranks.is_first else None
+        complete = gather_json(found, ranks)[0]
         if complete is not None:
             check_settings(complete["fine_tuning"], whole, plan.out)
             return {**complete, "already": True}
@@ -321,10 +328,11 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         baseline = score(validation, {question.id: guess_by_overlap(question) for question in validation})
         result = {"best": f"lr-{best}", "learning_rates": rates, "word_overlap": dataclasses.asdict(baseline),
                   "train_questions": counts, "fine_tuning": whole}
-        answers = plan.out / f"lr-{best}" / PREDICTIONS_FILE
-        write_atomically(plan.out / PREDICTIONS_FILE, answers.read_text(encoding="utf-8"))
-        checkpoint.point(plan.out / BEST, Path(f"lr-{best}") / "latest")
-        write_json(plan.out / RESULT_FILE, result)
+        if ranks.is_first:
+            answers = plan.out / f"lr-{best}" / PREDICTIONS_FILE
+            write_atomically(plan.out / PREDICTIONS_FILE, answers.read_text(encoding="utf-8"))
+            checkpoint.point(plan.out / BEST, Path(f"lr-{best}") / "latest")
+            write_json(plan.out / RESULT_FILE, result)
     return result
 
 

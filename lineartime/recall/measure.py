@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.config import ModelConfig, TrainConfig
+from lineartime.distributed.ordered import parts_of
 from lineartime.errors import NumericsError
 from lineartime.info import describe
 from lineartime.model import LanguageModel, token_losses
@@ -98,7 +99,7 @@ def learn(config: ModelConfig, task: Task, train: TrainConfig, length: int, n_fa
     torch.manual_seed(train.seed)
     began = time.perf_counter()
     model, objective, losses = LanguageModel(config), Recall(task, length, n_facts, train), []
-    optimizer, n_rows = make_optimizer(model, train), train.tokens_per_step // length
+    optimizer, n_rows = make_optimizer(parts_of(model), train), train.tokens_per_step // length
     for step in range(train.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, train)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lineartime.benchmark.op import KERNEL, MODEL_OF, OPS, outputs, typed, value_and_gradients
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
+from lineartime.distributed.ordered import parts_of
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import decode_step, generate
 from lineartime.model import LanguageModel, token_losses
@@ -105,7 +106,7 @@ def test_bfloat16_trains(preset: str) -> None:
     wanted, wanted_norm = compute_gradient(model, task, [rows_BT], 2, replace(train, precision="float32", clip=None))
     first, norm = compute_gradient(model, task, [rows_BT], 2, replace(train, clip=None))
     assert abs(first - wanted) < 0.01 * wanted and abs(norm - wanted_norm) < 0.1 * wanted_norm
-    optimizer = make_optimizer(model, train)
+    optimizer = make_optimizer(parts_of(model), train)
     for _ in range(20):
         loss, _ = compute_gradient(model, task, [rows_BT], 1, train)
         optimizer.step()

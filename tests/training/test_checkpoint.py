@@ -97,7 +97,7 @@ def named_tensors(draw):
 def test_a_save_is_loaded_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path_factory, tensors, document, step):
     folder = tmp_path_factory.mktemp("run")
     first = checkpoint.save(folder / "a", step, run="r", tensors=tensors, files={"state.json": document}, keep=1)
-    assert newest(folder / "a") == (first, step, {})
+    assert newest(folder / "a") == (first, step, "r", {})
     loaded = load(first)
     assert (loaded.path, loaded.step, loaded.run, loaded.files) == (first, step, "r", {"state.json": document})
     assert loaded.tensors.keys() == tensors.keys()
@@ -203,7 +203,7 @@ def test_stray_names_and_leftovers_are_never_counted_and_leftovers_are_cleaned(t
     (deep / "link").symlink_to(outside)
     (run_dir / ".tmp-notes").write_text("the user's")
     os.utime(run_dir / "step-00000001", (2**31, 2**31))
-    assert newest(run_dir) == (run_dir / "step-00000001", 1, {})
+    assert newest(run_dir) == (run_dir / "step-00000001", 1, RUN, {})
     before = {name for name in os.listdir(run_dir) if not checkpoint.LEFTOVER.fullmatch(name)}
     save(run_dir, 2)
     assert set(os.listdir(run_dir)) == before | {"step-00000002"}
@@ -299,7 +299,7 @@ def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(processes, tmp_pa
             assert holds(load(found.path), found.step)
             assert not found.damaged or case == "overwrite"
         save(run_dir, step + 1, keep=1)  # the next save works and cleans up
-        assert newest(run_dir) == (run_dir / f"step-{step + 1:08d}", step + 1, {})
+        assert newest(run_dir) == (run_dir / f"step-{step + 1:08d}", step + 1, RUN, {})
         assert not leftovers(run_dir) and set(step_names(run_dir)) == {f"step-{step + 1:08d}"}
         shutil.rmtree(tmp_path / str(last))
     assert (status, message) == (0, "") and outcomes[-1] == step  # a save that returned is never lost
@@ -379,7 +379,7 @@ def test_random_corruptions_are_never_loaded(tmp_path):
         reached.add((kind, name))
     assert len(reached) > 60
     put(only, good)
-    assert holds(load(only), 2) and newest(only.parent) == (only, 2, {})  # it was the corruption that was refused
+    assert holds(load(only), 2) and newest(only.parent) == (only, 2, RUN, {})  # it was the corruption that was refused
 
 
 def test_a_whole_checkpoint_under_another_name_is_refused(tmp_path):
@@ -607,7 +607,7 @@ def test_a_disk_that_is_really_full(processes, tmp_path):
         assert status == 6 and "step-00000002: File too large" in message
         needed = int(message.split("(")[1].split()[0].replace(",", ""))
         assert size - 1500 < needed < size  # all but the manifest
-        assert newest(tmp_path) == (tmp_path / "step-00000001", 1, {}) and not leftovers(tmp_path)
+        assert newest(tmp_path) == (tmp_path / "step-00000001", 1, RUN, {}) and not leftovers(tmp_path)
 
 
 def test_an_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lineartime.config import TrainConfig, model_config
+from lineartime.distributed.ordered import parts_of
 from lineartime.errors import NumericsError
 from lineartime.model import LanguageModel, token_losses
 from lineartime.objectives import NextToken
@@ -92,7 +93,7 @@ def test_adamw_decays_matrices_and_embeddings_only(preset: str, task: str) -> No
     """Two updates by AdamW's formula, with the decay that each parameter should have."""
     model = small(preset, task)
     config = train_config(learning_rate=0.1, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(parts_of(model), config)
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in values.items()}
     generator, decayed = torch.Generator().manual_seed(2), set()

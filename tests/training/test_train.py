@@ -24,6 +24,7 @@ from lineartime.atomic_io import write_atomically
 from lineartime.cli import terminal, verbs
 from lineartime.config import PRESETS, TrainConfig, model_config, run_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
+from lineartime.distributed.ordered import parts_of
 from lineartime.errors import CheckpointError, DataError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
 from lineartime.objectives import NextToken
@@ -112,7 +113,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else(preset):
     chunks = {"chunk_size": 4} if preset == "flash" else {}
     model = LanguageModel(model_config(preset, n_layers=1, d_model=8, context=16, vocab_size=11, **heads, **chunks))
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = make_optimizer(model, TrainConfig()).param_groups
+    groups = make_optimizer(parts_of(model), TrainConfig()).param_groups
     decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
     layers = {"layers.0.in_proj.weight", "layers.0.out_proj.weight"}
     if heads:
@@ -125,7 +126,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else(preset):
 
 
 def test_adamw_is_the_tables():
-    groups = make_optimizer(torch.nn.Linear(2, 2), TrainConfig()).param_groups
+    groups = make_optimizer(parts_of(torch.nn.Linear(2, 2)), TrainConfig()).param_groups
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
     assert all((group["betas"], group["eps"], group["amsgrad"]) == ((0.9, 0.999), 1e-6, False) for group in groups)
 
