@@ -255,7 +255,8 @@ def scored_words(results: Results) -> str:
     """What was scored at every context, and the context of training."""
     uses = [record["context_use"] for record in results.trained.record if "context_use" in record]
     of = listed(f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents" for use in uses) or "tokens"
-    return f"The same {of} at each context, of models trained at {listed(results.table.columns)}"
+    trained = listed(f"{column.context:,}" for column in results.table.columns.values())
+    return f"The same {of} at each context, of models trained at {trained}"
 
 
 def parts(results: Results) -> list[str]:
