@@ -1,17 +1,22 @@
 """The paper's figures, and pictures of its tables, from the records of `lineartime reproduce`."""
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import pandas as pd
 
 from lineartime.benchmark.markdown import number, tokens, unique
 from lineartime.plot import COLOURS, Line, Panel, Picture, middle
+from lineartime.reproduce import memory
 from lineartime.reproduce.results import Results, costs, curve_of, gaps, of_cell, positions_of, speedups, step_speedups
 from lineartime.reproduce.tables import value
 
+SPREAD = ["mean", "min", "max"]
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
+LEFT_OUT_NATS = 0.2
 RING = {"marker": "o", "linestyle": "", "markersize": 7, "color": "#444444", "markerfacecolor": "white", "zorder": 4}
 
 
@@ -46,7 +51,7 @@ def lines(names: Iterable[str], heights: pd.DataFrame) -> tuple[Line, ...]:
 
 def over_seeds(values: pd.DataFrame) -> pd.DataFrame:
     """Mean, least and most of a column for each seed."""
-    return values.agg(["mean", "min", "max"], axis=1)
+    return values.agg(SPREAD, axis=1)
 
 
 def cost_panels(results: Results) -> list[Panel]:
@@ -177,6 +182,41 @@ def gap_dots(results: Results) -> list[Panel]:
     return panels
 
 
+def memory_panels(results: Results) -> list[Panel]:
+    """The study of text, of rows that have several seeds: loss by context, and differences to FLASH by recurrence and
+    by tokens trained on, from a quarter of them."""
+    names = [row for row in results.table.models if row not in results.table.one_seed]
+    rows = [(row, base) for row, base in memory.compared(results) if row in names]
+    contexts, classes, curves = (memory.losses_at(results, told)
+                                 for told in (memory.by_context, memory.by_class, memory.by_tokens))
+
+    def drawn(name: str, seeds: Mapping[float, Mapping[int, float]], what: Sequence[str]) -> list[Line]:
+        heights = {place: list(each.values()) for place, each in sorted(seeds.items()) if each}
+        return [line(name, names, over_seeds(pd.DataFrame.from_dict(heights, orient="index"))[what])] if heights else []
+
+    # At contexts longer than those of training a loss may rise so far that all others would be pressed together.
+    first = [fmean(losses.values()) for losses in contexts[min(contexts)].values()] if contexts else []
+    by_context = [each for row in names for each in drawn(
+        row, {context: losses[row] for context, losses in contexts.items()
+              if row in losses and fmean(losses[row].values()) < max(first) + LEFT_OUT_NATS}, ["mean"])]
+    panels = [Panel("Loss by context, means", "tokens of context", "nats per token", tuple(by_context),
+                    contexts=tuple((context, tokens(context)) for context in sorted(contexts)))]
+    differences: dict[str, Any] = {"y_label": "difference, nats", "level": 0.0, "level_name": "as FLASH"}
+    for kind in memory.KINDS:
+        seen = [place for place in classes if place[0] == kind]
+        # Classes stand at powers of two, as contexts do, and the models of a class side by side.
+        points = [each for n, (row, base) in enumerate(rows) for i, place in enumerate(seen) for each in drawn(
+            row, {2 ** (i + 0.1 * (n - (len(rows) - 1) / 2)): memory.paired(classes[place], row, base)}, SPREAD)]
+        panels.append(Panel(f"{kind.capitalize()}s, and where they were before", "", lines=tuple(points), **differences,
+                            contexts=tuple((2**i, textwrap.fill(place[1], 12)) for i, place in enumerate(seen))))
+    by_tokens = [each for row, base in rows for each in drawn(
+        row, {n / 1e6: memory.paired(losses, row, base) for n, losses in curves.items() if 4 * n > max(curves)},
+        SPREAD)]
+    panels.append(Panel("While it learns, scored part", "million tokens trained on", lines=tuple(by_tokens),
+                        **differences))
+    return panels
+
+
 def dots(title: str, x_label: str, values: Mapping[str, Sequence[float]], level: float | None = None,
          level_name: str = "") -> Panel:
     """values: of each name the numbers of its seeds, perhaps none."""
@@ -209,9 +249,12 @@ KINDS: dict[str, tuple[str, Callable[[Results], list[Panel]]]] = {
     "speedup": ("FLASH's speed-up", speedup_panels),
     "perplexity": ("Perplexity, left is better", perplexity_dots),
     "answers": ("Pretraining and answers", answer_dots),
+    "worth": ("What the long memory is worth: loss by context, but for losses more than "
+              f"{LEFT_OUT_NATS} above the worst at the shortest; differences to FLASH, seed by seed, by recurrence "
+              "class and by tokens trained on, below 0 is better (mean, least and most)", memory_panels),
     "gap": ("What mixed chunks add to the perplexity, left is better", gap_dots)}
 """What a picture shows, and its panels; one of which nothing is known is left out."""
 PICTURES = {**dict.fromkeys(("mlm_c4", "lm_wiki40b", "lm_pg19", "flash_ablation", "chunk_size", "more_tokens"),
                             ("cost", "positions")), "gau_vs_transformer": ("sizes",), "triviaqa": ("answers",),
-            "gap": ("gap",), "gpu_latency": ("latency",), "speedup": ("speedup",)}
+            "gap": ("gap",), "memory": ("worth",), "gpu_latency": ("latency",), "speedup": ("speedup",)}
 """What is drawn of a table; of others their perplexity."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lineartime.benchmark.markdown import CLOCKS, folded, listed, machine, markdown, number, provenance_words, unique
+from lineartime.reproduce import memory
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.results import CELL, GAPS, Results, gaps, results_of, speedups, spread, step_speedups
 from lineartime.reproduce.scales import Kind, caption_of
@@ -71,6 +72,10 @@ def n_parameters(results: Results) -> pd.Series:
 
 
 MEASURES = {
+    "seeds": Measure("Seeds", "", ("train",),
+                     lambda results: texts_of(results.trained.groupby(level=CELL).size(), "{:.0f}".format)),
+    "loss": Measure("Nats per token", "", ("train",),
+                    lambda results: texts_of(spread(results.trained.loss), "{:.3f}".format)),
     "perplexity": Measure("Perplexity per token", "perplexity", ("train",),
                           lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
     "word_perplexity": Measure("Perplexity per word", "perplexity", ("train",),
@@ -119,7 +124,7 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     table = results.table
     parts = [f"### {table.title}, {results.scale.name} scale", *(f"![{alt}]({path})" for alt, path in pictures)]
     if not results.rows:
-        return "\n\n".join([*parts, f"This table was {NOT_RUN} at this scale: {command_text(results)}."]) + "\n"
+        return "\n\n".join([*parts, f"Not measured yet: {NOT_RUN} at this scale, {command_text(results)}."]) + "\n"
     made = {MEASURES[name].title.format(reference=table.reference): measured(results, MEASURES[name])
             for name in table.measures}
     if table.name == "speedup":
@@ -127,6 +132,7 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     elif len(table.columns) == 1:
         parts.append(grid("", *({(row, title): both[side][row, results.columns[0]] for row in results.rows
                                  for title, both in made.items()} for side in (0, 1))))
+        parts += memory.parts(results) if table.name == "memory" else []
     else:
         parts += gap_grids(results) if table.name == "gap" else []
         parts += [grid(title, *both) for title, both in made.items()]
