@@ -30,6 +30,7 @@ from lineartime.distributed.ordered import (
 )
 from lineartime.distributed.ranks import (
     ALONE,
+    TIMEOUT_S,
     Ranks,
     connected,
     gather,
@@ -108,17 +109,18 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 
     total = exchange(tree_sum(gradients()), ranks)
     if config.clip_scope == "global":
-        norms.append(norm_of(total, ranks))
-        scale_to(total, norms[0], config.clip)
+        norm = norm_of(total, ranks)
+        scale_to(total, norm, config.clip)
+    else:
+        norm = gather(torch.stack(norms).cpu(), ranks).mean()
     model.zero_grad(set_to_none=True)
     for part, g in zip(parts or parts_of(model), total, strict=True):
         part.own.grad = g
     loss_value = gather(torch.stack(losses).cpu(), ranks).sum().item()
-    norm = gather(torch.stack(norms).cpu(), ranks).mean().item()
-    for name, value in (("loss", loss_value), ("gradient norm", norm)):
+    for name, value in (("loss", loss_value), ("gradient norm", norm.item())):
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
-    return loss_value, norm
+    return loss_value, norm.item()
 
 
 def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
@@ -282,7 +284,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None, stop: StopSignal,
              begin: Callable[[Ranks], tuple[LanguageModel, Objective, dict[str, str]]],
              score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]], *,
-             on_step: Callable[[dict[str, Any]], None] | None, score_last: bool = True) -> tuple[dict[str, Any], bool]:
+             on_step: Callable[[dict[str, Any]], None] | None, score_last: bool = True,
+             rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
     result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
 
@@ -290,9 +293,9 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     begin returns the new model, the objective and the `extra_files` of `fit`; score returns the content of the result
     file. Raises as `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
-    picked = device if isinstance(device, torch.device) else pick_device(device, tell=True)
+    picked = device if isinstance(device, torch.device) else pick_device(device)
     require_fitting(config.train.tokens_per_step // config.train.micro_batch_tokens, launched())
-    with connected(picked.type) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
+    with connected(picked.type, rank_timeout) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)
         run = Run(out, config, facts, ranks)
@@ -300,6 +303,8 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         complete = gather_json(found, ranks)[0]
         if complete is not None:
             return complete, True
+        if picked is not device:
+            pick_device(picked, tell=True)
         model, objective, extra_files = begin(ranks)
         model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, ranks=ranks,
                     on_step=on_step, score_last=score_last)
@@ -331,17 +336,18 @@ class TrainResult:
 
 def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
           stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
-          progress: Progress | None = None) -> TrainResult:
+          progress: Progress | None = None, rank_timeout: float = TIMEOUT_S) -> TrainResult:
     """Train a model on prepared text, or continue an unfinished run; then score the held-out split, and write a sample,
     the result file and a plot into the run's folder `config.out`.
 
     config: a run, or a flat table of settings (`model`, `data`, `out` and any field of the configurations, see
     `config_for_data`). device: by default cuda if available. stop: requests a save and an end, see
     `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress is
-    called during the final evaluation, in tokens.
+    called during the final evaluation, in tokens. Under `torchrun` every rank calls it with the same arguments, and a
+    rank that does not answer for `rank_timeout` seconds is lost.
     Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
     damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
-    Stopped after saving."""
+    RankError for a rank that was lost, Stopped after saving."""
     settings = config if isinstance(config, RunConfig) else config_for_data(config)
     stop = stop or StopSignal()
     data, out = Path(settings.data), Path(settings.out)
@@ -355,7 +361,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
     result, already = fit_once(settings, facts, device, stop, begin,
                                lambda run, model, ranks: finish(run, model, data, stop, ranks, progress),
-                               on_step=on_step)
+                               on_step=on_step, rank_timeout=rank_timeout)
     drawn = already and (out / PLOT_FILE).exists()  # a kill may have come between the result and the picture
     if launched().is_first and not drawn:
         plot_run(out)

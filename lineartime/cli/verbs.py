@@ -34,7 +34,7 @@ from lineartime.cli.terminal import (
     summary,
 )
 from lineartime.config import PRESETS, model_config, parse_setting
-from lineartime.distributed.ranks import connected, launched, speaks_first
+from lineartime.distributed.ranks import TIMEOUT_S, connected, launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.release.pretrained import model_folder
 from lineartime.settings import require_precision
@@ -58,6 +58,8 @@ Evidence = Annotated[Path | None, typer.Option(
     help="Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the questions' folder.")]
 Stride = Annotated[int | None, typer.Option(
     help="Tokens from one window of a document to the next; by default three quarters of the context.")]
+RankTimeout = Annotated[float, typer.Option(
+    help="Under torchrun: seconds after which a process that does not answer is lost.")]
 MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 
 
@@ -120,6 +122,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
     settings: Setting = None,
     device: Device = None,
+    rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
     """Train a model, or continue a run; then evaluate it, write a sample and a plot."""
     results_are_files()
@@ -135,7 +138,8 @@ def train(
     from lineartime.training import StopSignal, train
 
     with StopSignal().listening() as stop, Terminal() as terminal:
-        done = train(config, device=device, stop=stop, on_step=terminal.step, progress=terminal.count)
+        done = train(config, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
+                     rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
@@ -355,6 +359,7 @@ def finetune(
     settings: Setting = None,
     strict: Strict = False,
     device: Device = None,
+    rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
     """Teach a model to find answers in documents, once per learning rate; keep the best by F1."""
     results_are_files()
@@ -368,7 +373,8 @@ def finetune(
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
                       max_answer_tokens, negatives, epochs, given, strict)
     with StopSignal().listening() as stop, Terminal() as terminal:
-        result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count)
+        result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
+                          rank_timeout=rank_timeout)
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
     best, overlap = result["best"], result["word_overlap"]

@@ -73,6 +73,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S) -> Iterato
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     with living(ranks):
+        meet(ranks, timeout_s)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout,
                                     store=open_store(ranks, "group", timeout_s), rank=ranks.rank,
@@ -125,6 +126,19 @@ def living(ranks: Ranks) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
+
+
+def meet(ranks: Ranks, timeout_s: float) -> None:
+    """Return when all ranks live. Raises RankError if one of them ends with an error before, or does not come."""
+    lives, errors, began = open_store(ranks, "life"), open_store(ranks, "errors"), time.monotonic()
+    while not lives.check([str(rank) for rank in range(ranks.size)]):
+        if errors.check(["spoken"]):
+            raise RankError("a rank ended before it met the others", todo="see its own output")
+        if time.monotonic() - began > timeout_s:
+            absent = [str(rank) for rank in range(ranks.size) if not lives.check([str(rank)])]
+            raise RankError("ranks did not come", f"rank {', '.join(absent)} of {ranks.size}",
+                            "look at their machines, or raise --rank-timeout")
+        time.sleep(0.05)
 
 
 def lost_ranks(ranks: Ranks) -> str:

@@ -23,7 +23,7 @@ from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, Run
 from lineartime.config import to_dict as fields_of
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import places_of_step
-from lineartime.distributed.ranks import ALONE, Ranks, connected, gather_json
+from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
@@ -243,15 +243,15 @@ def name_of(rate: float) -> str:
 
 def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
              on_step: Callable[[dict[str, Any]], None] | None = None,
-             progress: Progress | None = None) -> dict[str, Any]:
+             progress: Progress | None = None, rank_timeout: float = TIMEOUT_S) -> dict[str, Any]:
     """Fine-tune once per learning rate, or resume. Returns the content of `DIR/result.json`: "best" (the best run's
     folder in `plan.out`), scores by learning rate, those of word overlap, and counts of questions; with "already" if
     the folder was complete before.
 
     device: by default cuda if available. stop: requests a save and an end, see `StopSignal.listening`. on_step is
-    called with each line of the metrics and the number of "steps". progress counts questions read and answered. Raises
-    UsageError for a wrong pretrained run, wrong settings or a folder with another fine-tuning, DataError for wrong
-    questions, Stopped after saving, and as `fit` does."""
+    called with each line of the metrics and the number of "steps". progress counts questions read and answered.
+    rank_timeout: see `train`. Raises UsageError for a wrong pretrained run, wrong settings or a folder with another
+    fine-tuning, DataError for wrong questions, Stopped after saving, and as `fit` does."""
     stop = stop or StopSignal()
     if not isinstance(device, torch.device):
         device = pick_device(device, tell=True)
@@ -308,7 +308,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         result, _ = fit_once(each, description, device, stop, begin, scored, on_step=on_step, score_last=False)
         return {name: value for name, value in result.items() if name != "run"}
 
-    with connected(device.type) as ranks, checkpoint.lock(plan.out) if ranks.is_first else nullcontext():
+    with connected(device.type, rank_timeout) as ranks, checkpoint.lock(plan.out) if ranks.is_first else nullcontext():
         found = result_or_none(plan.out, read_fine_tuning, "lr-*/step-*") if ranks.is_first else None
         complete = gather_json(found, ranks)[0]
         if complete is not None:

@@ -1,0 +1,95 @@
+"""The order in which gradients are added, without any other process."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lineartime.distributed.ordered import BLOCK, cut, norm_of, parts_of, require_fitting, tree_sum
+from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.errors import UsageError
+
+
+def terms(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(5, generator=generator) * 10.0**i, torch.randn(2, 3, generator=generator)]
+            for i in torch.randint(-3, 4, (n,), generator=generator).tolist()]
+
+
+def by_levels(values):
+    """The complete binary tree over a list of numbers, a level at a time; one without a partner goes up alone."""
+    while len(values) > 1:
+        values = [sum(values[i + 1 : i + 2], values[i]) for i in range(0, len(values), 2)]
+    return values[0]
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+def test_the_sum_is_the_complete_binary_tree(n):
+    expected = [by_levels([term[i] for term in terms(n)]) for i in range(2)]
+    found = tree_sum(iter(terms(n)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_order_of_a_sum_shows_in_its_bits():
+    left_to_right = sum((term[0] for term in terms(16)), torch.zeros(5))
+    assert not torch.equal(tree_sum(iter(terms(16)))[0], left_to_right)
+
+
+@pytest.mark.parametrize(("n", "n_ranks"), [(8, 2), (8, 4), (8, 8), (12, 3), (12, 6), (7, 7), (20, 5)])
+def test_blocks_of_ranks_are_subtrees(n, n_ranks):
+    whole, size = tree_sum(iter(terms(n))), n // n_ranks
+    blocks = [tree_sum(iter(terms(n)[rank * size : (rank + 1) * size])) for rank in range(n_ranks)]
+    assert all(torch.equal(a, b) for a, b in zip(whole, tree_sum(iter(blocks)), strict=True))
+
+
+def test_few_sums_are_kept():
+    alive = []
+
+    def counted():
+        for i, term in enumerate(terms(64)):
+            alive.append(i)
+            yield term
+
+    heights = [bin(i).count("1") for i in range(65)]
+    assert max(heights) <= 6  # the pending sums after i terms are the ones of i in binary
+    assert len(tree_sum(counted())) == 2 and len(alive) == 64
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do():
+    for n_ranks in (1, 3, 6, 12):
+        require_fitting(12, Ranks(0, n_ranks))
+    for n_ranks in (2, 4, 5, 24):
+        with pytest.raises(UsageError, match=r"12 micro-batches in a step; run 1, 3, 6, 12, or change"):
+            require_fitting(12, Ranks(0, n_ranks))
+
+
+@given(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=8), st.integers(1, 9))
+def test_every_element_has_one_rank(sizes, n_ranks):
+    shares = cut(tuple(sizes), n_ranks)
+    n_blocks = [sum(-(-(stop - start) // BLOCK) for start, stop in share) for share in shares]
+    assert max(n_blocks) - min(n_blocks) <= 1
+    for i, size in enumerate(sizes):
+        cuts = [share[i] for share in shares if share[i][0] < share[i][1]]
+        assert cuts[0][0] == 0 and cuts[-1][1] == size
+        assert all(a[1] == b[0] and a[1] % BLOCK == 0 for a, b in itertools.pairwise(cuts))
+
+
+def test_parts_share_the_parameters_memory():
+    model = torch.nn.Linear(3000, 2)
+    assert [part.own is part.whole for part in parts_of(model)] == [True, True]
+    seen = torch.zeros(6000)
+    for rank in range(3):
+        for part in parts_of(model, Ranks(rank, 3)):
+            with torch.no_grad():
+                part.own.fill_(rank + 1)
+            if part.name == "weight":
+                seen[part.start : part.stop] += 1
+    assert seen.eq(1).all() and model.weight.flatten()[0] == 1 and model.bias[-1] == 3
+
+
+def test_the_norm_in_blocks_is_the_norm():
+    parts = [torch.randn(3 * BLOCK + 7), torch.randn(5, 11), torch.randn(1)]
+    expected = torch.cat([part.flatten() for part in parts]).double().norm()
+    assert float(norm_of(parts, ALONE)) == pytest.approx(float(expected), rel=1e-6)

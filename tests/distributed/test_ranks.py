@@ -1,0 +1,155 @@
+"""Several processes train one model: they end in the bits of one, stop together, and one of them speaks."""
+
+import json
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from lineartime import checkpoint
+from ranks_here import RanksHere
+from tiny_runs import command, prepare_text, steps_done
+
+SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 9, "save_every": 3, "eval_every": 4}
+"""Eight micro-batches a step."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepare_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def masked_data(tmp_path_factory):
+    return prepare_text(tmp_path_factory.mktemp("masked"), tokenizer="train", mlm=True)
+
+
+@pytest.fixture
+def ranks(warm_command, tmp_path):
+    here = RanksHere(warm_command, tmp_path)
+    yield here
+    here.close()
+
+
+@pytest.fixture
+def cold_ranks(tmp_path):
+    """Processes of their own, which can be killed."""
+    here = RanksHere([sys.executable, "-m", "lineartime"], tmp_path)
+    yield here
+    here.close()
+
+
+def state_of(out):
+    """Weights, moments, metrics without their clock, and scores: what does not depend on the number of ranks."""
+    folder = (out / "latest").resolve()
+    weights = checkpoint.read_tensors(folder / "model.safetensors")
+    wanted = {f"{kind}.{name}": (w.shape, 0, w.numel()) for name, w in weights.items()
+              for kind in ("exp_avg", "exp_avg_sq")}
+    metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
+    return {"weights": weights, "moments": checkpoint.read_parts(folder, "optimizer", wanted), "metrics": metrics,
+            "result": result, "sample": (out / "sample.txt").read_bytes()}
+
+
+def assert_same_state(out, expected):
+    found = state_of(out)
+    for kind in ("weights", "moments"):
+        wrong = [name for name in expected[kind] if not torch.equal(found[kind][name], expected[kind][name])]
+        assert not wrong, f"{kind}: {wrong}"
+    assert found == {**expected, "weights": found["weights"], "moments": found["moments"]}
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_scope": "global", "precision": "bfloat16"}],
+                         ids=["local clipping", "global clipping, bfloat16"])
+def test_any_number_of_ranks_ends_in_the_same_bits(settings, data, ranks, tmp_path):
+    def train(n_ranks):
+        assert ranks.run(n_ranks, command(data, tmp_path / str(n_ranks), **SIZES, **settings)) == [0] * n_ranks, (
+            ranks.printed())
+        return state_of(tmp_path / str(n_ranks))
+
+    alone = train(1)
+    for n_ranks in (2, 4, 8):
+        train(n_ranks)
+        assert_same_state(tmp_path / str(n_ranks), alone)
+
+
+def test_masked_models_too(masked_data, ranks, tmp_path):
+    for n_ranks in (1, 4):
+        assert ranks.run(n_ranks, command(masked_data, tmp_path / str(n_ranks), **SIZES, causal=False)) == (
+            [0] * n_ranks), ranks.printed()
+    assert_same_state(tmp_path / "4", state_of(tmp_path / "1"))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(data, ranks, tmp_path):
+    arguments = command(data, tmp_path / "whole", **SIZES)
+    assert ranks.run(1, arguments) == [0]
+    for n_ranks, until in ((4, 2), (1, 4), (2, 6), (8, None)):
+        ranks.start(n_ranks, command(data, tmp_path / "run", **SIZES))
+        if until is not None:
+            wait_for_step(tmp_path / "run", until)
+            ranks.processes[-1].send_signal(signal.SIGTERM)  # one rank is asked, all stop
+            codes = ranks.end()
+            assert codes == [143] * n_ranks, ranks.printed()
+            assert len(ranks.errors()) == 1 and "saved at step" in ranks.errors()[0]
+        else:
+            assert ranks.end() == [0] * n_ranks, ranks.printed()
+    assert_same_state(tmp_path / "run", state_of(tmp_path / "whole"))
+
+
+def wait_for_step(out, step, timeout=60):
+    end = time.monotonic() + timeout
+    while steps_done(out) < step:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(data, cold_ranks, tmp_path):
+    cold_ranks.start(2, command(data, tmp_path / "run", **SIZES | {"steps": 100_000}))
+    wait_for_step(tmp_path / "run", 4)
+    began = time.monotonic()
+    cold_ranks.processes[1].kill()
+    assert cold_ranks.end(30) == [7, -signal.SIGKILL], cold_ranks.printed()
+    assert time.monotonic() - began < 15
+    assert cold_ranks.errors() == ["error: a rank was lost: rank 1 of 2; see its own output; the same command goes on "
+                                   "from the last checkpoint"]
+
+
+def test_a_rank_that_hangs_is_lost_after_the_time_that_is_set(data, cold_ranks, tmp_path):
+    cold_ranks.start(2, [*command(data, tmp_path / "run", **SIZES | {"steps": 100_000}), "--rank-timeout", 3])
+    wait_for_step(tmp_path / "run", 4)
+    cold_ranks.processes[1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert cold_ranks.processes[0].wait(30) == 7, cold_ranks.printed()
+    assert 3 <= time.monotonic() - began < 15
+    assert len(cold_ranks.errors()) == 1 and "a rank was lost: rank 1 of 2" in cold_ranks.errors()[0]
+
+
+def test_one_error_is_said_once(data, ranks, tmp_path):
+    for name, n_ranks, changed, code, expected in (
+            ("does not fit", 3, {}, 2, "3 ranks, 8 micro-batches in a step; run 1, 2, 4, 8, or change"),
+            ("no data", 2, {"rank_1": command(tmp_path / "nowhere", tmp_path / "run", **SIZES)}, 2, "no such folder"),
+            ("other arguments", 2, {"rank_1": command(data, tmp_path / "run", **SIZES, seed=1)}, 2,
+             "the ranks were started differently: seed is 0 on rank 0, 1 on rank 1"),
+            ("wrong setting", 4, {f"rank_{i}": [*command(data, tmp_path / "run"), "--set", "stepz=1"]
+                                  for i in range(4)}, 2, "unknown setting: stepz; did you mean steps?")):
+        codes = ranks.run(n_ranks, command(data, tmp_path / "run", **SIZES), **changed)
+        assert code in codes and 0 not in codes, (name, codes, ranks.printed())
+        assert len(ranks.errors()) == 1 and expected in ranks.errors()[0], (name, ranks.printed())
+    with checkpoint.lock(tmp_path / "run"):
+        codes = ranks.run(2, command(data, tmp_path / "run", **SIZES))
+        assert 6 in codes and len(ranks.errors()) == 1 and "the run is in use" in ranks.errors()[0], ranks.printed()
+    assert ranks.run(2, ["info", "flash"]) == [2, 2] and len(ranks.errors()) == 1
+    assert ranks.run(2, ["--help"]) == [0, 0] and ranks.printed().count("Usage:") == 1
+
+
+def test_evaluate_divides_the_work(data, ranks, tmp_path):
+    assert ranks.run(1, command(data, tmp_path / "run", **SIZES)) == [0]
+    for options in ([], ["--recurrence"]):
+        printed = []
+        for n_ranks in (1, 3):
+            arguments = ["evaluate", tmp_path / "run", "--data", data, "--json", *options]
+            assert ranks.run(n_ranks, arguments) == [0] * n_ranks, ranks.printed()
+            printed.append(ranks.printed())
+        assert printed[0] == printed[1] and json.loads(printed[0])["loss"] > 0

@@ -1,0 +1,55 @@
+"""Ranks of one machine, with the environment that `torchrun` gives them."""
+
+import datetime
+import os
+import subprocess
+
+from torch.distributed import TCPStore
+
+
+class RanksHere:
+    """`lineartime` in several processes; what each prints is in a file `rank-N.txt` of the folder. command: what stands
+    for `python -m lineartime`."""
+
+    def __init__(self, command, folder):
+        self.command, self.folder, self.attempt = command, folder, 0
+        # As torchrun does, hold the store that outlives the ranks.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+                              timeout=datetime.timedelta(seconds=60))
+        self.processes = []
+
+    def start(self, n_ranks, arguments, **of_rank):
+        """of_rank: arguments in place of these for single ranks, by `rank_N`."""
+        self.attempt += 1
+        common = {**os.environ, "WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+                  "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                  "TORCHELASTIC_RESTART_COUNT": str(self.attempt)}
+        self.processes = []
+        for rank in range(n_ranks):
+            with open(self.printed_by(rank), "w", encoding="utf-8") as out:
+                self.processes.append(subprocess.Popen(
+                    [*self.command, *map(str, of_rank.get(f"rank_{rank}", arguments))], stdout=out, stderr=out,
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+
+    def end(self, timeout=120):
+        """The exit codes."""
+        return [process.wait(timeout) for process in self.processes]
+
+    def run(self, n_ranks, arguments, **of_rank):
+        """The exit codes of `start`."""
+        self.start(n_ranks, arguments, **of_rank)
+        return self.end()
+
+    def printed_by(self, rank):
+        return self.folder / f"rank-{rank}.txt"
+
+    def printed(self):
+        return "".join(self.printed_by(rank).read_text() for rank in range(len(self.processes)))
+
+    def errors(self):
+        return [line for line in self.printed().splitlines() if line.startswith("error: ")]
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
