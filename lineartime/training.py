@@ -85,7 +85,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     `part.own.grad` is set. between is called before each micro-batch, and may raise. Raises NumericsError, and leaves
     `.grad` unusable, if the loss or norm is not finite.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters, parts = [p for p in model.parameters() if p.requires_grad], list(parts or parts_of(model))
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
     n_targets = max(int(gather(counts, ranks).sum()), 1)
@@ -109,12 +109,12 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 
     total = exchange(tree_sum(gradients()), ranks)
     if config.clip_scope == "global":
-        norm = norm_of(total, ranks)
+        norm = norm_of(total, parts, ranks)
         scale_to(total, norm, config.clip)
     else:
         norm = gather(torch.stack(norms).cpu(), ranks).mean()
     model.zero_grad(set_to_none=True)
-    for part, g in zip(parts or parts_of(model), total, strict=True):
+    for part, g in zip(parts, total, strict=True):
         part.own.grad = g
     loss_value = gather(torch.stack(losses).cpu(), ranks).sum().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm.item())):

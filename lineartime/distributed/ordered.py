@@ -6,6 +6,7 @@ part of all blocks' sums, by one all-to-all, and adds them as the tree's upper l
 parameters, and one all-gather brings the new parameters to all. This sends as many bytes as a reduce-scatter and an
 all-gather, and the moments of the optimizer are sharded over the ranks."""
 
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
@@ -16,9 +17,6 @@ from torch import Tensor, nn
 
 from lineartime.distributed.ranks import ALONE, Ranks, gather
 from lineartime.settings import require
-
-BLOCK = 1024
-"""Elements of a parameter between the places where it may be cut: the same whatever the number of ranks."""
 
 
 class Part(NamedTuple):
@@ -68,24 +66,23 @@ def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[Part]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
         return [Part(name, p, 0, p.numel(), p) for name, p in named]
-    own = cut(tuple(p.numel() for _, p in named), ranks.size)[ranks.rank]
+    own = cut(tuple(p.shape for _, p in named), ranks.size)[ranks.rank]
     return [Part(name, p, start, stop, nn.Parameter(p.detach().view(-1)[start:stop]))
             for (name, p), (start, stop) in zip(named, own, strict=True) if start < stop]
 
 
 @cache
-def cut(sizes: tuple[int, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
-    """The elements [start, stop) of each of several flattened tensors that each rank has: equally many consecutive
-    blocks of at most `BLOCK` elements."""
-    n_blocks = [-(-size // BLOCK) for size in sizes]
-    shares = []
+def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
+    """The elements [start, stop) of each of several flattened tensors that each rank has, consecutive and about equally
+    many. A tensor is cut between rows, its slices along the first axis."""
+    total, shares = sum(map(math.prod, shapes)), []
     for rank in range(n_ranks):
-        whole = Ranks(rank, n_ranks).share(sum(n_blocks))
-        before, share = 0, []
-        for size, n in zip(sizes, n_blocks, strict=True):
-            start, stop = (min(max(at - before, 0), n) * BLOCK for at in (whole.start, whole.stop))
-            share.append((min(start, size), min(stop, size)))
-            before += n
+        begin, end, before, share = total * rank // n_ranks, total * (rank + 1) // n_ranks, 0, []
+        for shape in shapes:
+            size, row = math.prod(shape), math.prod(shape[1:])
+            start, stop = (min(max(-(-(at - before) // row) * row, 0), size) for at in (begin, end))
+            share.append((start, stop))
+            before += size
         shares.append(share)
     return shares
 
@@ -96,7 +93,7 @@ def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
     total: the sum over the rank's own micro-batches; a process on its own gets it back."""
     if ranks.size == 1:
         return total
-    shares = cut(tuple(t.numel() for t in total), ranks.size)
+    shares = cut(tuple(t.shape for t in total), ranks.size)
     lengths = [sum(stop - start for start, stop in share) for share in shares]
     own = lengths[ranks.rank]
     out = total[0].new_empty(ranks.size * own)
@@ -112,13 +109,14 @@ def gather_parameters(model: nn.Module, ranks: Ranks) -> None:
     """Copy the parts that the other ranks have updated into this rank's parameters."""
     if ranks.size == 1:
         return
-    parameters = [p.detach().view(-1) for p in model.parameters() if p.requires_grad]
-    shares = cut(tuple(map(len, parameters)), ranks.size)
-    sent = torch.cat([p[start:stop] for p, (start, stop) in zip(parameters, shares[ranks.rank], strict=True)])
+    parameters = [p.detach() for p in model.parameters() if p.requires_grad]
+    shares = cut(tuple(p.shape for p in parameters), ranks.size)
+    flat = [p.view(-1) for p in parameters]
+    sent = torch.cat([p[start:stop] for p, (start, stop) in zip(flat, shares[ranks.rank], strict=True)])
     for rank, (row, share) in enumerate(zip(gather_rows(sent, ranks), shares, strict=True)):
         if rank != ranks.rank:
             pieces = row.split([stop - start for start, stop in share])
-            for p, (start, stop), piece in zip(parameters, share, pieces, strict=True):
+            for p, (start, stop), piece in zip(flat, share, pieces, strict=True):
                 p[start:stop] = piece
 
 
@@ -129,17 +127,21 @@ def gather_rows(values: Tensor, ranks: Ranks) -> list[Tensor]:
     return [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 
-def norm_of(parts: list[Tensor], ranks: Ranks) -> Tensor:
-    """The norm of all ranks' parts together, `[]` on the CPU, in the same bits for any number of ranks.
+def norm_of(gradient: list[Tensor], parts: list[Part], ranks: Ranks) -> Tensor:
+    """The norm of the gradients of all parts of all ranks, `[]` on the CPU: the same bits for any number of ranks.
 
-    The squares of a block are added in halves, element by element; a reduction of the library's would depend on the
-    shape. parts: as `exchange` returns them."""
-    sums = []
-    for part in parts:
-        flat = part.reshape(-1)
-        square = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).square().view(-1, BLOCK)
-        while square.shape[1] > 1:
-            left, right = square.chunk(2, dim=1)
-            square = left + right
-        sums.append(square[:, 0])
-    return torch.cat(gather_rows(torch.cat(sums).cpu(), ranks)).sum().sqrt()
+    gradient: of each part, of any shape."""
+    squares = [row_squares(g.reshape(-1, math.prod(part.whole.shape[1:])))
+               for g, part in zip(gradient, parts, strict=True)]
+    return torch.cat(gather_rows(torch.cat(squares).cpu(), ranks)).sum().sqrt()
+
+
+def row_squares(x_RN: Tensor) -> Tensor:
+    """The sum of each row's squares: `[R]`. Halves of a row are added element by element, because the order of a
+    library's sum depends on the number of rows."""
+    n = x_RN.shape[1]
+    square = nn.functional.pad(x_RN, (0, (1 << (n - 1).bit_length()) - n)).square()
+    while square.shape[1] > 1:
+        left, right = square.chunk(2, dim=1)
+        square = left + right
+    return square[:, 0]

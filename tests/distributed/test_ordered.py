@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lineartime.distributed.ordered import BLOCK, cut, norm_of, parts_of, require_fitting, tree_sum
+from lineartime.distributed.ordered import cut, norm_of, parts_of, require_fitting, row_squares, tree_sum
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import UsageError
 
@@ -65,15 +65,15 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do():
             require_fitting(12, Ranks(0, n_ranks))
 
 
-@given(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=8), st.integers(1, 9))
-def test_every_element_has_one_rank(sizes, n_ranks):
-    shares = cut(tuple(sizes), n_ranks)
-    n_blocks = [sum(-(-(stop - start) // BLOCK) for start, stop in share) for share in shares]
-    assert max(n_blocks) - min(n_blocks) <= 1
-    for i, size in enumerate(sizes):
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 40)), min_size=1, max_size=8), st.integers(1, 9))
+def test_every_element_has_one_rank(shapes, n_ranks):
+    shares = cut(tuple(shapes), n_ranks)
+    n_elements = [sum(stop - start for start, stop in share) for share in shares]
+    assert max(n_elements) - min(n_elements) <= 2 * max(row for _, row in shapes)
+    for i, (n_rows, row) in enumerate(shapes):
         cuts = [share[i] for share in shares if share[i][0] < share[i][1]]
-        assert cuts[0][0] == 0 and cuts[-1][1] == size
-        assert all(a[1] == b[0] and a[1] % BLOCK == 0 for a, b in itertools.pairwise(cuts))
+        assert cuts[0][0] == 0 and cuts[-1][1] == n_rows * row
+        assert all(a[1] == b[0] and a[1] % row == 0 for a, b in itertools.pairwise(cuts))
 
 
 def test_parts_share_the_parameters_memory():
@@ -89,7 +89,15 @@ def test_parts_share_the_parameters_memory():
     assert seen.eq(1).all() and model.weight.flatten()[0] == 1 and model.bias[-1] == 3
 
 
-def test_the_norm_in_blocks_is_the_norm():
-    parts = [torch.randn(3 * BLOCK + 7), torch.randn(5, 11), torch.randn(1)]
-    expected = torch.cat([part.flatten() for part in parts]).double().norm()
-    assert float(norm_of(parts, ALONE)) == pytest.approx(float(expected), rel=1e-6)
+def test_the_norm_by_rows_is_the_norm():
+    model = torch.nn.Bilinear(5, 7, 3)
+    gradient = [torch.randn_like(p) for p in model.parameters()]
+    expected = torch.cat([g.flatten() for g in gradient]).double().norm()
+    assert float(norm_of(gradient, parts_of(model), ALONE)) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_row_has_the_same_sum_among_any_others():
+    x = torch.randn(1000, 37)
+    whole = row_squares(x)
+    assert torch.equal(torch.cat([row_squares(part) for part in x.split([1, 8, 491, 500])]), whole)
+    assert torch.allclose(whole, x.square().sum(1))
