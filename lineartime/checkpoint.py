@@ -163,6 +163,16 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["run"], tensors, files)
 
 
+def joined(loaded: Checkpoint, stem: str) -> dict[str, Tensor]:
+    """The whole tensors of a checkpoint that are in one file, or in the parts that `STEM.json` names; none if there is
+    neither."""
+    if index_name(stem) not in loaded.files:
+        return loaded.tensors.get(stem, {})
+    index = json.loads(loaded.files[index_name(stem)])
+    return {name: torch.cat([loaded.tensors[file.removesuffix(TENSORS)][name] for file, _, _ in entry["parts"]])
+            .view(entry["shape"]) for name, entry in index.items()}
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file by name, on the CPU. Raises CheckpointError if it cannot be read."""
     try:

@@ -371,6 +371,9 @@ class TrainConfig:
     """Recompute each layer in the backward pass instead of keeping its activations."""
     compile: bool = False
     """Compile the model with `torch.compile`."""
+    shard: bool = False
+    """Parameters, gradients and moments are sharded over the processes of `torchrun`; without it, the moments alone.
+    The initial values are others than without it."""
     eval_every: int = 500
     """Steps between held-out evaluations."""
     eval_tokens: int = 100_000
@@ -396,6 +399,9 @@ class TrainConfig:
                 f"clip = {self.clip}", 'say "none" for off')
         require(self.warmup_steps <= self.steps, "warm-up is longer than the run",
                 f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
+        require(not self.shard or self.clip is None or self.clip_scope == "global",
+                "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
+                "set clip_scope = global")
         require(self.tokens_per_step % self.micro_batch_tokens == 0,
                 "tokens_per_step must be a multiple of micro_batch_tokens",
                 f"{self.tokens_per_step} and {self.micro_batch_tokens}")

@@ -153,9 +153,10 @@ def batches(rows: Iterable[Row], length: Callable[[Row], int], n_most: Callable[
 
 def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision: str,
            ranks: Ranks = ALONE) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
-    """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes every W-th batch."""
+    """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes every W-th batch; at
+    the end, where none is left for it, one of another rank, for in a sharded model all compute together."""
     for group in in_groups(stacked, ranks.size):
-        own = losses_of(model, group[ranks.rank], precision) if ranks.rank < len(group) else np.zeros(0)
+        own = losses_of(model, group[ranks.rank % len(group)], precision)
         for batch, flat in zip(group, gather_rows(torch.from_numpy(own).view(-1), ranks), strict=False):
             shape = batch[0][:, 1:].shape if model.config.causal else (-1,)
             yield batch, flat.numpy().reshape(shape)

@@ -225,8 +225,10 @@ class ResidualLayer(nn.Module):
 
     @property
     def like(self) -> Tensor:
-        """A parameter that gives caches their dtype and device: of the norm, since matrices may be quantised."""
-        return next(self.norm.parameters())
+        """A tensor that gives caches their dtype and device: those of the norm, for matrices may be quantised. Without
+        elements, for a parameter may be sharded."""
+        norm = next(self.norm.parameters())
+        return torch.empty(0, dtype=norm.dtype, device=norm.device)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """f of the normed stream: `[B, T, D]`."""

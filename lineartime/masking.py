@@ -3,7 +3,7 @@
 Row r of a stream is its tokens [r context, (r + 1) context); the last row may be shorter. Rows do not overlap, because
 every token can be a target in its own row. Masks are a pure function of (seed, epoch, row)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -44,15 +44,15 @@ def _share(probability: float) -> np.uint64:
 
 
 def masked_batch(stream: TokenStream, *, seed: int, step: int, rows_per_step: int, context: int,
-                 share: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and targets of one training step, int64 `[rows_per_step, context]` each, or of a share of its rows: a
+                 chosen: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs and targets of one training step, int64 `[rows_per_step, context]` each, or of the rows `chosen`: a
     pure function of its arguments. An epoch takes every full row once; each epoch has its own order and its own masks.
 
     Raises UsageError for data without [MASK], DataError for data that does not fill one row."""
     require_mask(stream.mask, stream.folder)
     rows = rows_of_step(stream, len(stream), seed=seed, step=step, rows_per_step=rows_per_step, context=context)
     masked = [mask_tokens(stream.read(row * context, (row + 1) * context), stream, seed=seed, epoch=epoch, row=row)
-              for epoch, row in rows[share]]
+              for epoch, row in (rows if chosen is None else [rows[r] for r in chosen])]
     inputs_IT, targets_IT = (np.stack(part) for part in zip(*masked, strict=True))
     return inputs_IT, targets_IT
 

@@ -214,14 +214,19 @@ def init_weights(model: LanguageModel) -> None:
     | norm scales | 1 |
     | ScaledSin's scalar | d^-1/2 |
     """
-    std = model.config.init_std
-    for module in model.modules():
-        if isinstance(module, ResidualLayer):
-            module.init_weights(std)
-        elif isinstance(module, ScaledSin):
+    init_outer_weights(model)
+    for layer in model.residual_layers():
+        layer.init_weights(model.config.init_std)
+
+
+@torch.no_grad()
+def init_outer_weights(model: LanguageModel) -> None:
+    """Set the initial values of what is not in a layer: embeddings, the last norm and the head."""
+    for module in (model.embed, model.abs_pos):
+        if isinstance(module, ScaledSin):
             nn.init.constant_(module.scalar, module.d_model**-0.5)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
+        else:
+            nn.init.normal_(module.weight, std=model.config.init_std)
     for name, parameter in model.norm.named_parameters():
         nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
     nn.init.zeros_(model.head_bias)

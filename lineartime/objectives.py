@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lineartime.config import RunConfig
 from lineartime.data.tokens import TokenStream, batch_rows
+from lineartime.distributed.ordered import own_rows
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.masking import NO_TARGET, masked_batch
@@ -45,7 +46,7 @@ class NextToken:
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         config = self.config
         return (batch_rows(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                           rows_per_step=config.rows_per_step, share=self.ranks.share(config.rows_per_step)),)
+                           rows_per_step=config.rows_per_step, chosen=own_rows(config, self.ranks)),)
 
     def n_targets(self, *batch: Tensor) -> int:
         (rows_BT,) = batch
@@ -70,7 +71,7 @@ class MaskedTokens:
         """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
         config = self.config
         return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                            rows_per_step=config.rows_per_step, share=self.ranks.share(config.rows_per_step))
+                            rows_per_step=config.rows_per_step, chosen=own_rows(config, self.ranks))
 
     def n_targets(self, *batch: Tensor) -> int:
         _, targets_BT = batch

@@ -37,7 +37,7 @@ RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"
 """Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
 MAX_TIME = 1e11
@@ -65,6 +65,11 @@ class Run:
         """Metrics lines that could not be written yet."""
         self.whole: int | None = None
         """Bytes of the metrics before a line that could not be written, a part of which may be there."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank holds the whole model."""
+        return self.config.train.shard and self.ranks.size > 1
 
     def describe(self, facts: dict[str, Any]) -> str:
         """Write the description, or compare it with the one that is there; returns the run's id. Raises as `Run`."""
@@ -99,15 +104,14 @@ class Run:
             return 0
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
-        parameters = dict(model.named_parameters())
-        weights = checkpoint.check_tensors(checkpoint.read_tensors(newest.path / WEIGHTS_FILE),
-                                           {name: p.detach() for name, p in parameters.items()},
-                                           newest.path / WEIGHTS_FILE)
+        held = parts if self.is_sharded else [Part(name, p, 0, p.numel(), p) for name, p in model.named_parameters()]
+        weights = checkpoint.read_parts(newest.path, WEIGHTS, {part.name: (part.whole.shape, part.start, part.stop)
+                                                               for part in held})
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
             f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop) for part in parts for kind in MOMENTS})
         with torch.no_grad():
-            for name, p in parameters.items():
-                p.copy_(weights[name])
+            for part in held:
+                part.own.copy_(weights[part.name].view_as(part.own))
             for part in parts:
                 optimizer.state[part.own] = {
                     "step": torch.tensor(float(newest.step), device=part.own.device),
@@ -122,22 +126,29 @@ class Run:
              extra_files: dict[str, str]) -> None:
         """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
         by file name. Every rank calls it, and writes the moments of its parts."""
-        ranks, tensors, files = self.ranks, {}, {}
-        moments = {f"{kind}.{part.name}": optimizer.state[part.own][kind] if part.own in optimizer.state
-                   else torch.zeros_like(part.own) for part in parts for kind in MOMENTS}
-        name = OPTIMIZER if ranks.size == 1 else f"{OPTIMIZER}-{ranks.rank + 1}-of-{ranks.size}"
-        file = name + checkpoint.TENSORS
-        places = gather_json({part.name: [file, part.start, part.stop] for part in parts}, ranks)
+        ranks, files = self.ranks, {}
+        own = [part for part in parts if part.start < part.stop]
+        tensors = {OPTIMIZER: {f"{kind}.{part.name}": optimizer.state[part.own][kind] if part.own in optimizer.state
+                               else torch.zeros_like(part.own) for part in own for kind in MOMENTS}}
+        if self.is_sharded:
+            tensors[WEIGHTS] = {part.name: part.own.detach() for part in own}
+        shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+        if ranks.size > 1:
+            places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
+            for stem, kinds in ((OPTIMIZER, [f"{kind}." for kind in MOMENTS]), (WEIGHTS, [""])):
+                if stem in tensors:
+                    tensors[file_of(stem, ranks.rank, ranks.size)] = tensors.pop(stem)
+                    files[checkpoint.index_name(stem)] = json.dumps({f"{kind}{name}": {"shape": shape, "parts": [
+                        [file_of(stem, rank, ranks.size) + checkpoint.TENSORS, *at[name]]
+                        for rank, at in enumerate(places) if name in at]}
+                        for name, shape in shapes.items() for kind in kinds}, indent=1) + "\n"
         if ranks.is_first:
-            tensors["model"] = {name: p.detach() for name, p in model.named_parameters()}
-            files = {CONFIG_FILE: model_config_json(model.config), **extra_files}
-            if ranks.size > 1:
-                index = {f"{kind}.{name}": {"shape": list(p.shape), "parts": [at[name] for at in places if name in at]}
-                         for name, p in model.named_parameters() for kind in MOMENTS}
-                files[checkpoint.index_name(OPTIMIZER)] = json.dumps(index, indent=1) + "\n"
+            if not self.is_sharded:
+                tensors[WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}
+            files |= {CONFIG_FILE: model_config_json(model.config), **extra_files}
             with suppress(OSError), open(self.out / METRICS_FILE, "rb") as metrics:
                 os.fsync(metrics.fileno())  # metrics reach the disk before the checkpoint of their step
-        checkpoint.save(self.out, step, run=self.id, tensors={**tensors, name: moments}, files=files,
+        checkpoint.save(self.out, step, run=self.id, tensors=tensors, files=files if ranks.is_first else {},
                         keep=self.config.train.keep, ranks=ranks)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -174,6 +185,11 @@ class Run:
             kept = [record for record in (read_metrics(self.out) if step else [])
                     if record["step"] < step or (record["step"] == step and "held_out" not in record)]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def file_of(stem: str, rank: int, n_ranks: int) -> str:
+    """The stem of a rank's file of tensors that are in several."""
+    return f"{stem}-{rank + 1}-of-{n_ranks}"
 
 
 def read_run(out: Path) -> dict[str, Any]:
@@ -318,7 +334,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         if run not in (None, loaded.run):
             raise CheckpointError("a checkpoint of another run", folder, "move it away")
         facts = {"checkpoint": str(folder), "step": loaded.step}
-        files, weights = loaded.files, loaded.tensors.get("model", {})
+        files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
     try:
         config = model_config_from_json(files[CONFIG_FILE])
         kind = SpanModel if QUESTION_ANSWERING in files[CONFIG_FILE] else LanguageModel

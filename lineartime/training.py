@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from lineartime.distributed.ranks import (
     require_same,
     wait_for_all,
 )
+from lineartime.distributed.shard import OrderedReduceScatter, local, shard_model, sharded_parts
 from lineartime.errors import NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
 from lineartime.generation.generate import generate
@@ -75,6 +76,7 @@ def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.Ad
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig, *, parts: Sequence[Part] | None = None, ranks: Ranks = ALONE,
+                     reduce_scatter: OrderedReduceScatter | None = None,
                      between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
@@ -82,14 +84,15 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     numbers of targets and added as `distributed.ordered` does, so that the result does not depend on the number of
     ranks. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm returned is
     the mean of their norms; with "global" the average is clipped. parts: what this rank updates, by default all;
-    `part.own.grad` is set. between is called before each micro-batch, and may raise. Raises NumericsError, and leaves
-    `.grad` unusable, if the loss or norm is not finite.
+    `part.own.grad` is set. reduce_scatter: of a sharded model, `shard_model`'s. between is called before each
+    micro-batch, and may raise. Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
     """
-    parameters, parts = [p for p in model.parameters() if p.requires_grad], list(parts or parts_of(model))
+    parts = list(parts or parts_of(model))
+    parameters = [part.whole for part in parts]
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
     n_targets = max(int(gather(counts, ranks).sum()), 1)
-    losses, norms = [], []
+    losses, norms, is_sharded = [], [], reduce_scatter is not None and ranks.size > 1
 
     def gradients() -> Iterator[list[Tensor]]:
         for micro_batch, count in zip(micro_batches, counts.tolist(), strict=True):
@@ -97,30 +100,41 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
             share = count / n_targets
             with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
                 loss = objective.losses(model, *micro_batch).sum() / max(count, 1)
-            model.zero_grad(set_to_none=True)
+            forget(parameters)
+            if reduce_scatter is not None:
+                reduce_scatter.share = share
             loss.backward()
-            gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            gradient = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in parameters]
             if config.clip_scope == "local":
                 norms.append(clip_(gradient, config.clip))
             losses.append(loss.detach() * share)
-            if share != 1:
+            if share != 1 and not is_sharded:
                 torch._foreach_mul_(gradient, share)
             yield gradient
 
-    total = exchange(tree_sum(gradients()), ranks)
+    total = tree_sum(gradients())
+    if not is_sharded:
+        total = exchange(total, ranks)
     if config.clip_scope == "global":
         norm = norm_of(total, parts, ranks)
         scale_to(total, norm, config.clip)
     else:
-        norm = gather(torch.stack(norms).cpu(), ranks).mean()
-    model.zero_grad(set_to_none=True)
+        norm = gather(torch.stack(norms).cpu(), ranks).mean()  # of local clipping, which no sharded model has
+    forget(parameters)
     for part, g in zip(parts, total, strict=True):
-        part.own.grad = g
-    loss_value = gather(torch.stack(losses).cpu(), ranks).sum().item()
+        part.own.grad = g.view_as(part.own)
+    losses_WM = gather(torch.stack(losses).cpu(), ranks)
+    loss_value = (losses_WM.T if is_sharded else losses_WM).flatten().sum().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm.item())):
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
     return loss_value, norm.item()
+
+
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop the gradients. Not `model.zero_grad`, which misses those of parameters that FSDP2 has gathered."""
+    for p in parameters:
+        p.grad = None
 
 
 def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
@@ -186,14 +200,18 @@ class StopSignal:
 
 
 def new_model(config: RunConfig) -> LanguageModel:
-    """The run's model, initialised from its seed. Raises ResourceError if its training cannot fit into memory."""
+    """The run's model, initialised from its seed, or on the meta device if it is to be sharded. Raises ResourceError if
+    its training cannot fit into memory."""
     per_parameter = 4 if torch.cuda.is_available() else 16  # the weight; on a CPU also its gradient and two moments
     needed, available = per_parameter * config.model.least_parameters, available_bytes()
+    if config.train.shard:
+        needed //= launched().size  # of the machine that all ranks are on, at most
     if available is not None and needed > available:
         raise ResourceError("the model does not fit into memory", f"{needed / 2**30:,.1f} GiB needed, "
                             f"{available / 2**30:,.1f} GiB available", "lower n_layers, d_model or vocab_size")
     torch.manual_seed(config.train.seed)
-    return LanguageModel(config.model)
+    with torch.device("meta") if config.train.shard else nullcontext():
+        return LanguageModel(config.model)
 
 
 def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: dict[str, str], device: torch.device,
@@ -207,15 +225,18 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     whether to score the last step too, if it is a multiple of `eval_every`. Raises Stopped after saving if `stop`
     requests it, NumericsError before the optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
-    model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
-    parts = parts_of(model, ranks)
+    if config.compile:
+        model.compile_layers()
+    reduce_scatter = shard_model(model, config.seed, ranks, device) if config.shard else None
+    if reduce_scatter is None:
+        model = model.to(device)
+    is_sharded = reduce_scatter is not None and ranks.size > 1
+    parts = sharded_parts(model, ranks) if is_sharded else parts_of(model, ranks)
     optimizer = make_optimizer(parts, config)
     done = run.resume(model, parts, optimizer)
     if done:
         run.save(done, model, parts, optimizer, extra_files)  # a kill may have left the end of the last save undone
-    if config.compile:
-        model.compile_layers()
     model.train()
     saved = done
 
@@ -255,9 +276,11 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         fits = True
         try:
             loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
-                                          ranks=ranks, between=partial(stop_if_asked, step))  # a step takes minutes
+                                          ranks=ranks, reduce_scatter=reduce_scatter,
+                                          between=partial(stop_if_asked, step))  # a step takes minutes
             optimizer.step()
-            gather_parameters(model, ranks)
+            if not is_sharded:
+                gather_parameters(model, ranks)
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
         except (RuntimeError, MemoryError) as e:
@@ -294,7 +317,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     file. Raises as `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
     picked = device if isinstance(device, torch.device) else pick_device(device)
-    require_fitting(config.train.tokens_per_step // config.train.micro_batch_tokens, launched())
+    require_fitting(config, launched())
     with connected(picked.type, rank_timeout) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)
@@ -382,18 +405,20 @@ def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, ranks: 
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
     model.eval()
-    if not ranks.is_first:
+    if not (ranks.is_first or run.is_sharded):
         return result
-    if not config.model.causal:
-        write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, held_out))
-        return result
-    if open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
-        result["xz_bits_per_byte"] = xz_bits_per_byte(data)
-    length = min(200, (config.model.max_len or 201) - 1)
-    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
-                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
-    stop.check(SAVED)
-    write_atomically(run.out / SAMPLE_FILE, tokenizer.decode(ids) + "\n")
+    if config.model.causal:
+        length = min(200, (config.model.max_len or 201) - 1)
+        ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+                       seed=config.train.seed, stop=lambda row, new: stop.number is not None and not run.is_sharded)[0]
+        sample = tokenizer.decode(ids) + "\n"
+    else:
+        sample = masked_sample(model, tokenizer, held_out)
+    if ranks.is_first:
+        if config.model.causal and open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
+            result["xz_bits_per_byte"] = xz_bits_per_byte(data)
+        stop.check(SAVED)
+        write_atomically(run.out / SAMPLE_FILE, sample)
     return result
 
 

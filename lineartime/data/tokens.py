@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,16 +220,17 @@ def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStrea
 
 
 def batch_rows(stream: TokenStream, *, seed: int, step: int, rows_per_step: int, context: int,
-               share: slice = slice(None)) -> np.ndarray:
-    """The rows of one training step, int64 [rows_per_step, context + 1], or a share of them: a pure function of its
+               chosen: Sequence[int] | None = None) -> np.ndarray:
+    """The rows of one training step, int64 [rows_per_step, context + 1], or those `chosen`: a pure function of its
     arguments.
 
     Row r is `stream.read(r * context, (r + 1) * context + 1)`: the last target of a row is the first input of the next.
     An epoch reads every full row once, in an order drawn from (seed, epoch), and leaves an incomplete last row out.
     Raises DataError for a stream that does not fill one row."""
     places = rows_of_step(stream, len(stream) - 1, seed=seed, step=step, rows_per_step=rows_per_step, context=context)
-    rows_IT = np.empty((len(places[share]), context + 1), np.int64)
-    for i, (_, row) in enumerate(places[share]):
+    chosen = range(rows_per_step) if chosen is None else chosen
+    rows_IT = np.empty((len(chosen), context + 1), np.int64)
+    for i, (_, row) in enumerate(places[r] for r in chosen):
         rows_IT[i] = stream.read(row * context, (row + 1) * context + 1)
     return rows_IT
 

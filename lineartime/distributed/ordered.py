@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lineartime.config import RunConfig
 from lineartime.distributed.ranks import ALONE, Ranks, gather
 from lineartime.settings import require
 
@@ -30,14 +31,23 @@ class Part(NamedTuple):
     """The optimizer's parameter: `whole` itself, or a part of its storage, `[stop - start]`."""
 
 
-def require_fitting(n_micro_batches: int, ranks: Ranks) -> None:
-    """Raise UsageError, with the numbers of ranks that do fit, unless each rank has 2^k micro-batches."""
-    fitting = [n for n in range(1, n_micro_batches + 1)
-               if n == 1 or (n_micro_batches % n == 0 and (n_micro_batches // n).bit_count() == 1)]
+def require_fitting(config: RunConfig, ranks: Ranks) -> None:
+    """Raise UsageError, with the numbers of ranks that do fit, unless the micro-batches of each rank, or when sharded
+    those that ranks have at once, are complete subtrees."""
+    n = config.rows_per_step // config.micro_batch_rows
+    fitting = [size for size in range(1, n + 1) if n % size == 0 and (
+        size in (1, n) or (size if config.train.shard else n // size).bit_count() == 1)]
     require(ranks.size in fitting, "this number of ranks does not fit",
-            f"{ranks.size} ranks, {n_micro_batches} micro-batches in a step",
-            f"run {', '.join(map(str, fitting))}, or change tokens_per_step or micro_batch_tokens: "
-            "every rank has 1, 2, 4, ... micro-batches")
+            f"{ranks.size} ranks, {n} micro-batches in a step",
+            f"run {', '.join(map(str, fitting))}, or change tokens_per_step or micro_batch_tokens")
+
+
+def own_rows(config: RunConfig, ranks: Ranks) -> list[int]:
+    """The rows of a step that this rank reads: a consecutive block of micro-batches, or when sharded every W-th."""
+    rows, m = range(config.rows_per_step), config.micro_batch_rows
+    if not config.train.shard:
+        return list(rows[ranks.share(len(rows))])
+    return [row for first in rows[ranks.rank * m :: ranks.size * m] for row in rows[first : first + m]]
 
 
 def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
@@ -62,13 +72,14 @@ def merge(pending: list[tuple[int, list[Tensor]]]) -> None:
 
 
 def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[Part]:
-    """The parts of the model's parameters that this rank updates: all of them in a process on its own."""
+    """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
+    all of it."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
         return [Part(name, p, 0, p.numel(), p) for name, p in named]
     own = cut(tuple(p.shape for _, p in named), ranks.size)[ranks.rank]
     return [Part(name, p, start, stop, nn.Parameter(p.detach().view(-1)[start:stop]))
-            for (name, p), (start, stop) in zip(named, own, strict=True) if start < stop]
+            for (name, p), (start, stop) in zip(named, own, strict=True)]
 
 
 @cache
@@ -101,7 +112,7 @@ def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
                       for t, (start, stop) in zip(total, share, strict=True)])
     dist.all_to_all_single(out, sent, [own] * ranks.size, lengths)
     (flat,) = tree_sum([piece] for piece in out.split(own))
-    return list(flat.split([stop - start for start, stop in shares[ranks.rank] if start < stop]))
+    return list(flat.split([stop - start for start, stop in shares[ranks.rank]]))
 
 
 @torch.no_grad()
@@ -133,7 +144,9 @@ def norm_of(gradient: list[Tensor], parts: list[Part], ranks: Ranks) -> Tensor:
     gradient: of each part, of any shape."""
     squares = [row_squares(g.reshape(-1, math.prod(part.whole.shape[1:])))
                for g, part in zip(gradient, parts, strict=True)]
-    return torch.cat(gather_rows(torch.cat(squares).cpu(), ranks)).sum().sqrt()
+    n_rows = gather(torch.tensor([len(square) for square in squares]), ranks).tolist()
+    by_rank = [row.split(n) for row, n in zip(gather_rows(torch.cat(squares).cpu(), ranks), n_rows, strict=True)]
+    return torch.cat([part for of_parameter in zip(*by_rank, strict=True) for part in of_parameter]).sum().sqrt()
 
 
 def row_squares(x_RN: Tensor) -> Tensor:

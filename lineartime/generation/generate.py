@@ -27,11 +27,11 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
     token outside the vocabulary."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
-    device = model.embed.weight.device
+    device, dtype = model.embed.weight.device, model.embed.weight.dtype
     chunk_size = model.config.chunk_size or 1
     piece = max(PIECE_TOKENS // chunk_size, 1) * chunk_size
     state = model.decoding_state(len(prompts))
-    last_BD = model.embed.weight.new_zeros(len(prompts), model.config.d_model)
+    last_BD = torch.zeros(len(prompts), model.config.d_model, device=device, dtype=dtype)
     for start in range(0, max((len(prompt) for prompt in prompts), default=0), piece):
         parts = [list(prompt[start : start + piece]) for prompt in prompts]
         width = max(len(part) for part in parts)

@@ -1,0 +1,99 @@
+"""Models that one process cannot hold: parameters, gradients and moments are sharded over the ranks by FSDP2.
+
+Each layer is a unit: its parameters are gathered before it is computed, forward and backward, and then freed; so are
+those of the embedding, the last norm and the head together. Parameters stay in float32 and autocast is inside, because
+a policy of bfloat16 would round the angles of positions too. Every rank takes every W-th micro-batch, and the gradients
+of W consecutive ones are the lower levels of `ordered`'s tree: any number of ranks ends in the same bits."""
+
+import hashlib
+import math
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lineartime.distributed.ordered import Part, tree_sum
+from lineartime.distributed.ranks import Ranks
+from lineartime.model import LanguageModel, init_outer_weights
+
+
+class OrderedReduceScatter:
+    """What FSDP2 calls with a unit's gradients: this rank's part of their sum, each times its rank's `share`, as a tree
+    in rank order."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        """The share of the step's targets that this rank's micro-batch has."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for FSDP2."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object,
+                 async_op: bool = False) -> None:
+        """input_tensor: `[W N]`, the gradients by the rank they go to; output_tensor: `[N]`. op is a sum."""
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor * self.share, group=group)
+        (total,) = tree_sum([piece] for piece in received.chunk(group.size()))
+        output_tensor.copy_(total)
+
+
+def shard_model(model: LanguageModel, seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
+    """Give a model on the meta device its initial values and shard it in place, a layer at a time; returns what adds
+    its gradients. In a process on its own nothing is sharded.
+
+    The values of a layer are drawn from (seed, name), so they do not depend on the number of ranks. A model that is
+    never sharded draws all of them from one generator, and starts from others."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing of ours writes to it
+    reduce_scatter = OrderedReduceScatter()
+    mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
+
+    def share_out(unit: nn.Module) -> None:
+        if mesh is None:
+            return
+        fully_shard(unit, mesh=mesh)
+        assert isinstance(unit, FSDPModule)
+        unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # its base class is private
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        for method in ("add", "extend", "logits"):  # the layers' and the model's own ways to be called
+            if hasattr(unit, method):
+                register_fsdp_forward_method(unit, method)
+
+    for name, layer in model.layers.named_children():
+        layer.to_empty(device=device)
+        torch.manual_seed(seed_of(seed, f"layers.{name}"))
+        layer.init_weights(model.config.init_std)  # type: ignore[operator]
+        share_out(layer)
+    for outer in (model.embed, model.abs_pos, model.norm):
+        outer.to_empty(device=device)
+    model.to_empty(device=device, recurse=False)
+    torch.manual_seed(seed_of(seed, "outer"))
+    init_outer_weights(model)
+    share_out(model)
+    return reduce_scatter
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of what has this name: 63 bits of a hash of both."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
+
+
+def sharded_parts(model: nn.Module, ranks: Ranks) -> list[Part]:
+    """The part of each parameter that this rank of a sharded model holds: consecutive rows, as FSDP2 has them."""
+    parts = []
+    for name, p in model.named_parameters():
+        per_rank = -(-p.shape[0] // ranks.size) * math.prod(p.shape[1:])
+        start, stop = (min(rank * per_rank, p.numel()) for rank in (ranks.rank, ranks.rank + 1))
+        parts.append(Part(name, p, start, stop, nn.Parameter(local(p).view(-1))))
+    return parts
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is sharded, or all of it."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
