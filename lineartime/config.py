@@ -97,6 +97,8 @@ class ModelConfig:
     """What is read from the linear half is divided by its root mean square and has a learned gain."""
     linear_divisor: float | None = None
     """Divisor of the linear half with chunk_pooling "fixed"."""
+    keys_start_as_queries: bool = False
+    """The key projection of a Transformer's attention starts equal to that of the queries."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -187,6 +189,8 @@ class ModelConfig:
                 f"chunk_pooling = {self.chunk_pooling}, linear_divisor = {self.linear_divisor}")
         require(self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
                 f"linear_gate = {self.linear_gate}", "set linear_gate = true")
+        require(not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer",
+                f"ffn = {self.ffn}", "leave it out: a GAU makes queries and keys from one base")
         if self.key_conv:
             require(self.key_conv >= 2, "key_conv is 0 or at least 2", f"key_conv = {self.key_conv}")
             require(self.attn_type == "quadratic" or self.has_linear_half,

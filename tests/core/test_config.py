@@ -186,6 +186,8 @@ REFUSED = [
                           ("linear_norm", True), ("linear_divisor", 2))),
     ({"chunk_parts": "local", "linear_gate": True}, "linear_gate is for the linear half of mixed chunk attention: "
      "attn_type = mixed_chunk, chunk_parts = local; leave it out"),
+    ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU "
+     "makes queries and keys from one base"),
     ({"linear_scale_init": 0}, "linear_scale_init must be positive: linear_scale_init = 0.0"),
     ({"linear_divisor": -1, "chunk_pooling": "fixed"}, "linear_divisor must be positive: linear_divisor = -1.0"),
     ({"linear_divisor": 96}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = mean, '),

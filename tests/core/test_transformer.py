@@ -127,13 +127,16 @@ def test_initial_values(preset: str, options: dict, task: str, init_std: float) 
 
 @pytest.mark.parametrize("preset", ["flash", "mc-tfm++", "flash-quad", "transformer++"])
 def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
-    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; a gain of 0.3; constant linear scales.
+    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; a gain of 0.3; constant linear scales; a
+    Transformer's W_k equal to its W_q.
     The other weights of the first layer are those without the options."""
     gau, chunks = PRESETS[preset].ffn == "gau", PRESETS[preset].chunk_size is not None
     fields = {"n_layers": 1, "d_model": 256, "vocab_size": 500} | ({"query_key_dim": 256} if gau else {"n_heads": 4})
     options = {"key_conv": 3}
     if chunks:
         options |= {"linear_scale_init": 0.7, "linear_gate": True, "linear_norm": True}
+    if not gau:
+        options["keys_start_as_queries"] = True
     plain = LanguageModel(model_config(preset, **fields))
     torch.manual_seed(0)
     init_weights(plain)
@@ -151,4 +154,7 @@ def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
             first = 2 if gau else 0
             gamma = new.pop("scale_offset.gamma")
             assert (gamma[first:] == 0.7).all() and torch.equal(gamma[:first], old.pop("scale_offset.gamma")[:first])
+        if not gau:
+            query, _, value = old["in_proj.weight"].split(256)
+            old["in_proj.weight"] = torch.cat([query, query, value])
         assert new.keys() == old.keys() and all(torch.equal(old[name], new[name]) for name in old)
