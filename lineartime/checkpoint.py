@@ -210,7 +210,7 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
         with contextlib.ExitStack() as stack:
             files: dict[str, Any] = {}
             for name, (_, start, stop) in wanted.items():
-                pieces = []
+                pieces = [torch.zeros(0)]  # of a part without elements
                 for file_name, first, last in index[name]["parts"]:
                     if first < stop and start < last:
                         if file_name not in files:

@@ -27,7 +27,7 @@ from lineartime.config import (
     to_dict,
 )
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from lineartime.distributed.ordered import Part
+from lineartime.distributed.ordered import Part, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel, SpanModel
@@ -104,18 +104,19 @@ class Run:
             return 0
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
-        held = parts if self.is_sharded else [Part(name, p, 0, p.numel(), p) for name, p in model.named_parameters()]
+        held = parts if self.config.train.shard else parts_of(model)
         weights = checkpoint.read_parts(newest.path, WEIGHTS, {part.name: (part.whole.shape, part.start, part.stop)
                                                                for part in held})
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
             f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop) for part in parts for kind in MOMENTS})
         with torch.no_grad():
             for part in held:
-                part.own.copy_(weights[part.name].view_as(part.own))
+                part.own.view(-1)[: part.stop - part.start] = weights[part.name].to(part.own.device)
             for part in parts:
-                optimizer.state[part.own] = {
-                    "step": torch.tensor(float(newest.step), device=part.own.device),
-                    **{kind: moments[f"{kind}.{part.name}"].view_as(part.own).to(part.own.device) for kind in MOMENTS}}
+                state = {kind: torch.zeros_like(part.own) for kind in MOMENTS}
+                for kind in MOMENTS:
+                    state[kind].view(-1)[: part.stop - part.start] = moments[f"{kind}.{part.name}"]
+                optimizer.state[part.own] = {"step": torch.tensor(float(newest.step), device=part.own.device), **state}
         if self.ranks.is_first:
             self.truncate_metrics(newest.step)
         if newest.damaged:
@@ -128,10 +129,11 @@ class Run:
         by file name. Every rank calls it, and writes the moments of its parts."""
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
-        tensors = {OPTIMIZER: {f"{kind}.{part.name}": optimizer.state[part.own][kind] if part.own in optimizer.state
-                               else torch.zeros_like(part.own) for part in own for kind in MOMENTS}}
+        tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.own][kind])
+                               if part.own in optimizer.state else torch.zeros_like(held_by(part, part.own))
+                               for part in own for kind in MOMENTS}}
         if self.is_sharded:
-            tensors[WEIGHTS] = {part.name: part.own.detach() for part in own}
+            tensors[WEIGHTS] = {part.name: held_by(part, part.own.detach()) for part in own}
         shapes = {name: list(p.shape) for name, p in model.named_parameters()}
         if ranks.size > 1:
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
@@ -185,6 +187,14 @@ class Run:
             kept = [record for record in (read_metrics(self.out) if step else [])
                     if record["step"] < step or (record["step"] == step and "held_out" not in record)]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def held_by(part: Part, x: Tensor) -> Tensor:
+    """A tensor of the optimizer's as a checkpoint has it: in the shape of a whole parameter, or flat and not padded."""
+    n = part.stop - part.start
+    if n == part.whole.numel():
+        return x.view(-1)[:n].view(part.whole.shape)
+    return x[:n]
 
 
 def file_of(stem: str, rank: int, n_ranks: int) -> str:

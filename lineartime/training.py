@@ -39,7 +39,7 @@ from lineartime.distributed.ranks import (
     require_same,
     wait_for_all,
 )
-from lineartime.distributed.shard import OrderedReduceScatter, local, shard_model, sharded_parts
+from lineartime.distributed.shard import OrderedReduceScatter, local, padded, shard_model, sharded_parts, write_back
 from lineartime.errors import NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
 from lineartime.generation.generate import generate
@@ -122,7 +122,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         norm = gather(torch.stack(norms).cpu(), ranks).mean()  # of local clipping, which no sharded model has
     forget(parameters)
     for part, g in zip(parts, total, strict=True):
-        part.own.grad = g.view_as(part.own)
+        part.own.grad = g.view_as(part.own) if g.numel() == part.own.numel() else padded(g)
     losses_WM = gather(torch.stack(losses).cpu(), ranks)
     loss_value = (losses_WM.T if is_sharded else losses_WM).flatten().sum().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm.item())):
@@ -231,10 +231,11 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     reduce_scatter = shard_model(model, config.seed, ranks, device) if config.shard else None
     if reduce_scatter is None:
         model = model.to(device)
-    is_sharded = reduce_scatter is not None and ranks.size > 1
-    parts = sharded_parts(model, ranks) if is_sharded else parts_of(model, ranks)
+    parts = parts_of(model, ranks) if reduce_scatter is None else sharded_parts(model, ranks)
     optimizer = make_optimizer(parts, config)
     done = run.resume(model, parts, optimizer)
+    if reduce_scatter is not None:
+        write_back(parts)
     if done:
         run.save(done, model, parts, optimizer, extra_files)  # a kill may have left the end of the last save undone
     model.train()
@@ -279,8 +280,10 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
                                           ranks=ranks, reduce_scatter=reduce_scatter,
                                           between=partial(stop_if_asked, step))  # a step takes minutes
             optimizer.step()
-            if not is_sharded:
+            if reduce_scatter is None:
                 gather_parameters(model, ranks)
+            else:
+                write_back(parts)
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", advice(saved, config)) from None
         except (RuntimeError, MemoryError) as e:
@@ -352,7 +355,7 @@ class TrainResult:
     """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
     whole held-out split), "peak_mib", and for short text "xz_bits_per_byte"."""
     sample: str
-    """Generated text, or masked text that the model has filled if it is not causal."""
+    """Generated text, or masked text that the model has filled if it is not causal; empty if the model is sharded."""
     already: bool
     """Whether the run was complete before, so that nothing was trained."""
 
@@ -395,8 +398,9 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
 def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, ranks: Ranks,
            progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split and write a sample; returns the content of the result file. Its "peak_mib" is the
-    largest peak memory of a process in training; if the run was resumed, earlier processes do not count."""
+    """Score the held-out split and, unless the model is sharded, write a sample; returns the result file's content. Its
+    "peak_mib" is the largest peak memory of a process in training; if the run was resumed, earlier processes do not
+    count."""
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / TOKENIZER_FILE)
     evaluation = evaluate(model, held_out, context=config.model.context, precision=config.train.precision,
@@ -404,21 +408,21 @@ def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, ranks: 
                           progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens, ranks))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
-    model.eval()
-    if not (ranks.is_first or run.is_sharded):
+    if not ranks.is_first:
         return result
-    if config.model.causal:
-        length = min(200, (config.model.max_len or 201) - 1)
-        ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
-                       seed=config.train.seed, stop=lambda row, new: stop.number is not None and not run.is_sharded)[0]
-        sample = tokenizer.decode(ids) + "\n"
-    else:
-        sample = masked_sample(model, tokenizer, held_out)
-    if ranks.is_first:
-        if config.model.causal and open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
-            result["xz_bits_per_byte"] = xz_bits_per_byte(data)
-        stop.check(SAVED)
-        write_atomically(run.out / SAMPLE_FILE, sample)
+    if config.model.causal and open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(data)
+    model.eval()
+    if run.is_sharded:  # all weights would be gathered again for every token
+        return result
+    if not config.model.causal:
+        write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, held_out))
+        return result
+    length = min(200, (config.model.max_len or 201) - 1)
+    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
+    stop.check(SAVED)
+    write_atomically(run.out / SAMPLE_FILE, tokenizer.decode(ids) + "\n")
     return result
 
 

@@ -154,14 +154,16 @@ def say_trained(done: "TrainResult") -> None:
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores, read_manifest(Path(config.data)).settings.get("task")))
-    if not config.model.causal:
+    if "xz_bits_per_byte" in done.scores:
+        xz = done.scores["xz_bits_per_byte"]
+        say(f"         xz -9e, which has seen the training text: {xz:.3f} bits per byte; the model is "
+            f"{'better' if scores['bits_per_byte'] < xz else 'worse'}")
+    if not done.sample:
+        say("sample   none is written of a sharded model: see `lineartime generate`")
+    elif not config.model.causal:
         say(f"sample   {out / 'sample.txt'}, with masks, with what the model puts there, and as it is:\n"
             + "".join(f"         {line[:200]}\n" for line in done.sample.splitlines()[:3]).rstrip())
     else:
-        if "xz_bits_per_byte" in done.scores:
-            xz = done.scores["xz_bits_per_byte"]
-            say(f"         xz -9e, which has seen the training text: {xz:.3f} bits per byte; the model is "
-                f"{'better' if scores['bits_per_byte'] < xz else 'worse'}")
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")

@@ -19,6 +19,10 @@ from lineartime.config import RunConfig
 from lineartime.distributed.ranks import ALONE, Ranks, gather
 from lineartime.settings import require
 
+VECTOR = 64
+"""Elements that fill whole vector registers. The optimizer rounds the last elements of a tensor, which do not fill one,
+in another way; so tensors are cut at multiples of it, or padded."""
+
 
 class Part(NamedTuple):
     """The elements [start, stop) of a flattened parameter, which one rank updates."""
@@ -28,12 +32,13 @@ class Part(NamedTuple):
     start: int
     stop: int
     own: nn.Parameter
-    """The optimizer's parameter: `whole` itself, or a part of its storage, `[stop - start]`."""
+"""Elements that fill whole vector registers. An optimizer rounds the last elements of a tensor, which do not fill one,
+    part, padded to a multiple of `VECTOR`."""
 
 
 def require_fitting(config: RunConfig, ranks: Ranks) -> None:
-    """Raise UsageError, with the numbers of ranks that do fit, unless the micro-batches of each rank, or when sharded
-    those that ranks have at once, are complete subtrees."""
+    """Raise UsageError, with the numbers of ranks that do fit, unless the micro-batches of each rank, or if sharded
+    those that all ranks have at once, are a complete subtree."""
     n = config.rows_per_step // config.micro_batch_rows
     fitting = [size for size in range(1, n + 1) if n % size == 0 and (
         size in (1, n) or (size if config.train.shard else n // size).bit_count() == 1)]
@@ -85,13 +90,13 @@ def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[Part]:
 @cache
 def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
     """The elements [start, stop) of each of several flattened tensors that each rank has, consecutive and about equally
-    many. A tensor is cut between rows, its slices along the first axis."""
+    many. A tensor is cut between rows, its slices along the first axis, and at multiples of `VECTOR`."""
     total, shares = sum(map(math.prod, shapes)), []
     for rank in range(n_ranks):
         begin, end, before, share = total * rank // n_ranks, total * (rank + 1) // n_ranks, 0, []
         for shape in shapes:
-            size, row = math.prod(shape), math.prod(shape[1:])
-            start, stop = (min(max(-(-(at - before) // row) * row, 0), size) for at in (begin, end))
+            size, unit = math.prod(shape), math.lcm(math.prod(shape[1:]), VECTOR)
+            start, stop = (min(max(-(-(at - before) // unit) * unit, 0), size) for at in (begin, end))
             share.append((start, stop))
             before += size
         shares.append(share)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lineartime.distributed.ordered import Part, tree_sum
+from lineartime.distributed.ordered import VECTOR, Part, tree_sum
 from lineartime.distributed.ranks import Ranks
 from lineartime.model import LanguageModel, init_outer_weights
 
@@ -53,22 +53,20 @@ def shard_model(model: LanguageModel, seed: int, ranks: Ranks, device: torch.dev
     mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
 
     def share_out(unit: nn.Module) -> None:
-        if mesh is None:
-            return
-        fully_shard(unit, mesh=mesh)
-        assert isinstance(unit, FSDPModule)
-        unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # its base class is private
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        for method in ("add", "extend", "logits"):  # the layers' and the model's own ways to be called
-            if hasattr(unit, method):
-                register_fsdp_forward_method(unit, method)
+        if mesh is not None:
+            fully_shard(unit, mesh=mesh)
+            assert isinstance(unit, FSDPModule)
+            unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # its base class is private
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
     for name, layer in model.layers.named_children():
         layer.to_empty(device=device)
         torch.manual_seed(seed_of(seed, f"layers.{name}"))
         layer.init_weights(model.config.init_std)  # type: ignore[operator]
         share_out(layer)
+        if mesh is not None:
+            register_fsdp_forward_method(layer, "add")  # the model calls it in place of `forward`
     for outer in (model.embed, model.abs_pos, model.norm):
         outer.to_empty(device=device)
     model.to_empty(device=device, recurse=False)
@@ -89,11 +87,24 @@ def sharded_parts(model: nn.Module, ranks: Ranks) -> list[Part]:
     for name, p in model.named_parameters():
         per_rank = -(-p.shape[0] // ranks.size) * math.prod(p.shape[1:])
         start, stop = (min(rank * per_rank, p.numel()) for rank in (ranks.rank, ranks.rank + 1))
-        parts.append(Part(name, p, start, stop, nn.Parameter(local(p).view(-1))))
+        parts.append(Part(name, p, start, stop, nn.Parameter(padded(local(p)))))
     return parts
+
+
+def padded(x: Tensor) -> Tensor:
+    """A flat copy with zeros at its end, to a multiple of `VECTOR`."""
+    flat = x.flatten()
+    return torch.cat([flat, flat.new_zeros(-len(flat) % VECTOR)])
 
 
 def local(x: Tensor) -> Tensor:
     """What this rank holds of a tensor that is sharded, or all of it."""
     x = x.detach()
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def write_back(parts: list[Part]) -> None:
+    """Copy the optimizer's parameters into the model's."""
+    for part in parts:
+        local(part.whole).view(-1).copy_(part.own[: part.stop - part.start])

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lineartime.config import run_config
-from lineartime.distributed.ordered import cut, norm_of, own_rows, parts_of, require_fitting, row_squares, tree_sum
+from lineartime.distributed.ordered import (
+    VECTOR,
+    cut,
+    norm_of,
+    own_rows,
+    parts_of,
+    require_fitting,
+    row_squares,
+    tree_sum,
+)
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import UsageError
 
@@ -86,11 +95,11 @@ def test_the_rows_of_a_step_are_shared_out(shard):
 def test_every_element_has_one_rank(shapes, n_ranks):
     shares = cut(tuple(shapes), n_ranks)
     n_elements = [sum(stop - start for start, stop in share) for share in shares]
-    assert max(n_elements) - min(n_elements) <= 2 * max(row for _, row in shapes)
+    assert max(n_elements) - min(n_elements) <= 2 * VECTOR * max(row for _, row in shapes)
     for i, (n_rows, row) in enumerate(shapes):
         cuts = [share[i] for share in shares if share[i][0] < share[i][1]]
         assert cuts[0][0] == 0 and cuts[-1][1] == n_rows * row
-        assert all(a[1] == b[0] and a[1] % row == 0 for a, b in itertools.pairwise(cuts))
+        assert all(a[1] == b[0] and a[1] % row == a[1] % VECTOR == 0 for a, b in itertools.pairwise(cuts))
 
 
 def test_parts_share_the_parameters_memory():

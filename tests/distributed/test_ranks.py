@@ -12,7 +12,7 @@ from lineartime import checkpoint
 from ranks_here import RanksHere
 from tiny_runs import command, prepare_text, steps_done
 
-SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 9, "save_every": 3, "eval_every": 4}
+SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 12, "save_every": 5, "eval_every": 4}
 """Eight micro-batches a step."""
 
 
@@ -43,14 +43,11 @@ def cold_ranks(tmp_path):
 
 def state_of(out):
     """Weights, moments, metrics without their clock, and scores: what does not depend on the number of ranks."""
-    folder = (out / "latest").resolve()
-    weights = checkpoint.read_tensors(folder / "model.safetensors")
-    wanted = {f"{kind}.{name}": (w.shape, 0, w.numel()) for name, w in weights.items()
-              for kind in ("exp_avg", "exp_avg_sq")}
+    saved = checkpoint.load((out / "latest").resolve())
     metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
-    return {"weights": weights, "moments": checkpoint.read_parts(folder, "optimizer", wanted), "metrics": metrics,
-            "result": result, "sample": (out / "sample.txt").read_bytes()}
+    return {"weights": checkpoint.joined(saved, "model"), "metrics": metrics, "result": result,
+            "moments": {name: moment.flatten() for name, moment in checkpoint.joined(saved, "optimizer").items()}}
 
 
 def assert_same_state(out, expected):
@@ -61,8 +58,11 @@ def assert_same_state(out, expected):
     assert found == {**expected, "weights": found["weights"], "moments": found["moments"]}
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_scope": "global", "precision": "bfloat16"}],
-                         ids=["local clipping", "global clipping, bfloat16"])
+GLOBAL = {"clip_scope": "global"}
+
+
+@pytest.mark.parametrize("settings", [{}, GLOBAL | {"precision": "bfloat16"}, GLOBAL | {"shard": True}],
+                         ids=["local clipping", "global clipping, bfloat16", "sharded"])
 def test_any_number_of_ranks_ends_in_the_same_bits(settings, data, ranks, tmp_path):
     def train(n_ranks):
         assert ranks.run(n_ranks, command(data, tmp_path / str(n_ranks), **SIZES, **settings)) == [0] * n_ranks, (
@@ -82,13 +82,14 @@ def test_masked_models_too(masked_data, ranks, tmp_path):
     assert_same_state(tmp_path / "4", state_of(tmp_path / "1"))
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(data, ranks, tmp_path):
-    arguments = command(data, tmp_path / "whole", **SIZES)
-    assert ranks.run(1, arguments) == [0]
-    for n_ranks, until in ((4, 2), (1, 4), (2, 6), (8, None)):
-        ranks.start(n_ranks, command(data, tmp_path / "run", **SIZES))
+@pytest.mark.parametrize("settings", [{}, GLOBAL | {"shard": True}], ids=["whole", "sharded"])
+def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_path):
+    settings = SIZES | settings | {"steps": 60, "eval_every": 25}
+    assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]
+    for n_ranks, until in ((4, 5), (1, 15), (2, 26), (8, None)):
+        ranks.start(n_ranks, command(data, tmp_path / "run", **settings))
         if until is not None:
-            wait_for_step(tmp_path / "run", until)
+            wait_for_step(ranks, tmp_path / "run", until)
             ranks.processes[-1].send_signal(signal.SIGTERM)  # one rank is asked, all stop
             codes = ranks.end()
             assert codes == [143] * n_ranks, ranks.printed()
@@ -98,16 +99,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(data, ranks, tmp_path):
     assert_same_state(tmp_path / "run", state_of(tmp_path / "whole"))
 
 
-def wait_for_step(out, step, timeout=60):
+def wait_for_step(ranks, out, step, timeout=60):
     end = time.monotonic() + timeout
     while steps_done(out) < step:
-        assert time.monotonic() < end
+        assert time.monotonic() < end, ranks.printed()
         time.sleep(0.01)
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(data, cold_ranks, tmp_path):
     cold_ranks.start(2, command(data, tmp_path / "run", **SIZES | {"steps": 100_000}))
-    wait_for_step(tmp_path / "run", 4)
+    wait_for_step(cold_ranks, tmp_path / "run", 4)
     began = time.monotonic()
     cold_ranks.processes[1].kill()
     assert cold_ranks.end(30) == [7, -signal.SIGKILL], cold_ranks.printed()
@@ -118,7 +119,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(data, cold_ranks, tmp_path):
 
 def test_a_rank_that_hangs_is_lost_after_the_time_that_is_set(data, cold_ranks, tmp_path):
     cold_ranks.start(2, [*command(data, tmp_path / "run", **SIZES | {"steps": 100_000}), "--rank-timeout", 3])
-    wait_for_step(tmp_path / "run", 4)
+    wait_for_step(cold_ranks, tmp_path / "run", 4)
     cold_ranks.processes[1].send_signal(signal.SIGSTOP)
     began = time.monotonic()
     assert cold_ranks.processes[0].wait(30) == 7, cold_ranks.printed()
