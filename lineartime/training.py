@@ -122,7 +122,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         norm = gather(torch.stack(norms).cpu(), ranks).mean()  # of local clipping, which no sharded model has
     forget(parameters)
     for part, g in zip(parts, total, strict=True):
-        part.own.grad = g.view_as(part.own) if g.numel() == part.own.numel() else padded(g)
+        part.own.grad = (g if g.numel() == part.own.numel() else padded(g)).view_as(part.own)
     losses_WM = gather(torch.stack(losses).cpu(), ranks)
     loss_value = (losses_WM.T if is_sharded else losses_WM).flatten().sum().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm.item())):

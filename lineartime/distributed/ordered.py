@@ -32,8 +32,8 @@ class Part(NamedTuple):
     start: int
     stop: int
     own: nn.Parameter
-"""Elements that fill whole vector registers. An optimizer rounds the last elements of a tensor, which do not fill one,
-    part, padded to a multiple of `VECTOR`."""
+    """The optimizer's parameter: `whole` itself, a part of its storage, `[stop - start]`, or a copy that is padded to a
+    multiple of `VECTOR`."""
 
 
 def require_fitting(config: RunConfig, ranks: Ranks) -> None:

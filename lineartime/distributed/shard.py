@@ -92,9 +92,9 @@ def sharded_parts(model: nn.Module, ranks: Ranks) -> list[Part]:
 
 
 def padded(x: Tensor) -> Tensor:
-    """A flat copy with zeros at its end, to a multiple of `VECTOR`."""
-    flat = x.flatten()
-    return torch.cat([flat, flat.new_zeros(-len(flat) % VECTOR)])
+    """A tensor flat, or if its size is no multiple of `VECTOR` a flat copy with zeros up to one."""
+    flat = x.reshape(-1)
+    return torch.cat([flat, flat.new_zeros(-len(flat) % VECTOR)]) if len(flat) % VECTOR else flat
 
 
 def local(x: Tensor) -> Tensor:
@@ -105,6 +105,8 @@ def local(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write_back(parts: list[Part]) -> None:
-    """Copy the optimizer's parameters into the model's."""
+    """Copy the optimizer's parameters that are copies into the model's."""
     for part in parts:
-        local(part.whole).view(-1).copy_(part.own[: part.stop - part.start])
+        held = local(part.whole)
+        if len(part.own) != held.numel():
+            held.view(-1).copy_(part.own[: held.numel()])
