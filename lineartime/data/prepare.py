@@ -263,7 +263,7 @@ def _tokenizer(folder: Path, ready: Tokenizer | None, train: Callable[[], Tokeni
         with contextlib.suppress(DataError):
             kept = load_tokenizer(path)
             if kept.sha256 == lines[0].get("tokenizer") and (ready is None or ready.sha256 == kept.sha256):
-                return kept
+                return ready or kept
     ready = ready or train()
     write_atomically(path, ready.json)
     shutil.rmtree(folder / "units", ignore_errors=True)
@@ -301,7 +301,8 @@ def _encode(folder: Path, units: list[Unit], tokenizer: Tokenizer, reading: dict
     write_atomically(folder / JOURNAL, "".join(json.dumps(line) + "\n" for line in (
         first, *(dataclasses.asdict(unit) for unit in done.values()))))
     left = [unit for unit in units if unit.number not in done]
-    made = {"path": str(folder / TOKENIZER_FILE), "sha256": tokenizer.sha256, "dtype": _dtype(tokenizer)}
+    made = {"path": str(folder / TOKENIZER_FILE), "sha256": tokenizer.sha256, "name": tokenizer.name,
+            "dtype": _dtype(tokenizer)}
     tasks = [{"do": "encode", "reading": reading, "unit": dataclasses.asdict(unit), "tokenizer": made,
               "folder": str(where)} for unit in left]
     results = itertools.chain(((unit, None) for unit in units if unit.number in done),

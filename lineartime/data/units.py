@@ -108,12 +108,13 @@ def encode_unit(unit: Unit, reader: Reader, tokenizer: dict[str, str], folder: P
                 go_on: Callable[[], None]) -> dict[str, Any]:
     """Write the files of a unit, under names that end in the process's number, and describe it, see `Encoded`.
 
-    tokenizer: its path, SHA-256 and the type of ids. kept: where the tokenizer is kept for the next unit. Raises
-    DataError for text that cannot be encoded."""
+    tokenizer: its path, SHA-256, name in messages and type of ids. kept: where the tokenizer is kept for the next unit.
+    Raises DataError for text that cannot be encoded."""
     if kept.get("tokenizer") != tokenizer:
         loaded = load_tokenizer(Path(tokenizer["path"]))
         if loaded.sha256 != tokenizer["sha256"]:
             raise DataError("the tokenizer has changed", tokenizer["path"], "run the same command again")
+        loaded.name = tokenizer["name"]
         kept |= {"tokenizer": tokenizer, "loaded": loaded, "pack": loaded.packer(tokenizer["dtype"])}
     loaded, pack, width = kept["loaded"], kept["pack"], np.dtype(tokenizer["dtype"]).itemsize
     end = np.array([loaded.end_of_document], tokenizer["dtype"]).tobytes()
