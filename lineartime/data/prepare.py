@@ -25,7 +25,7 @@ from lineartime.atomic_io import (
 )
 from lineartime.config import TASKS
 from lineartime.data import corpora
-from lineartime.data.parts import PART_FILE, PART_VERSION, TextPart, ordered_parts, parse_part, share
+from lineartime.data.parts import PART_FILE, PART_VERSION, TextPart, ordered_parts, parse_part, read_part, share
 from lineartime.data.read_text import MAX_LINE_BYTES
 from lineartime.data.splits import CheckedFile, Part, Reader, Slice, Source, divide, find_sources, pieces_of
 from lineartime.data.tokenizer import (
@@ -138,13 +138,16 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
             if hub:
                 asked = corpora.hub_files(settings["task"], out, documents=documents, field=field, show=show)
                 sources = find_sources(stack.enter_context(asked))
-            require(not (exists and shared), "the output exists", str(out), "choose another or delete it")
             run = stack.enter_context(worker_pool(jobs))
             few = sum(source.path.stat().st_size for source in sources) < unit_characters
             hashes = dict(show("hashing", run([{"do": "hash", "path": str(source.path)} for source in sources], few),
                                len(sources)))
             hashed = [{"split": source.split, "name": source.name} | hashes[number]
                       for number, source in enumerate(sources)]
+            manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", shard_tokens, {}, 0, notes, {})
+            if exists and shared:
+                _require_same_part(out, (*shared, settings, all_files, hashed))
+                return dataclasses.replace(manifest, already_prepared=True)
             if exists:
                 return _already_prepared(out, settings, hashed)
             _refuse_shared_text(hashed)
@@ -164,7 +167,6 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
                 units = units_of(files, parts, unit_characters)
                 encoded = _encode(folder, units, ready, reading, run, show)
                 named = [(unit.split, encoded[unit.number]) for unit in units]
-                manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", shard_tokens, {}, 0, notes, {})
                 if shared:
                     counts = [[file.documents, file.blank, file.characters] for file in files]
                     text_part = TextPart(PART_VERSION, *shared, settings, all_files, first, hashed, counts, notes,
@@ -374,6 +376,15 @@ def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[st
     for name in manifest.files:
         verify_file(out, manifest, name)
     return dataclasses.replace(manifest, already_prepared=True)
+
+
+def _require_same_part(out: Path, asked: tuple[Any, ...]) -> None:
+    remove_leftovers(out)
+    remove_unfinished(out)
+    require((out / PART_FILE).is_file(), "the output exists and is not a part", str(out), "choose another")
+    part = read_part(out)
+    require((part.number, part.of, part.settings, part.files, part.sources) == asked,
+            "the output was prepared differently", str(out), "choose another or delete it")
 
 
 def _write_folder(folder: Path, manifest: Manifest, files: list[CheckedFile], parts: dict[str, Part],

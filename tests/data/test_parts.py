@@ -59,6 +59,17 @@ def test_joined_parts_are_what_one_process_makes(texts: Path, tmp_path: Path) ->
     assert prepare(out=tmp_path / "7" / "out", **inputs(texts)).already_prepared
 
 
+def test_a_part_prepared_again_is_left_alone_and_otherwise_is_refused(texts: Path, parts: list[Path]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in parts[1].iterdir()}
+    assert prepare(out=parts[1], part="2/3", **inputs(texts)).already_prepared
+    for changed in ({"part": "1/3"}, {"part": "2/3", "held_out": 0.1}):
+        with pytest.raises(UsageError, match="the output was prepared differently"):
+            prepare(out=parts[1], **inputs(texts) | changed)
+    with pytest.raises(UsageError, match="the output exists and is not a part"):
+        prepare(out=texts, part="2/3", **inputs(texts))
+    assert before == {path: path.stat().st_mtime_ns for path in parts[1].iterdir()}
+
+
 @pytest.mark.parametrize("sizes, of, expected", [
     ([1] * 6, 3, [2, 2, 2]), ([100, 1, 1], 2, [1, 2]), ([1, 1, 100], 2, [2, 1]), ([5], 1, [1]), ([0, 0, 0], 3, [1] * 3),
     ([1, 1, 1, 100], 4, [1] * 4), ([3, 1, 1, 1, 3, 3], 2, [4, 2])])
