@@ -105,6 +105,83 @@ def scratch_folder(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def unfinished_folder(out: Path, worth: str) -> Iterator[Path]:
+    """A hidden folder beside `out` for work that goes on where it was cut off: what a killed process left is in it.
+
+    At the end its subfolder `done`, if there is one, becomes `out` and the rest is removed. It is removed after an
+    error too, with the parents created for it; but an interrupt and a ResourceError leave it where it has the file
+    `worth`. Raises ResourceError if another process works in it, OSError if `out` is there and not an empty folder."""
+    made = [parent for parent in out.parents if not parent.exists()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = _unfinished(out)
+    if remove_leftovers(out):
+        raise ResourceError("another process is writing this folder", out, "wait for it")
+    descriptor = _lock_unfinished(folder, out)
+    try:
+        yield folder
+        if (folder / "done").exists():
+            for path in (folder / "done").iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            fsync_folder(folder / "done")
+            os.rename(folder / "done", out)
+            fsync_folder(out.parent)
+        shutil.rmtree(folder)
+    except BaseException as e:
+        if isinstance(e, KeyboardInterrupt | ResourceError) and (folder / worth).exists():
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(out: Path) -> None:
+    """Remove the folder of `unfinished_folder` that a process left which was killed at its end."""
+    folder = _unfinished(out)
+    if folder.is_dir():
+        with contextlib.suppress(OSError, ResourceError):
+            descriptor = _lock_unfinished(folder, out)
+            try:
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f".lineartime-{_tag(out)}.unfinished")
+
+
+def _lock_unfinished(folder: Path, out: Path) -> int:
+    """Make the folder if it is missing; returns the descriptor of its locked file."""
+    lock = folder / "lock"
+    while True:
+        folder.mkdir(exist_ok=True)
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link", str(folder))
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # another process has just removed the folder
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.lexists(lock) and os.path.samestat(os.fstat(descriptor), os.lstat(lock)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ResourceError("another process is writing this folder", out, "wait for it") from None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`. A locked file beside it tells others that its process lives."""
     made = [parent for parent in path.parents if not parent.exists()]

@@ -40,6 +40,7 @@ from lineartime.release.pretrained import model_folder
 from lineartime.settings import require_precision
 
 if TYPE_CHECKING:
+    from lineartime.data.tokens import Manifest
     from lineartime.training import TrainResult
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -73,6 +74,7 @@ def options(context: typer.Context,
 
 @app.command()
 def prepare(
+    given: typer.Context,
     inputs: Annotated[list[Path] | None, typer.Argument(
         help="Text: .txt, .jsonl(.gz), .json.gz, .parquet, or folders of them.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
@@ -87,25 +89,55 @@ def prepare(
     hub: Annotated[bool, typer.Option("--hub", help="Read the task's data set from the hub, with `datasets`.")] = False,
     documents: Annotated[int | None, typer.Option(help="With --hub: number of documents of each split.")] = None,
     mlm: Annotated[bool, typer.Option("--mlm", help="For masked language modelling: add [MASK] and [SEP].")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Threads that tokenise; by default one per core.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes that tokenise; by default one per core.")] = None,
+    part: Annotated[str | None, typer.Option(
+        metavar="K/N", help="Prepare share K of N of the files, on one of N machines; needs --tokenizer.")] = None,
+    joined: Annotated[bool, typer.Option(
+        "--join", help="The inputs are the folders of all parts: check and join them.")] = False,
 ) -> None:
-    """Tokenise text once into shards that training reads."""
+    """Tokenise text once into shards that training reads. The same command goes on where it was cut off.
+
+    On N machines: the same command with --part 1/N, --part 2/N, ... and --tokenizer FILE on each; then on one,
+    `lineartime prepare --join PART1 PART2 ... --out DATA`, which makes what one machine would have made."""
     results_are_files()
-    from lineartime.data.prepare import prepare
+    if joined:
+        more = [name.replace("_", "-") for name in given.params if name not in ("inputs", "out", "joined")
+                and getattr(given.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
+        if more:
+            raise UsageError("--join takes the folders of the parts and --out", f"--{', --'.join(more)}",
+                             "leave it out: the parts know it")
+    from lineartime.data.prepare import join, prepare
 
     with Terminal(stay=True) as terminal:
+        if joined:
+            manifest = join(inputs or [], out, progress=terminal.count)
+            say_prepared(manifest, out)
+            return
         manifest = prepare(inputs or [], out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
                            held_out=held_out, validation=validation or [], test=test or [], field=text_field, task=task,
-                           hub=hub, documents=documents, mlm=mlm, jobs=jobs or os.cpu_count() or 1,
-                           progress=terminal.count)
-    if manifest.already_prepared:
-        say(f"already prepared: {out} holds this text with these settings; nothing to do.")
-        return
+                           hub=hub, documents=documents, mlm=mlm, jobs=jobs, part=part, progress=terminal.count)
+    say_prepared(manifest, out, part)
+
+
+def say_counts(manifest: "Manifest") -> None:
+    """Print a line of counts for each split of prepared text."""
     for name, split in manifest.splits.items():
         say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  "
             f"{split.words:>12,} words  {split.bytes:>13,} bytes")
+
+
+def say_prepared(manifest: "Manifest", out: Path, part: str | None = None) -> None:
+    """Print the counts and notes of prepared text, and what comes next."""
+    if manifest.already_prepared:
+        say(f"already prepared: {out} holds this text with these settings; nothing to do.")
+        return
+    say_counts(manifest)
     for line in manifest.notes:
         say(f"note: {line}")
+    if part is not None:
+        say("next        lineartime prepare --join PART1 PART2 ... --out DATA, when all parts are there")
+        return
+    task, mlm = manifest.settings.get("task"), manifest.settings.get("mlm")
     named = task or ("c4" if mlm else None)
     how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
     say(f"next        lineartime train flash {how}--data {out} --out RUN")
@@ -550,11 +582,28 @@ def export(
 
 @app.command()
 def info(
-    model: Annotated[str, typer.Argument(help=f"A model: {', '.join(PRESETS)}.")],
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL|DATA", help=f"A model: {', '.join(PRESETS)}. Or a folder made by `lineartime prepare`.")],
     task: Annotated[str, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = "wiki40b",
     settings: Setting = None,
+    verify: Annotated[bool, typer.Option(
+        "--verify", help="Read all files of prepared data and compare their SHA-256.")] = False,
 ) -> None:
-    """Print a model's specification, parameters by part, training FLOPs per token and decoding state."""
+    """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or what prepared
+    data hold."""
+    if model not in PRESETS and Path(model).is_dir():
+        from lineartime.data.tokens import read_manifest, verify_data
+
+        manifest = verify_data(Path(model)) if verify else read_manifest(Path(model))
+        say_counts(manifest)
+        say(f"tokenizer   {manifest.vocab_size:,} tokens, SHA-256 {manifest.tokenizer['sha256']}")
+        say(f"manifest    SHA-256 {manifest.sha256}")
+        size = sum(file["bytes"] for file in manifest.files.values())
+        say(f"files       {len(manifest.files):,}, {size:,} bytes, "
+            + ("verified by SHA-256" if verify else "not read; --verify compares their SHA-256"))
+        return
+    if verify:
+        raise UsageError("no folder of prepared data", model, "name one to --verify")
     config = model_config(model, task, **dict(parse_setting(text) for text in settings or []))
     from lineartime.info import print_description
 

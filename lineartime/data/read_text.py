@@ -9,6 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -32,25 +33,39 @@ class Piece(NamedTuple):
     last: bool
 
 
+@dataclass
+class Place:
+    """Where reading a file begins: `at` is a byte, or a row of parquet; `line` is the number of the line before."""
+
+    at: int = 0
+    line: int = 0
+
+
 def ending_of(name: str) -> str:
     """The one of `ENDINGS` that a file name has, or ""."""
     return next((ending for ending in sorted(ENDINGS, key=len, reverse=True) if name.lower().endswith(ending)), "")
 
 
 def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES,
-                convert: Convert | None = None) -> Iterator[Piece]:
+                convert: Convert | None = None, place: Place | None = None) -> Iterator[Piece]:
     """All documents of one file, in order, each as pieces of at most `PIECE` characters. A blank document is one empty
     piece, or in a `.txt` pieces of white space. field: the JSON field or parquet column. convert: applied to the field.
+    place: where to begin. It moves along: after a document, and in a `.txt` after any piece, it is where the next one
+    begins. A compressed file has no place but its beginning, which does not move.
 
     Raises DataError, with the line, row or byte, for a file that cannot be read."""
+    place = Place() if place is None else place
     try:
         if path.stat().st_size == 0:
             raise DataError("empty file", path)
         ending = ending_of(path.name)
         if ending == ".txt":
-            yield from cut(_blocks(path))
+            for piece in cut(_blocks(path, place)):
+                place.at += len(piece.text.encode())
+                yield piece
             return
-        found = _parquet_texts(path, field) if ending == ".parquet" else _json_texts(path, field, max_line_bytes)
+        found = (_parquet_texts(path, field, place) if ending == ".parquet"
+                 else _json_texts(path, field, max_line_bytes, place))
         empty, size, characters = True, path.stat().st_size, 0
         for where, text in found:
             empty, characters = False, characters + len(text)
@@ -88,11 +103,12 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     yield Piece(buffer, True)
 
 
-def _blocks(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file without its byte order mark."""
+def _blocks(path: Path, place: Place) -> Iterator[str]:
+    """The text of a UTF-8 file from `place` on, without its byte order mark, which `place` is moved behind."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    position = 0
+    position = place.at
     with path.open("rb") as file:
+        file.seek(position)
         while True:
             block = file.read(1 << 20)
             nul = block.find(b"\0")
@@ -106,7 +122,9 @@ def _blocks(path: Path) -> Iterator[str]:
                 raise DataError("not valid UTF-8", f"{path}, byte {byte}") from None
             if not block:
                 return
-            yield text.removeprefix(BYTE_ORDER_MARK) if position == 0 else text
+            if position == 0 and text.startswith(BYTE_ORDER_MARK):
+                place.at, text = len(BYTE_ORDER_MARK.encode()), text[1:]
+            yield text
             position += len(block)
 
 
@@ -120,18 +138,24 @@ def check_gzip(path: Path) -> None:
             raise DataError("damaged gzip file", f"{path}, at or before byte {raw.tell()}", str(e)) from None
 
 
-def _json_texts(path: Path, field: str, max_line_bytes: int) -> Iterator[tuple[str, str]]:
-    """The place and the text of each document."""
-    opened: Callable[[Path], IO[bytes]] = gzip.open if path.name.lower().endswith(".gz") else open  # type: ignore[assignment]
+def _json_texts(path: Path, field: str, max_line_bytes: int, place: Place) -> Iterator[tuple[str, str]]:
+    """The line, for errors, and the text of each document."""
+    compressed = path.name.lower().endswith(".gz")
+    opened: Callable[[Path], IO[bytes]] = gzip.open if compressed else open  # type: ignore[assignment]
     with opened(path, "rb") as file:  # type: ignore[call-arg]
-        number = 0
+        number = place.line
+        if place.at:
+            file.seek(place.at)
         while line := file.readline(max_line_bytes + 1):
             number += 1
             if len(line) > max_line_bytes:
                 raise DataError("line is too long", f"{path}:{number}", f"the limit is {max_line_bytes} bytes")
             if not line.isspace():
                 where = f"{path}:{number}"
-                yield where, _text_of_line(line, field, where)
+                text = _text_of_line(line, field, where)
+                if not compressed:
+                    place.at, place.line = file.tell(), number
+                yield where, text
 
 
 def _text_of_line(line: bytes, field: str, where: str) -> str:
@@ -193,8 +217,8 @@ def check_text(text: str, what: str, where: str) -> None:
         raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
 
 
-def _parquet_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    """The place and the text of each document."""
+def _parquet_texts(path: Path, field: str, place: Place) -> Iterator[tuple[str, str]]:
+    """The row, for errors, and the text of each document."""
     import pyarrow
 
     def chosen(schema: Any) -> list[str]:
@@ -207,13 +231,17 @@ def _parquet_texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
             raise DataError(f"column {field!r} is not text", path, f"it is {kind}")
         return [field]
 
-    for where, record in parquet_records(path, chosen):
-        yield where, checked(record[field], f"column {field!r}", where)
+    for where, record in parquet_records(path, chosen, place.at):
+        text = checked(record[field], f"column {field!r}", where)
+        place.at += 1
+        yield where, text
 
 
-def parquet_records(path: Path, choose: Callable[[Any], list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place and the columns of each row of a parquet file, 16 rows in memory at a time. `choose` names the columns,
-    given the file's schema. Raises DataError for a file that cannot be read, and as `choose` does."""
+def parquet_records(path: Path, choose: Callable[[Any], list[str]],
+                    first: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the columns of each row of a parquet file from row `first` on, 16 rows in memory at a time.
+    `choose` names the columns, given the file's schema. Raises DataError for a file that cannot be read, and as
+    `choose` does."""
     import pyarrow
     from pyarrow import parquet
 
@@ -225,9 +253,15 @@ def parquet_records(path: Path, choose: Callable[[Any], list[str]]) -> Iterator[
             largest = max((group.total_byte_size for group in groups), default=0)
             require_expansion(path, path.stat().st_size, largest)
             n_rows = 1 if largest > LARGEST_EXPANSION * path.stat().st_size else 16  # one long text, again and again
-            for batch in file.iter_batches(batch_size=n_rows, columns=columns, use_threads=False):
+            skipped = 0
+            while skipped < len(groups) and row + groups[skipped].num_rows <= first:
+                row += groups[skipped].num_rows
+                skipped += 1
+            for batch in file.iter_batches(batch_size=n_rows, columns=columns, use_threads=False,
+                                           row_groups=list(range(skipped, len(groups)))):
                 for i in range(batch.num_rows):
-                    yield f"{path}, row {row}", {name: batch.column(name)[i].as_py() for name in columns}
+                    if row >= first:
+                        yield f"{path}, row {row}", {name: batch.column(name)[i].as_py() for name in columns}
                     row += 1
     except FileNotFoundError:
         raise DataError("cannot read", path, "no such file") from None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lineartime.data.read_text import ENDINGS, Piece, check_gzip, ending_of
+from lineartime.data.read_text import ENDINGS, Piece, Place, check_gzip, ending_of
 from lineartime.errors import DataError, UsageError
 
 SPLITS = ("train", "validation", "test")
@@ -136,13 +136,26 @@ def _split_of(name: str) -> str:
     return SPLIT_NAMES[match[1]] if match else ""
 
 
+class Slice(NamedTuple):
+    """Part of a file that can be read on its own: its place, pieces and characters, and whether a word reaches into
+    it."""
+
+    at: int
+    line: int
+    pieces: int
+    characters: int
+    in_word: bool
+
+
 class CheckedFile(NamedTuple):
-    """A source that was read to its end: the numbers of its documents that are not blank, blank ones and characters."""
+    """A source that was read to its end: the numbers of its documents that are not blank, blank ones and characters,
+    and its slices."""
 
     source: Source
     documents: int
     blank: int
     characters: int
+    slices: list[Slice]
 
 
 class Part(NamedTuple):
@@ -154,21 +167,34 @@ class Part(NamedTuple):
     stop: int
 
 
-Reader = Callable[[Path], Iterator[Piece]]
+Reader = Callable[..., Iterator[Piece]]
+"""`read_text.read_pieces` with its settings: takes a path, and a `place` to begin at."""
 
 
-def check_source(reader: Reader, source: Source) -> CheckedFile:
-    """Read a source to its end, so that its errors are found before anything is written."""
+def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23,
+                 go_on: Callable[[], None] = lambda: None) -> CheckedFile:
+    """Read a source to its end, so that its errors are found before anything is written.
+
+    slice_characters: a slice ends after so many characters; in a `.txt` inside the document, otherwise with one. A
+    compressed file is one slice. go_on is called for each piece."""
     if source.name.lower().endswith(".gz"):
         check_gzip(source.path)
-    documents = blank = characters = 0
-    all_blank = True
-    for text, last in reader(source.path):
-        characters += len(text)
+    documents = blank = characters = before = n_pieces = 0
+    all_blank, place, in_one = True, Place(), ending_of(source.name) == ".txt"
+    begin, slices = (0, 0, False), list[Slice]()
+    for text, last in reader(source.path, place=place):
+        go_on()
+        characters, n_pieces = characters + len(text), n_pieces + 1
         all_blank = all_blank and (not text or text.isspace())
+        if characters - before >= slice_characters and place.at > begin[0] and (last or in_one):
+            slices.append(Slice(*begin[:2], n_pieces, characters - before, begin[2]))
+            begin = (place.at, place.line, not last and not text[-1].isspace())
+            before, n_pieces = characters, 0
         if last:
             documents, blank, all_blank = documents + (not all_blank), blank + all_blank, True
-    return CheckedFile(source, documents, blank, characters)
+    if n_pieces:
+        slices.append(Slice(*begin[:2], n_pieces, characters - before, begin[2]))
+    return CheckedFile(source, documents, blank, characters, slices)
 
 
 def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> dict[str, Part]:

@@ -10,9 +10,12 @@ in which every token but the first is a target once; document i lies between the
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import hash_of, read_bytes
+from lineartime.atomic_io import hash_of, read_bytes, read_json, write_json
 from lineartime.config import LARGEST, RunConfig, run_config
 from lineartime.data.corpora import published_words
 from lineartime.data.tokenizer import TOKENIZER_FILE
-from lineartime.errors import DataError
+from lineartime.errors import CheckpointError, DataError, ResourceError
 from lineartime.settings import require
 
 FORMAT_VERSION = 1
@@ -203,9 +206,75 @@ def require_mask(mask: int | None, data_dir: Path | str) -> None:
     require(mask is not None, "the tokenizer has no [MASK]", str(data_dir), "prepare with --mlm")
 
 
+REMEMBERED_BYTES = 256 << 20
+"""Files of fewer bytes together, which take less than a second, are hashed whenever they are opened."""
+VERIFIED_FILE = ".verified.json"
+"""In the prepared folder: of each file that was verified the manifest's hash, and size, times and inode then."""
+SETTLED = 2.0
+"""Seconds. A file that was changed later than this before it was verified is not remembered: it could change again
+without another time."""
+
+
+def verify_files(folder: Path, manifest: Manifest, names: list[str]) -> None:
+    """Compare files with the manifest: by SHA-256 once, at about a second per GB, and from then on by size, times and
+    inode, while these stay.
+
+    What was verified is remembered in `VERIFIED_FILE`, if the folder can be written and the files are large. Processes
+    that open the same data at once wait for the first one. Raises DataError for a file that differs."""
+    large = sum(manifest.files[name]["bytes"] for name in names) >= REMEMBERED_BYTES
+    if not large or not os.access(folder, os.W_OK):
+        known = _verified(folder) if large else {}
+        for name in names:
+            verify_file(folder, manifest, name, by_hash=known.get(name) != _mark(folder, manifest, name))
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        known = _verified(folder)
+        new = {}
+        for name in names:
+            mark = _mark(folder, manifest, name)
+            same = mark is not None and known.get(name) == mark
+            verify_file(folder, manifest, name, by_hash=not same)
+            if not same and mark and max(mark[2:4]) < (time.time() - SETTLED) * 1e9:
+                new[name] = mark
+        if new:
+            with contextlib.suppress(ResourceError):
+                write_json(folder / VERIFIED_FILE, known | new)
+    finally:
+        os.close(descriptor)
+
+
+def _mark(folder: Path, manifest: Manifest, name: str) -> list[Any] | None:
+    """The hash that a file should have, and its size, times in ns and inode."""
+    try:
+        found = (folder / name).stat()
+    except OSError:
+        return None
+    return [manifest.files[name]["sha256"], found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    try:
+        return read_json(folder / VERIFIED_FILE)
+    except CheckpointError:  # missing or damaged: everything is hashed again
+        return {}
+
+
+def verify_data(data_dir: Path) -> Manifest:
+    """The manifest of a prepared folder, all of whose files are compared with it by SHA-256.
+
+    Raises UsageError for a missing folder, DataError for a file that differs."""
+    manifest = read_manifest(Path(data_dir))
+    for name in manifest.files:
+        verify_file(Path(data_dir), manifest, name)
+    return manifest
+
+
 def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStream:
-    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: by SHA-256, at
-    about a second per GB, or without `verify` by size.
+    """The tokens of one split. Its files and the tokenizer are first compared with the manifest, see `verify_files`, or
+    without `verify` by size alone.
 
     Raises UsageError for a missing folder, DataError for a missing split and for damaged or newer data."""
     folder = Path(data_dir)
@@ -213,9 +282,12 @@ def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStrea
     if split not in manifest.splits:
         raise DataError(f"no {split} split", folder, f"it has {', '.join(manifest.splits)}; "
                         "prepare with --held-out 0.05, --validation or --test for more")
-    for name in manifest.files:
-        if name == TOKENIZER_FILE or name.startswith(f"{split}-"):
-            verify_file(folder, manifest, name, by_hash=verify)
+    names = [name for name in manifest.files if name == TOKENIZER_FILE or name.startswith(f"{split}-")]
+    if verify:
+        verify_files(folder, manifest, names)
+    else:
+        for name in names:
+            verify_file(folder, manifest, name, by_hash=False)
     return TokenStream(folder, split, manifest)
 
 

@@ -50,8 +50,9 @@ def test_progress_of_prepare(tmp_path: Path) -> None:
     manifest = lineartime.prepare([tmp_path / "book.txt"], tmp_path / "data", tokenizer="bytes", held_out=0.2,
                                   progress=lambda *progress: told.append(progress))
     assert manifest.splits["train"].documents == 1
-    assert {what for what, _, _ in told} == {"hashing", "checking", "tokenising"}
-    assert told[-1] == ("tokenising", len(TEXT), len(TEXT)) and [done for _, done, _ in told[:2]] == [0, 1]
+    assert {what for what, _, _ in told} == {"hashing", "checking", "tokenising", "writing"}
+    assert ("tokenising", len(TEXT), len(TEXT)) in told and told[-1][1] == told[-1][2] == len(TEXT) + 2
+    assert [done for _, done, _ in told[:2]] == [0, 1]
 
 
 def test_news_and_warnings_are_logged(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

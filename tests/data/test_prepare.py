@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lineartime.atomic_io
 import lineartime.data.prepare
+import lineartime.data.units
 from lineartime.data import tokens
 from lineartime.data.prepare import SAMPLE, prepare
 from lineartime.data.tokenizer import load_tokenizer, train_tokenizer
@@ -129,11 +132,62 @@ def test_the_result_does_not_depend_on_jobs(tmp_path):
     make(tmp_path, {"a.jsonl": [text[i:i + 3000] for i in range(0, len(text), 3000)], "b.jsonl": [text]})
     inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     results = []
-    for jobs in (1, 2, 7):
-        prepare(inputs, tmp_path / f"{jobs}", vocab_size=1000, held_out=0.1, jobs=jobs, shard_tokens=70_000)
-        results.append(contents(tmp_path / f"{jobs}"))
-    assert results[0] == results[1] == results[2]
+    for jobs, unit_characters in ((1, 1 << 23), (1, 5_000), (2, 60_000), (3, 20_000)):
+        prepare(inputs, tmp_path / f"{jobs}-{unit_characters}", vocab_size=1000, held_out=0.1, jobs=jobs,
+                shard_tokens=70_000, unit_characters=unit_characters)
+        results.append(contents(tmp_path / f"{jobs}-{unit_characters}"))
+    assert results[0] == results[1] == results[2] == results[3]
     assert "train-00002.bin" in results[0]
+
+
+def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, monkeypatch):
+    """A book cut in many places, also inside a word and inside what is held out, and small files in one unit."""
+    monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (900,))
+    text = "\ufeff" + SAMPLE.read_text(encoding="utf-8")[:20_000] + "é" * 6000 + " end"
+    make(tmp_path, {"a.txt": text, "b.txt": " \n", "c.jsonl": ["", "second", " ", "third " * 900, ""],
+                    "d.parquet": [f"row {i} " * (i % 7) for i in range(60)],
+                    "e.json.gz": ["fifth " * 500, "", "sixth"]})
+    for name, inputs in (("one", "a"), ("all", "abcde")):
+        paths = [path for letter in inputs for path in tmp_path.glob(f"{letter}.*")]
+        made = []
+        for unit_characters in (1 << 23, 3_000, 700):
+            out = tmp_path / f"{name}-{unit_characters}"
+            manifest = prepare(paths, out, tokenizer="bytes", held_out=0.3, jobs=1, unit_characters=unit_characters)
+            made.append(contents(out))
+        assert made[0] == made[1] == made[2]
+        rows = [f"row {i} " * (i % 7) for i in range(60) if i % 7]
+        documents = [text[1:], "second", "third " * 900, *rows, "fifth " * 500, "sixth"]
+        stream = [stream_of(out, split)[1:] for split in ("train", "validation")]
+        if name == "one":  # it is cut inside
+            assert bytes(stream[0][:-1] + stream[1][:-1]).decode() == documents[0]
+            continue
+        assert bytes(i % EOD for i in stream[0] + stream[1]).decode() == "".join(one + "\0" for one in documents)
+        assert sum(split.words for split in manifest.splits.values()) == sum(len(one.split()) for one in documents)
+        assert sum(split.documents for split in manifest.splits.values()) == len(documents)
+
+
+def test_an_error_of_a_process_is_that_of_one_process(tmp_path):
+    make(tmp_path, {"a.txt": "good " * 3000, "b.jsonl": '{"text": "good"}\n{"text": 1}\n',
+                    "c.txt": b"bad \xff" * 1000})
+    for jobs in (1, 2):
+        with pytest.raises(DataError, match=r"field 'text' is not a string: .*b\.jsonl:2"):
+            prepare([tmp_path / name for name in ("a.txt", "b.jsonl", "c.txt")], tmp_path / "out", tokenizer="bytes",
+                    jobs=jobs, unit_characters=1000)
+        assert not list(tmp_path.glob(".lineartime-*"))
+
+
+def test_a_process_that_dies_is_a_resource_error(tmp_path, monkeypatch):
+    make(tmp_path, {"a.jsonl": ["text " * 400] * 9})
+
+    def dies():
+        return subprocess.Popen(["false"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lineartime.data.workers._started", dies)
+        with pytest.raises(ResourceError, match=r"a process that tokenises has died: exit code 1; .* goes on"):
+            prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=2, unit_characters=1000)
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=1, unit_characters=1000)
+    assert open_split(tmp_path / "out", "train").n_tokens == 9 * 2001
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
@@ -282,17 +336,79 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path, monkeypatc
     assert_nothing_at(tmp_path / "out")
 
 
-def test_an_interrupted_prepare_leaves_nothing(tmp_path, monkeypatch):
-    make(tmp_path, {"a.txt": "text"})
+def test_an_interrupted_prepare_goes_on(tmp_path, monkeypatch):
+    """Before the first unit nothing is left; after it what is done is not done again."""
+    make(tmp_path, {"a.jsonl": [f"document {i} " * 100 for i in range(20)]})
+    options = {"tokenizer": "bytes", "jobs": 1, "unit_characters": 1000, "held_out": 0.2}
+    prepare([tmp_path / "a.jsonl"], tmp_path / "whole", **options)
 
     def interrupt(*_):
-        assert list(tmp_path.glob(".lineartime-*.tmp/train-00000.bin"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lineartime.data.prepare, "_add_notes", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes")
-    assert_nothing_at(tmp_path / "out")
+    for name in ("divide", "_add_notes"):
+        with monkeypatch.context() as patched:
+            patched.setattr(lineartime.data.prepare, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                prepare([tmp_path / "a.jsonl"], tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+        assert bool(list(tmp_path.glob(".lineartime-*"))) == (name == "_add_notes")
+    monkeypatch.setattr("lineartime.data.workers.encode_unit", interrupt)
+    monkeypatch.setattr("lineartime.data.workers.check_source", interrupt)
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob(".lineartime-*"))
+
+
+def unfinished(tmp_path, monkeypatch, **options):
+    """The folder that an interrupt leaves after three units."""
+    done = []
+
+    def encode(*arguments):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(lineartime.data.units.encode_unit(*arguments))
+        return done[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lineartime.data.workers.encode_unit", encode)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_characters=1000, **options)
+    (folder,) = tmp_path.glob(".lineartime-*.unfinished")
+    assert len(list((folder / "units").glob("*.ids"))) == 3
+    return folder
+
+
+def test_work_for_other_text_or_settings_begins_anew(tmp_path, monkeypatch):
+    texts = [f"document {i} " * 100 for i in range(10)]
+    for other in ({"a.jsonl": texts[1:]}, {}):
+        make(tmp_path, {"a.jsonl": texts})
+        unfinished(tmp_path, monkeypatch, tokenizer="bytes")
+        make(tmp_path, other)
+        options = {} if other else {"mlm": True}
+        made = [prepare([tmp_path / "a.jsonl"], tmp_path / name, tokenizer="bytes", unit_characters=1000, **options)
+                for name in ("out", "again")]
+        assert contents(tmp_path / "out") == contents(tmp_path / "again") and not made[0].already_prepared
+        shutil.rmtree(tmp_path / "out")
+        shutil.rmtree(tmp_path / "again")
+
+
+def test_damaged_work_is_not_used(tmp_path, monkeypatch):
+    make(tmp_path, {"a.jsonl": [f"document {i} " * 100 for i in range(10)]})
+    prepare([tmp_path / "a.jsonl"], tmp_path / "whole", vocab_size=300)
+    for name, edit in (("units.jsonl", lambda c: c[:-20]), ("units.jsonl", lambda c: b""),
+                       ("work.json", lambda c: c[:-9]),
+                       ("tokenizer.json", lambda c: c.replace(b"a", b"b", 1)), ("units/00001.ids", lambda c: c[:-2]),
+                       ("units/00001.rows", lambda c: c + b"1"), ("work.json", lambda c: b"[" * 10_000)):
+        path = unfinished(tmp_path, monkeypatch, vocab_size=300) / name
+        path.write_bytes(edit(path.read_bytes()))
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=300, unit_characters=1000)
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole"), name
+        shutil.rmtree(tmp_path / "out")
+    path = unfinished(tmp_path, monkeypatch, vocab_size=300) / "units" / "00001.ids"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    with pytest.raises(DataError, match=r"damaged or missing file: .*00001\.ids"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=300, unit_characters=1000)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".lineartime-*"))
 
 
 def test_prepared_again_is_left_alone_and_otherwise_is_refused(tmp_path):
@@ -341,7 +457,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from lineartime.data.prepare import SAMPLE, prepare
-prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
+prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", held_out=0.3, shard_tokens=100_000, jobs=2,
+        unit_characters=100_000)
 """
 
 
@@ -349,25 +466,31 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
     make(tmp_path, {"a.jsonl": ["some text " * 1000] * 150})
     out = tmp_path / "out"
     command = [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out]
-    for awaited in ("manifest.json", "tokenizer.json", "train-00003.bin", "train-00007.bin", "validation-00002.bin"):
+    first = None
+    for awaited in ("work.json", "units/00000.ids", "units/00007.ids", "done/train-00003.bin"):
         process = subprocess.Popen(command)
-        left = {path.parent for path in tmp_path.glob(".lineartime-*.tmp/*")}
-        while not {path.parent for path in tmp_path.glob(f".lineartime-*.tmp/{awaited}")} - left:
+        while not list(tmp_path.glob(f".lineartime-*.unfinished/{awaited}")):
             assert process.poll() is None, f"it was done before {awaited} was seen"
             time.sleep(0.0005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not out.exists() and len(list(tmp_path.glob(".lineartime-*"))) == 2  # a folder and its lock
+        (folder,) = tmp_path.glob(".lineartime-*")
+        assert not out.exists()
+        if (folder / "units" / "00000.ids").exists() and first is None and awaited != "units/00000.ids":
+            first = (folder / "units" / "00000.ids").stat()
+    assert os.path.samestat(first, (folder / "units" / "00000.ids").stat()), "it was made again"
     subprocess.run(command, check=True)
     assert not list(tmp_path.glob(".lineartime-*"))
     assert open_split(out, "train").n_tokens == 105 * 10_001 and open_split(out, "validation").n_tokens == 45 * 10_001
+    prepare([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_two_at_once_do_not_mix(tmp_path):
     make(tmp_path, {"a.jsonl": ["some text " * 1000] * 100})
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out])
-    while not list(tmp_path.glob(".lineartime-*.tmp/train-00000.bin")):
+    while not list(tmp_path.glob(".lineartime-*.unfinished/units/00000.ids")):
         assert process.poll() is None
         time.sleep(0.0005)
     with pytest.raises(ResourceError, match="another process is writing this folder"):
@@ -380,19 +503,21 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 from lineartime.data.prepare import SAMPLE, prepare
-prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", shard_tokens=1_000_000, jobs=1)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", shard_tokens=1_000_000, jobs=int(sys.argv[3]),
+        unit_characters=1_000_000)
+print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) // 1024)
 """
 
 
-def test_memory_does_not_grow_with_the_text(tmp_path):
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_memory_does_not_grow_with_the_text(tmp_path, jobs):
     peaks = []
     for megabytes in (2, 10):
         with (tmp_path / "a.txt").open("w") as file:
             for _ in range(megabytes):
                 file.write("some more text, " * (1 << 16))
-        run = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / f"{megabytes}"], check=True,
-                             stdout=subprocess.PIPE)
+        run = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / f"{megabytes}", jobs],
+                             check=True, stdout=subprocess.PIPE)
         peaks.append(int(run.stdout))
     assert peaks[1] - peaks[0] < 6
 
@@ -537,3 +662,83 @@ def test_without_verification_sizes_are_still_compared(prepared):
     shard.write_bytes(content[:-2] + b"\x01\x01")
     with pytest.raises(DataError, match=r"a token outside the vocabulary: .*train-00001.bin, token 36"):
         stream_of(prepared, verify=False)
+
+
+@pytest.fixture
+def hashed(prepared, monkeypatch):
+    """The files that are hashed when data are opened, which are large here and were written long ago."""
+    names = []
+
+    def hash_of(path):
+        names.append(path.name)
+        return lineartime.atomic_io.hash_of(path)
+
+    monkeypatch.setattr(tokens, "hash_of", hash_of)
+    monkeypatch.setattr(tokens, "REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(tokens, "SETTLED", 0)
+    return names
+
+
+def test_large_data_are_hashed_once(prepared, hashed):
+    whole = stream_of(prepared)
+    assert sorted(hashed) == sorted(path.name for path in prepared.glob("t*"))
+    hashed.clear()
+    assert stream_of(prepared) == whole and not hashed
+    stream_of(prepared, "validation")
+    assert hashed and all(name.startswith("validation-") for name in hashed)
+    hashed.clear()
+    assert stream_of(prepared, "train") == whole and not hashed
+    os.utime(prepared / "train-00001.bin")
+    assert stream_of(prepared) == whole and hashed == ["train-00001.bin"]
+    hashed.clear()
+    tokens.verify_data(prepared)
+    assert sorted(hashed) == sorted(read_manifest(prepared).files)
+
+
+def test_a_changed_file_is_hashed_again_whatever_its_times_say(prepared, hashed):
+    stream_of(prepared)
+    path = prepared / "train-00001.bin"
+    before, content = path.stat(), path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(bytes([content[0] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match=r"damaged or missing file: .*train-00001.bin"):
+        open_split(prepared, "train")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[" * 100_000, b'{"train-00001.bin": 3}', b"\xff"])
+def test_a_damaged_memory_is_not_believed(prepared, hashed, content):
+    whole = stream_of(prepared)
+    (prepared / tokens.VERIFIED_FILE).write_bytes(content)
+    hashed.clear()
+    assert stream_of(prepared) == whole and "train-00001.bin" in hashed
+
+
+def test_a_forged_memory_is_no_worse_than_a_comparison_of_sizes(prepared, hashed):
+    stream_of(prepared)
+    memory, path = prepared / tokens.VERIFIED_FILE, prepared / "train-00001.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    marks, found = json.loads(memory.read_text()), path.stat()
+    marks[path.name][1:] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    memory.write_text(json.dumps(marks))
+    with pytest.raises(DataError, match=r"damaged or missing file: .*train-00001.bin"):
+        open_split(prepared, "train")
+
+
+def test_what_is_small_or_new_or_cannot_be_remembered_is_hashed_again(prepared, hashed, monkeypatch):
+    for name, value in (("REMEMBERED_BYTES", 1 << 20), ("SETTLED", 2.0), ("os.access", lambda *_: False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"lineartime.data.tokens.{name}", value)
+            for _ in range(2):
+                hashed.clear()
+                stream_of(prepared)
+                assert "train-00001.bin" in hashed, name
+        assert not (prepared / tokens.VERIFIED_FILE).exists()
+
+
+def test_those_that_open_at_once_hash_once(prepared, hashed, monkeypatch):
+    noted = tokens.hash_of
+    monkeypatch.setattr(tokens, "hash_of", lambda path: (time.sleep(0.01), noted(path))[1])
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(map(tuple, pool.map(lambda _: stream_of(prepared), range(8))))) == 1
+    assert len(hashed) == len(set(hashed))

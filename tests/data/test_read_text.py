@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from lineartime.data.read_text import cut, read_pieces
+from lineartime.data.read_text import Place, cut, read_pieces
 from lineartime.data.splits import check_source, find_sources
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError
@@ -52,6 +52,35 @@ def test_byte_order_mark_and_blank_lines_are_no_text(tmp_path):
     make(tmp_path, {"a.txt": mark + b"A" + mark, "a.jsonl": mark + b'{"text": "A"}\r\n\n  \n{"text": "B"}'})
     assert documents(tmp_path / "a.txt") == ["A\ufeff"]
     assert documents(tmp_path / "a.jsonl") == ["A", "B"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.jsonl.gz"])
+def test_a_file_can_be_read_from_each_of_its_slices(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (40,))
+    if name == "a.parquet":
+        texts = [f"row {i} é " * (i % 9) for i in range(90)]
+        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name, row_group_size=7)
+    else:
+        lines = ["é 東京\n" * 9, " ", "x" * 90] * 9
+        make(tmp_path, {name: "\ufeff" + ("One naïve 東京. \n" * 9 + "é" * 300) * 9 if name == "a.txt" else lines})
+    pieces = list(read_pieces(tmp_path / name))
+    slices = check_source(read_pieces, find_sources([tmp_path / name])[0], 100).slices
+    assert (len(slices) == 1) == name.endswith(".gz")
+    read = []
+    for at, line, n_pieces, characters, in_word in slices:
+        before = read[-1] if read else None
+        assert in_word == bool(before and not before.last and not before.text[-1].isspace())
+        read += itertools.islice(read_pieces(tmp_path / name, place=Place(at, line)), n_pieces)
+        assert characters == sum(len(piece.text) for piece in read[-n_pieces:])
+    assert read == pieces
+
+
+def test_a_line_keeps_its_number_when_reading_begins_later(tmp_path):
+    make(tmp_path, {"a.jsonl": '{"text": "first"}\n\n{"text": "second"}\n{"text": 3}\n'})
+    place = Place()
+    next(read_pieces(tmp_path / "a.jsonl", place=place))
+    with pytest.raises(DataError, match=r"not a string: .*a\.jsonl:4"):
+        list(read_pieces(tmp_path / "a.jsonl", place=place))
 
 
 def test_the_field_is_a_choice(tmp_path):
@@ -149,8 +178,8 @@ def test_faults_are_refused_with_their_place(tmp_path, fault):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        check_source(lambda p: read_pieces(p, max_line_bytes=1000 if fault == "long line" else 1 << 20),
-                     find_sources([path])[0])
+        limit = 1000 if fault == "long line" else 1 << 20
+        check_source(lambda p, place: read_pieces(p, place=place, max_line_bytes=limit), find_sources([path])[0])
     assert message.format(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -3,19 +3,29 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from lineartime.data.tokenizer import END_OF_DOCUMENT, Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
+from lineartime.data.tokenizer import (
+    END_OF_DOCUMENT,
+    WORDS,
+    Tokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from lineartime.errors import DataError, UsageError
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
 TRAINED = train_tokenizer([TEXT], 400)
 BYTES = byte_tokenizer()
 MASKED = (train_tokenizer([TEXT], 400, mlm=True), byte_tokenizer(mlm=True))
+PACKERS = [(tokenizer, dtype, tokenizer.packer(dtype)) for tokenizer, dtype in
+           ((TRAINED, "<u2"), (BYTES, "<u4"), (MASKED[0], "<u4"))]
 ANY_TEXT = st.text(st.characters(codec="utf-8"))
 
 
@@ -43,6 +53,38 @@ def test_trained_tokenizer_keeps_any_text(text):
     ids = TRAINED.encode(text)
     assert TRAINED.decode(ids) == text
     assert all(0 <= i < TRAINED.vocab_size for i in ids)
+
+
+ODD = ["the", " it", "a", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\xa0", "\u3000",
+       "\u2028", "\u200b", "\u0301", "'", "'s", "'S", "'ll", ".", ",", "!", "_", "\0", "\x7f", "é", "東", "½", "٣",
+       "ª", "—", "“", "\U0001f600", END_OF_DOCUMENT]
+
+
+@given(st.lists(st.sampled_from(ODD) | st.characters(codec="utf-8"), max_size=14).map("".join))
+@settings(max_examples=600)
+def test_remembered_words_have_the_ids_of_the_text(text):
+    assert "".join(WORDS.findall(text)) == text
+    for tokenizer, dtype, pack in PACKERS:
+        ids = np.frombuffer(pack(text), dtype).tolist()
+        assert ids == tokenizer.encode(text) and ids == np.frombuffer(pack(text), dtype).tolist()
+
+
+def test_words_are_forgotten_when_there_are_many(monkeypatch):
+    monkeypatch.setattr("lineartime.data.tokenizer.CACHED_WORDS", 3)
+    assert np.frombuffer(TRAINED.packer("<u2")(TEXT), "<u2").tolist() == TRAINED.encode(TEXT)
+
+
+def test_a_tokenizer_that_reads_across_words_gets_whole_texts():
+    """Some join a word and the line end after it, change text first, or have tokens of several words."""
+    inner = tokenizers.Tokenizer.from_str(TRAINED.json)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    joined = tokenizers.Tokenizer.from_str(TRAINED.json)
+    joined.add_tokens(["was the"])
+    lower = tokenizers.Tokenizer.from_str(TRAINED.json)
+    lower.normalizer = normalizers.Strip()
+    for made in (inner, joined, lower, foreign_tokenizer()):
+        tokenizer = Tokenizer(made.to_str())
+        assert np.frombuffer(tokenizer.packer("<u4")(TEXT), "<u4").tolist() == tokenizer.encode(TEXT)
 
 
 @given(ANY_TEXT, ANY_TEXT)

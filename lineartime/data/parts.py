@@ -1,0 +1,132 @@
+"""A part of prepared text, made on one of several machines: the units of its share of the files, and `part.json`."""
+
+import bisect
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lineartime.atomic_io import MAX_LINES_BYTES, read_bytes
+from lineartime.data.units import Encoded
+from lineartime.errors import DataError, UsageError
+from lineartime.settings import require
+
+PART_VERSION = 1
+PART_FILE = "part.json"
+
+
+@dataclass
+class TextPart:
+    """The content of part.json, which ends with the SHA-256 of its other fields."""
+
+    version: int
+    number: int
+    of: int
+    settings: dict[str, Any]
+    """The manifest's settings, the same in all parts."""
+    files: list[list[str]]
+    """Split and name of every file of text, of all parts."""
+    first: int
+    """The number of this part's first file."""
+    sources: list[dict[str, Any]]
+    """The manifest's entries for this part's files."""
+    checked: list[list[int]]
+    """Documents, blank documents and characters of each."""
+    notes: list[str]
+    units: list[tuple[str, Encoded]]
+    """The split of each unit, and its hashes."""
+
+    def to_json(self) -> str:
+        fields = dataclasses.asdict(self)
+        return json.dumps(fields | {"sha256": _digest(fields)}) + "\n"
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """The numbers of `2/8`, the second of eight parts. Raises UsageError."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    numbers = (int(match[1]), int(match[2])) if match else (0, 0)
+    require(1 <= numbers[0] <= numbers[1], "wrong value", f"part = {text}", "2/8 is the second of eight parts")
+    return numbers
+
+
+def share(sizes: Sequence[int], number: int, of: int) -> range:
+    """The files of part `number`, from 1: consecutive ones, at least one, of about the same bytes in each part.
+
+    Raises UsageError for more parts than files."""
+    require(len(sizes) >= of, "more parts than files", f"{of} parts of {len(sizes):,} files", "make fewer parts")
+    middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    bounds = [0]
+    for k in range(1, of):
+        bound = bisect.bisect(middles, sum(sizes) * k / of)
+        bounds.append(min(max(bound, bounds[-1] + 1), len(sizes) - (of - k)))
+    bounds.append(len(sizes))
+    return range(bounds[number - 1], bounds[number])
+
+
+def read_part(folder: Path) -> TextPart:
+    """The description of a part. Raises DataError for a folder that is no part, or a damaged or newer one."""
+    path = Path(folder) / PART_FILE
+    try:
+        fields = json.loads(read_bytes(path, MAX_LINES_BYTES))
+        digest, version = fields.pop("sha256"), fields["version"]
+        damaged = digest != _digest(fields)
+    except OSError as e:
+        raise DataError("not a part of prepared text", path, f"{e.strerror}; "
+                        "make parts with `lineartime prepare --part 1/2`") from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise DataError("damaged part", path, "prepare this part again") from None
+    if isinstance(version, int) and version > PART_VERSION:
+        raise DataError("a part of a newer lineartime", path, f"it has format {version}, this reads {PART_VERSION}")
+    try:
+        units = [(split, Encoded(**unit)) for split, unit in fields["units"]]
+        part = TextPart(**fields | {"units": units})
+        if damaged or not len(part.sources) == len(part.checked):
+            raise ValueError
+        return part
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DataError("damaged part", path, "prepare this part again") from None
+
+
+def ordered_parts(folders: Sequence[Path]) -> list[tuple[TextPart, Path]]:
+    """All parts of one text in their order, with their folders.
+
+    Raises UsageError for parts that are missing, are there twice or do not belong together; DataError as `read_part`
+    does."""
+    require(len(folders) > 0, "no parts are named", "--join", "name the folder of every part")
+    parts: dict[int, tuple[TextPart, Path]] = {}
+    for folder in folders:
+        part = read_part(folder)
+        first, other = next(iter(parts.values()), (part, folder))
+        changed = [name for name in {**first.settings, **part.settings}
+                   if first.settings.get(name) != part.settings.get(name)]
+        changed += ["number of parts"] * (part.of != first.of) + ["files"] * (part.files != first.files)
+        if changed:
+            raise UsageError("these parts do not belong together", f"{other} and {folder} ({', '.join(changed)})",
+                             "prepare them with the same inputs and options")
+        if part.number in parts:
+            raise UsageError(f"part {part.number}/{part.of} twice", f"{parts[part.number][1]} and {folder}",
+                             "name each part once")
+        parts[part.number] = (part, folder)
+    of = next(iter(parts.values()))[0].of
+    missing = [f"{number}/{of}" for number in range(1, of + 1) if number not in parts]
+    require(not missing, "parts are missing", ", ".join(missing[:8]), "name the folder of every part")
+    in_order = [parts[number] for number in sorted(parts)]
+    at = 0
+    for part, folder in in_order:
+        named = [[source["split"], source["name"]] for source in part.sources]
+        if part.first != at or part.files[at:at + len(named)] != named:
+            raise UsageError("this part has other files than its share", folder,
+                             "prepare all parts from the same files")
+        at += len(named)
+    require(at == len(in_order[0][0].files), "the parts leave files out", str(in_order[-1][1]),
+            "prepare all parts from the same files")
+    return in_order

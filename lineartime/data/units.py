@@ -1,0 +1,207 @@
+"""Units of work: a few million characters of a split, tokenised into files that are joined in order at the end.
+
+A unit has two files: `00012.ids`, its ids, an end-of-document token after each document; and `00012.rows`, for each
+document its ids, words and bytes as uint64. A document that goes on in the next unit has a row in both."""
+
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lineartime.atomic_io import hash_of, hashed_file
+from lineartime.data.read_text import Place
+from lineartime.data.splits import SPLITS, CheckedFile, Part, Reader, Slice
+from lineartime.data.tokenizer import Tokenizer, load_tokenizer
+from lineartime.data.tokens import Split
+from lineartime.errors import DataError
+
+UNIT_CHARACTERS = 1 << 23
+ROW_BYTES = 24
+
+
+@dataclasses.dataclass
+class Unit:
+    """Consecutive slices of a split's files; or of a split that is cut inside its only document, the characters [first,
+    stop) of a slice that begins at character `begin` of it."""
+
+    number: int
+    split: str
+    characters: int
+    slices: list[tuple[str, Slice]]
+    """Path and place of each slice."""
+    begin: int = 0
+    first: int | None = None
+    stop: int = 0
+
+
+@dataclasses.dataclass
+class Encoded:
+    """What is known of a finished unit. open: its last document goes on in the next one. keeps: whether the tokenizer
+    gives the text of its first piece back."""
+
+    number: int
+    ids: int
+    rows: int
+    words: int
+    bytes: int
+    open: bool
+    keeps: bool
+    files: dict[str, dict[str, Any]]
+    """Bytes and SHA-256 of "ids" and "rows"."""
+
+
+def unit_file(folder: Path, number: int, kind: str) -> Path:
+    return folder / f"{number:05d}.{kind}"
+
+
+def units_of(files: Iterable[CheckedFile], parts: dict[str, Part], unit_characters: int) -> list[Unit]:
+    """The units of all text, in the order of the splits. Small files share a unit."""
+    units: list[Unit] = []
+    for name, part in parts.items():
+        if part.unit == "characters":
+            begin = 0
+            for one in part.files[0].slices:
+                stop = begin + one.characters
+                n_kept = min(stop, part.stop) - max(begin, part.first)
+                if n_kept > 0:
+                    path = str(part.files[0].source.path)
+                    units.append(Unit(0, name, n_kept, [(path, one)], begin, part.first, part.stop))
+                begin = stop
+    cut_inside = any(part.unit == "characters" for part in parts.values())
+    for split in SPLITS:
+        if split == "train" and cut_inside:
+            continue
+        room = 0
+        for file in files:
+            for one in file.slices if file.source.split == split and file.documents else ():
+                if room <= 0:
+                    units.append(Unit(0, split, 0, []))
+                    room = unit_characters
+                units[-1].slices.append((str(file.source.path), one))
+                units[-1].characters += one.characters
+                room -= one.characters
+    return [dataclasses.replace(unit, number=number) for number, unit in enumerate(units)]
+
+
+def _pieces(unit: Unit, reader: Reader, go_on: Callable[[], None]) -> Iterator[tuple[str, bool, bool]]:
+    """Text, whether it ends a document, and whether it goes on with a word."""
+    for path, (at, line, n_pieces, _, in_word) in unit.slices:
+        position = unit.begin
+        in_word = in_word and (unit.first is None or position > unit.first)
+        for text, last in itertools.islice(reader(Path(path), place=Place(at, line)), n_pieces):
+            go_on()
+            if unit.first is not None:
+                whole, text = len(text), text[max(unit.first - position, 0):max(unit.stop - position, 0)]
+                position += whole
+                last = position >= unit.stop
+            if text:
+                yield text, last, in_word
+                in_word = not last and not text[-1].isspace()
+
+
+def encode_unit(unit: Unit, reader: Reader, tokenizer: dict[str, str], folder: Path, kept: dict[str, Any],
+                go_on: Callable[[], None]) -> dict[str, Any]:
+    """Write the files of a unit, under names that end in the process's number, and describe it, see `Encoded`.
+
+    tokenizer: its path, SHA-256, name in messages and type of ids. kept: where the tokenizer is kept for the next unit.
+    Raises DataError for text that cannot be encoded."""
+    if kept.get("tokenizer") != tokenizer:
+        loaded = load_tokenizer(Path(tokenizer["path"]))
+        if loaded.sha256 != tokenizer["sha256"]:
+            raise DataError("the tokenizer has changed", tokenizer["path"], "run the same command again")
+        loaded.name = tokenizer["name"]
+        kept |= {"tokenizer": tokenizer, "loaded": loaded, "pack": loaded.packer(tokenizer["dtype"])}
+    loaded, pack, width = kept["loaded"], kept["pack"], np.dtype(tokenizer["dtype"]).itemsize
+    end = np.array([loaded.end_of_document], tokenizer["dtype"]).tobytes()
+    files: dict[str, dict[str, Any]] = {}
+    ids_path, rows_path = (folder / f"{unit_file(folder, unit.number, kind).name}.{os.getpid()}"
+                           for kind in ("ids", "rows"))
+    rows: list[tuple[int, int, int]] = []
+    ids = words = n_bytes = 0
+    whole = np.zeros(4, np.int64)
+    keeps: bool | None = None
+    with hashed_file(ids_path, files) as write_ids, hashed_file(rows_path, files) as write_rows:
+        for text, last, in_word in _pieces(unit, reader, go_on):
+            packed = pack(text)
+            _check_ids(packed, text, loaded, tokenizer["dtype"])
+            if keeps is None:
+                keeps = loaded.decode(np.frombuffer(packed, tokenizer["dtype"]).tolist()) == text
+            packed += end if last else b""
+            write_ids(packed)
+            ids += len(packed) // width
+            words += len(text.split()) - (in_word and not text[0].isspace())
+            n_bytes += len(text.encode())
+            if last:
+                rows.append((ids, words, n_bytes))
+                whole += (ids, 1, words, n_bytes)
+                ids = words = n_bytes = 0
+            if len(rows) >= 4096:
+                write_rows(np.array(rows, "<u8").tobytes())
+                rows.clear()
+        is_open = ids > 0
+        if is_open:
+            rows.append((ids, words, n_bytes))
+            whole += (ids, 1, words, n_bytes)
+        write_rows(np.array(rows, "<u8").tobytes())
+    named = {"ids": files[ids_path.name], "rows": files[rows_path.name]}
+    n_ids, n_rows, n_words, all_bytes = whole.tolist()
+    done = Encoded(unit.number, n_ids, n_rows, n_words, all_bytes, is_open, keeps is not False, named)
+    return dataclasses.asdict(done) | {"pid": os.getpid()}
+
+
+def _check_ids(packed: bytes, text: str, tokenizer: Tokenizer, dtype: str) -> None:
+    ids = np.frombuffer(packed, dtype)
+    if (ids == tokenizer.end_of_document).any():
+        raise DataError("the tokenizer reads its end-of-document token out of text", repr(text[:40]))
+    if tokenizer.mask is not None and ((ids == tokenizer.mask) | (ids == tokenizer.separator)).any():
+        raise DataError("the tokenizer reads [MASK] or [SEP] out of text", repr(text[:40]))
+
+
+def joined_ids(units: Iterable[tuple[Encoded, Path]], part: Part, dtype: str, split: Split) -> Iterator[np.ndarray]:
+    """The ids of a part, whose documents lie in these units and their folders; its counts are added to `split`.
+
+    Raises DataError for a file of a unit that is not as it was written."""
+    document = 0
+    first, stop = (part.first, part.stop) if part.unit == "documents" else (0, 1)
+    for unit, folder in units:
+        rows_path = unit_file(folder, unit.number, "rows")
+        if hash_of(rows_path) != unit.files["rows"] or unit.files["rows"]["bytes"] != unit.rows * ROW_BYTES:
+            raise _damaged(rows_path)
+        if unit.rows and document + unit.rows > first and document < stop:
+            rows_N3 = np.memmap(rows_path, "<u8", "r").reshape(-1, 3)
+            a, b = max(first - document, 0), min(stop - document, unit.rows)
+            before, inside = (int(rows_N3[i:j, 0].sum()) for i, j in ((0, a), (a, b)))
+            split.documents += b - a - (unit.open and b == unit.rows)
+            split.words += int(rows_N3[a:b, 1].sum())
+            split.bytes += int(rows_N3[a:b, 2].sum())
+            yield from _ids_of_file(unit_file(folder, unit.number, "ids"), unit, dtype, before, before + inside)
+        document += unit.rows - unit.open
+
+
+def _ids_of_file(path: Path, unit: Encoded, dtype: str, start: int, stop: int) -> Iterator[np.ndarray]:
+    """The ids [start, stop) of a unit's file, all of which is compared with its hash."""
+    digest, at = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+                if len(block) % np.dtype(dtype).itemsize:
+                    raise _damaged(path)
+                ids = np.frombuffer(block, dtype)
+                wanted = ids[max(start - at, 0):max(stop - at, 0)]
+                if len(wanted):
+                    yield wanted
+                at += len(ids)
+    except FileNotFoundError:
+        raise _damaged(path) from None
+    if digest.hexdigest() != unit.files["ids"]["sha256"] or at != unit.ids:
+        raise _damaged(path)
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError("damaged or missing file", path, "delete its folder and prepare it again")
