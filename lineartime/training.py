@@ -89,6 +89,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     """
     parts = list(parts or parts_of(model))
     parameters = [part.whole for part in parts]
+    forget(part.own for part in parts)  # those of the step before
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
     n_targets = max(int(gather(counts, ranks).sum()), 1)
