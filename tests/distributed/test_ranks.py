@@ -1,6 +1,7 @@
 """Several processes train one model: they end in the bits of one, stop together, and one of them speaks."""
 
 import json
+import random
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ import torch
 
 from lineartime import checkpoint
 from ranks_here import RanksHere
-from tiny_runs import command, prepare_text, steps_done
+from tiny_runs import command, prepare_text, steps_done, steps_saved
 
 SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 12, "save_every": 5, "eval_every": 4}
 """Eight micro-batches a step."""
@@ -154,3 +155,22 @@ def test_evaluate_divides_the_work(data, ranks, tmp_path):
             assert ranks.run(n_ranks, arguments) == [0] * n_ranks, ranks.printed()
             printed.append(ranks.printed())
         assert printed[0] == printed[1] and json.loads(printed[0])["loss"] > 0
+
+
+@pytest.mark.campaign
+def test_thirty_killed_ranks_change_no_bit(data, ranks, cold_ranks, tmp_path):
+    settings = SIZES | {"steps": 60, "save_every": 1, "eval_every": 20}
+    assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]
+    chance, out, n_kills, codes = random.Random(0), tmp_path / "run", 0, [None]
+    while set(codes) != {0}:
+        n_ranks = chance.choice([1, 2, 4])
+        cold_ranks.start(n_ranks, command(data, out, **settings))
+        if n_kills < 30 and steps_saved(out) < 57:
+            wait_for_step(cold_ranks, out, steps_saved(out) + chance.randrange(3), timeout=120)
+            time.sleep(chance.uniform(0, 0.3))
+            cold_ranks.processes[chance.randrange(n_ranks)].kill()
+            n_kills += 1
+        codes = cold_ranks.end()
+        assert {*codes} <= {0, 7, -signal.SIGKILL}, cold_ranks.printed()
+    assert n_kills == 30
+    assert_same_state(out, state_of(tmp_path / "whole"))
