@@ -174,7 +174,6 @@ def speaks_first(ranks: Ranks) -> bool:
 
 def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
     """The values of every rank, in rank order: `[W, ...]` on each. values: a tensor of one shape and dtype on all."""
-    import torch
     import torch.distributed as dist
 
     if ranks.size == 1:
@@ -183,7 +182,7 @@ def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
     # PyTorch 2.13 renamed it; 2.11 knows the old name alone.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(out, values.contiguous().view(-1))
-    return torch.stack(out.split(values.numel())).view(ranks.size, *values.shape)
+    return out.view(ranks.size, *values.shape)
 
 
 def gather_json(value: Any, ranks: Ranks) -> list[Any]:
