@@ -19,15 +19,17 @@ class Objective(Protocol):
     micro-batch is a slice along it."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """This rank's share of one training step's rows: a pure function of the run's seed, the step and the rank."""
+        """This rank's share of one training step's rows, which are whole: a pure function of the run's seed, the step
+        and the rank."""
         ...
 
     def n_targets(self, *batch: Tensor) -> int:
-        """The number of losses that `losses` returns for these rows: the weight of a micro-batch in the mean."""
+        """The number of targets of these rows, of which each has a loss: the weight of a micro-batch in the mean."""
         ...
 
     def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """One loss in nats per target, of any shape, float32 at least."""
+        """One loss in nats per target, of any shape, float32 at least; where ranks share the rows, those of this rank's
+        part."""
         ...
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class NextToken:
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         config = self.config
         return (batch_rows(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                           rows_per_step=config.rows_per_step, share=self.ranks.share(config.rows_per_step)),)
+                           rows_per_step=config.rows_per_step, share=self.ranks.in_column.share(config.rows_per_step)),)
 
     def n_targets(self, *batch: Tensor) -> int:
         (rows_BT,) = batch
@@ -53,7 +55,7 @@ class NextToken:
 
     def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
         (rows_BT,) = batch
-        return token_losses(model, rows_BT)
+        return token_losses(model, rows_BT, self.ranks.in_row)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         result = _held_out(self.config, model, self.held_out, self.ranks, progress)
@@ -70,7 +72,7 @@ class MaskedTokens:
         """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
         config = self.config
         return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                            rows_per_step=config.rows_per_step, share=self.ranks.share(config.rows_per_step))
+                            rows_per_step=config.rows_per_step, share=self.ranks.in_column.share(config.rows_per_step))
 
     def n_targets(self, *batch: Tensor) -> int:
         _, targets_BT = batch
@@ -78,7 +80,7 @@ class MaskedTokens:
 
     def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
         inputs_BT, targets_BT = batch
-        return masked_token_losses(model, inputs_BT, targets_BT)
+        return masked_token_losses(model, inputs_BT, targets_BT, self.ranks.in_row)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         return {"loss": _held_out(self.config, model, self.held_out, self.ranks, progress).loss}

@@ -34,6 +34,7 @@ from lineartime.distributed.ranks import (
     connected,
     gather,
     gather_json,
+    in_rows,
     launched,
     require_same,
     wait_for_all,
@@ -47,6 +48,7 @@ from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import RESULT_FILE, Run, read_result, result_or_none
 from lineartime.runtime import available_bytes, peak_bytes, pick_device
+from lineartime.settings import require
 
 Progress = Callable[[str, int, int | None], None]
 """A callback of progress: a description, the amount done, and the total, None if unknown."""
@@ -79,15 +81,18 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 
     batch: the tensors of `Objective.batch`, split into micro-batches of `n_rows` rows, which are weighted by their
     numbers of targets and added as `distributed.ordered` does, so that the result does not depend on the number of
-    ranks. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm returned is
-    the mean of their norms; with "global" the average is clipped. parts: what this rank updates, by default all;
-    `part.own.grad` is set. between is called before each micro-batch, and may raise. Raises NumericsError, and leaves
-    `.grad` unusable, if the loss or norm is not finite.
+    ranks that have rows of their own. With clip_scope "local" each micro-batch's gradient is clipped before the
+    average, and the norm returned is the mean of their norms; with "global" the average is clipped. parts: what this
+    rank updates, by default all; `part.own.grad` is set. between is called before each micro-batch, and may raise.
+    Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite; UsageError if the ranks do
+    not share rows as `context_parallel` says.
     """
+    require(ranks.in_row.size == config.context_parallel, "context_parallel is for training by torchrun",
+            f"context_parallel = {config.context_parallel}, {ranks.in_row.size} ranks share a row", "leave it out")
     parameters = [p for p in model.parameters() if p.requires_grad]
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
-    n_targets = max(int(gather(counts, ranks).sum()), 1)
+    n_targets = max(int(gather(counts, ranks.in_column).sum()), 1)
     losses, norms = [], []
 
     def gradients() -> Iterator[list[Tensor]]:
@@ -99,14 +104,15 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
             model.zero_grad(set_to_none=True)
             loss.backward()
             gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            gradient = exchange(gradient, ranks.in_row)
             if config.clip_scope == "local":
-                norms.append(clip_(gradient, config.clip))
+                norms.append(clip_(gradient, config.clip, ranks.in_row))
             losses.append(loss.detach() * share)
             if share != 1:
                 torch._foreach_mul_(gradient, share)
             yield gradient
 
-    total = exchange(tree_sum(gradients()), ranks)
+    total = exchange(tree_sum(gradients()), ranks.in_column)
     if config.clip_scope == "global":
         norms.append(norm_of(total, ranks))
         scale_to(total, norms[0], config.clip)
@@ -114,16 +120,18 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     for part, g in zip(parts or parts_of(model), total, strict=True):
         part.own.grad = g
     loss_value = gather(torch.stack(losses).cpu(), ranks).sum().item()
-    norm = gather(torch.stack(norms).cpu(), ranks).mean().item()
+    norm = gather(torch.stack(norms).cpu(), ranks.in_column).mean().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm)):
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
     return loss_value, norm
 
 
-def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
-    """Scale a gradient in place so that its norm is at most `clip`; returns the norm before."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
+def clip_(gradient: list[Tensor], clip: float | None, ranks: Ranks = ALONE) -> Tensor:
+    """Scale a gradient, of which each of `ranks` has a part, in place so that its norm is at most `clip`; returns the
+    norm before."""
+    norm = (torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient))) if ranks.size == 1
+            else norm_of(gradient, ranks))
     scale_to(gradient, norm, clip)
     return norm
 
@@ -199,11 +207,12 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         score_last: bool = True) -> LanguageModel:
     """Train `model` to the last step, from the newest checkpoint if there is one; returns it.
 
-    Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`; all stop at the
-    same step. Every `eval_every` steps `objective.evaluate` scores the model. extra_files: texts saved with every
-    checkpoint, by file name. on_step is called with each line of the metrics and the number of "steps". score_last:
-    whether to score the last step too, if it is a multiple of `eval_every`. Raises Stopped after saving if `stop`
-    requests it, NumericsError before the optimizer's update, ResourceError when memory runs out."""
+    Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
+    `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
+    steps `objective.evaluate` scores the model. extra_files: texts saved with every checkpoint, by file name. on_step
+    is called with each line of the metrics and the number of "steps". score_last: whether to score the last step too,
+    if it is a multiple of `eval_every`. Raises Stopped after saving if `stop` requests it, NumericsError before the
+    optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model = model.to(device)
     model.activation_checkpointing = config.activation_checkpointing
@@ -288,11 +297,12 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
     begin returns the new model, the objective and the `extra_files` of `fit`; score returns the content of the result
-    file. Raises as `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
+    file. Raises as `in_rows`, `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
     picked = device if isinstance(device, torch.device) else pick_device(device, tell=True)
-    require_fitting(config.train.tokens_per_step // config.train.micro_batch_tokens, launched())
-    with connected(picked.type) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
+    n_in_row = config.train.context_parallel
+    require_fitting(config.train.tokens_per_step // config.train.micro_batch_tokens, in_rows(launched(), n_in_row))
+    with connected(picked.type, n_in_row=n_in_row) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)
         run = Run(out, config, facts, ranks)
@@ -408,8 +418,10 @@ def suggest_size(model: nn.Module, parts: Sequence[Part], optimizer: torch.optim
     """Advice for a micro-batch that is too large: the next smaller size that fits.
 
     Each size is tried with two micro-batches and the optimizer's moments allocated, as in training, and an eighth more
-    rows, because a new process finds its memory fragmented differently."""
+    rows, because a new process finds its memory fragmented differently. Rows that ranks share are not tried."""
     n_rows = config.micro_batch_rows
+    if config.train.context_parallel > 1:
+        return "lower micro_batch_tokens" if n_rows > 1 else "raise context_parallel, or lower context"
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)
         n_tried = n_rows + n_rows // 8

@@ -4,7 +4,10 @@ The gradient of a step is the complete binary tree over its micro-batches, in th
 A rank has a consecutive block of 2^k micro-batches, which is a subtree, and sums it alone. Then every rank gets its own
 part of all blocks' sums, by one all-to-all, and adds them as the tree's upper levels. It updates its part of the
 parameters, and one all-gather brings the new parameters to all. This sends as many bytes as a reduce-scatter and an
-all-gather, and the moments of the optimizer are sharded over the ranks."""
+all-gather, and the moments of the optimizer are sharded over the ranks.
+
+Where ranks share each row of a micro-batch (`Ranks.in_row`), its gradient is the tree over their shares of it, in the
+row's order: each of them gets its part of the sum by an all-to-all, and keeps only this part of what follows."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lineartime.distributed.ranks import ALONE, Ranks, gather
+from lineartime.distributed.ranks import ALONE, Ranks, gather, process_group
 from lineartime.settings import require
 
 BLOCK = 1024
@@ -34,10 +37,12 @@ class Part(NamedTuple):
 
 def require_fitting(n_micro_batches: int, ranks: Ranks) -> None:
     """Raise UsageError, with the numbers of ranks that do fit, unless each rank has 2^k micro-batches."""
-    fitting = [n for n in range(1, n_micro_batches + 1)
+    n_in_row = ranks.in_row.size
+    fitting = [n * n_in_row for n in range(1, n_micro_batches + 1)
                if n == 1 or (n_micro_batches % n == 0 and (n_micro_batches // n).bit_count() == 1)]
+    shared = f", {n_in_row} of which share a row" if n_in_row > 1 else ""
     require(ranks.size in fitting, "this number of ranks does not fit",
-            f"{ranks.size} ranks, {n_micro_batches} micro-batches in a step",
+            f"{ranks.size} ranks{shared}, {n_micro_batches} micro-batches in a step",
             f"run {', '.join(map(str, fitting))}, or change tokens_per_step or micro_batch_tokens: "
             "every rank has 1, 2, 4, ... micro-batches")
 
@@ -68,7 +73,7 @@ def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[Part]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
         return [Part(name, p, 0, p.numel(), p) for name, p in named]
-    own = cut(tuple(p.numel() for _, p in named), ranks.size)[ranks.rank]
+    own = shares(tuple(p.numel() for _, p in named), ranks.in_row.size, ranks.in_column.size)[ranks.rank]
     return [Part(name, p, start, stop, nn.Parameter(p.detach().view(-1)[start:stop]))
             for (name, p), (start, stop) in zip(named, own, strict=True) if start < stop]
 
@@ -90,21 +95,32 @@ def cut(sizes: tuple[int, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
     return shares
 
 
-def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """This rank's parts of the sum over all ranks of a list of tensors, flattened, as `parts_of` has them.
+@cache
+def shares(sizes: tuple[int, ...], n_in_row: int, n_in_column: int) -> list[list[tuple[int, int]]]:
+    """What each rank has of flattened parameters, in rank order: `cut` for the ranks of a row, then each part for the
+    ranks that have the same part of other rows."""
+    in_rows = []
+    for outer in cut(sizes, n_in_row):
+        inner = cut(tuple(stop - start for start, stop in outer), n_in_column)
+        in_rows.append([[(first + start, first + stop) for (first, _), (start, stop) in zip(outer, own, strict=True)]
+                        for own in inner])
+    return [in_row[place] for place in range(n_in_column) for in_row in in_rows]
 
-    total: the sum over the rank's own micro-batches; a process on its own gets it back."""
+
+def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """This rank's parts of the sum over `ranks` of a list of tensors, flattened, as `cut` has them, the empty ones left
+    out. A process on its own gets its list back."""
     if ranks.size == 1:
         return total
-    shares = cut(tuple(t.numel() for t in total), ranks.size)
-    lengths = [sum(stop - start for start, stop in share) for share in shares]
+    cuts = cut(tuple(t.numel() for t in total), ranks.size)
+    lengths = [sum(stop - start for start, stop in share) for share in cuts]
     own = lengths[ranks.rank]
     out = total[0].new_empty(ranks.size * own)
-    sent = torch.cat([t.reshape(-1)[start:stop] for share in shares
+    sent = torch.cat([t.reshape(-1)[start:stop] for share in cuts
                       for t, (start, stop) in zip(total, share, strict=True)])
-    dist.all_to_all_single(out, sent, [own] * ranks.size, lengths)
+    dist.all_to_all_single(out, sent, [own] * ranks.size, lengths, group=process_group(ranks))
     (flat,) = tree_sum([piece] for piece in out.split(own))
-    return list(flat.split([stop - start for start, stop in shares[ranks.rank] if start < stop]))
+    return list(flat.split([stop - start for start, stop in cuts[ranks.rank] if start < stop]))
 
 
 @torch.no_grad()
@@ -113,9 +129,9 @@ def gather_parameters(model: nn.Module, ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     parameters = [p.detach().view(-1) for p in model.parameters() if p.requires_grad]
-    shares = cut(tuple(map(len, parameters)), ranks.size)
-    sent = torch.cat([p[start:stop] for p, (start, stop) in zip(parameters, shares[ranks.rank], strict=True)])
-    for rank, (row, share) in enumerate(zip(gather_rows(sent, ranks), shares, strict=True)):
+    of_ranks = shares(tuple(map(len, parameters)), ranks.in_row.size, ranks.in_column.size)
+    sent = torch.cat([p[start:stop] for p, (start, stop) in zip(parameters, of_ranks[ranks.rank], strict=True)])
+    for rank, (row, share) in enumerate(zip(gather_rows(sent, ranks), of_ranks, strict=True)):
         if rank != ranks.rank:
             pieces = row.split([stop - start for start, stop in share])
             for p, (start, stop), piece in zip(parameters, share, pieces, strict=True):
@@ -142,4 +158,6 @@ def norm_of(parts: list[Tensor], ranks: Ranks) -> Tensor:
             left, right = square.chunk(2, dim=1)
             square = left + right
         sums.append(square[:, 0])
-    return torch.cat(gather_rows(torch.cat(sums).cpu(), ranks)).sum().sqrt()
+    rows = gather_rows(torch.cat(sums).cpu(), ranks)
+    n = ranks.in_row.size  # the first ranks of all rows have the first part of the parameters, and so on
+    return torch.cat([row for place in range(n) for row in rows[place::n]]).sum().sqrt()

@@ -260,6 +260,8 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     require(separator < pretrained.config.vocab_size, "[SEP] is outside the model's vocabulary", str(plan.run),
             "pretrain on data from `lineartime prepare --mlm`")
     changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
+    require(plan.settings.get("context_parallel", 1) == 1, "context_parallel is for language modelling",
+            "context_parallel", "leave it out")
     config = span_config(pretrained, plan.context, changes)
     span_model(pretrained, config, 0)  # raises for weights that do not fit before questions are read
     note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
