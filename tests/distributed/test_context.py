@@ -1,5 +1,6 @@
 """One row across ranks: losses and every gradient against one process, faults that must be seen, bytes, refusals."""
 
+import itertools
 import json
 import os
 import socket
@@ -8,18 +9,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import context_ranks
 import pytest
-from context_ranks import LENGTH, MUTANTS, REFUSED, SHARED
-from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
-from tiny_runs import SETTINGS, prepare_text
 
+import context_ranks
 import lineartime
+from context_ranks import LENGTH, MUTANTS, OFTEN, REFUSED, SHARED
 from lineartime.config import RunConfig, check_context_parallel, run_config
 from lineartime.distributed.ordered import require_fitting, shares
 from lineartime.distributed.ranks import Ranks, in_rows
 from lineartime.errors import UsageError
 from lineartime.training import train
+from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
+from tiny_runs import SETTINGS, prepare_text
 
 EXACT = 1e-12
 
@@ -48,7 +49,7 @@ def results(folder):
 
 def test_losses_and_gradients_are_those_of_one_process(results):
     errors = results["errors"]
-    assert len(errors) == 2 * 3 * (len(SHARED) + 3)
+    assert len(errors) == 2 * (2 * len(OFTEN) + len(SHARED) + 3)
     assert {name: error for name, error in errors.items() if not error < EXACT} == {}
 
 
@@ -146,7 +147,7 @@ def test_every_element_has_one_rank_where_ranks_share_rows():
         for i, size in enumerate(sizes):
             cuts = sorted(share[i] for share in of_ranks if share[i][0] < share[i][1])
             assert cuts[0][0] == 0 and cuts[-1][1] == size
-            assert all(a[1] == b[0] for a, b in zip(cuts, cuts[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
 
 
 def test_positions_of_a_part_count_from_the_rows_start():
