@@ -27,9 +27,9 @@ class Objective(Protocol):
         """The number of targets of these rows, of which each has a loss: the weight of a micro-batch in the mean."""
         ...
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """One loss in nats per target, of any shape, float32 at least; where ranks share the rows, those of this rank's
-        part."""
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
+        """One loss in nats per target, of any shape, float32 at least; where `ranks` share the rows, those of this
+        rank's part."""
         ...
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -53,9 +53,9 @@ class NextToken:
         (rows_BT,) = batch
         return rows_BT[:, 1:].numel()
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         (rows_BT,) = batch
-        return token_losses(model, rows_BT, self.ranks.in_row)
+        return token_losses(model, rows_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         result = _held_out(self.config, model, self.held_out, self.ranks, progress)
@@ -78,9 +78,9 @@ class MaskedTokens:
         _, targets_BT = batch
         return int((targets_BT != NO_TARGET).sum())
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         inputs_BT, targets_BT = batch
-        return masked_token_losses(model, inputs_BT, targets_BT, self.ranks.in_row)
+        return masked_token_losses(model, inputs_BT, targets_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         return {"loss": _held_out(self.config, model, self.held_out, self.ranks, progress).loss}

@@ -81,6 +81,8 @@ class Run:
             return description["id"]
         stored = read_run(out)
         same_anyway = {"id": stored["id"], "data": config.data}  # the data's hash counts, not its folder
+        if n_tiles(stored["train"]) == config.train.n_tiles:  # whatever number of ranks has them
+            stored["train"].update({name: description["train"][name] for name in ("context_parallel", "row_tiles")})
         changed = different({**stored, **same_anyway}, {**description, **same_anyway})
         if changed:
             todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
@@ -192,6 +194,11 @@ def read_run(out: Path) -> dict[str, Any]:
     except UsageError as e:
         raise CheckpointError("damaged", out / RUN_FILE, str(e)) from None
     return description | {name: to_dict(config) for name, config in configs.items()}
+
+
+def n_tiles(train: dict[str, Any]) -> int:
+    """`TrainConfig.n_tiles` of a stored description."""
+    return train["context_parallel"] if train["row_tiles"] is None else train["row_tiles"]
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:

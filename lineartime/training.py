@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from lineartime.distributed.ranks import (
     require_same,
     wait_for_all,
 )
+from lineartime.distributed.tiles import by_tile, twins_of
 from lineartime.errors import NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
 from lineartime.generation.generate import generate
@@ -76,6 +77,7 @@ def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.Ad
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig, *, parts: Sequence[Part] | None = None, ranks: Ranks = ALONE,
+                     twins: Sequence[nn.Module] = (),
                      between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
@@ -83,13 +85,15 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     numbers of targets and added as `distributed.ordered` does, so that the result does not depend on the number of
     ranks that have rows of their own. With clip_scope "local" each micro-batch's gradient is clipped before the
     average, and the norm returned is the mean of their norms; with "global" the average is clipped. parts: what this
-    rank updates, by default all; `part.own.grad` is set. between is called before each micro-batch, and may raise.
+    rank updates, by default all; `part.own.grad` is set. twins: models of `tiles.twins_of`, one for each further tile
+    of a row that this rank has. between is called before each micro-batch, and may raise.
     Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite; UsageError if the ranks do
     not share rows as `context_parallel` says.
     """
-    require(ranks.in_row.size == config.context_parallel, "context_parallel is for training by torchrun",
-            f"context_parallel = {config.context_parallel}, {ranks.in_row.size} ranks share a row", "leave it out")
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    models, in_row = [model, *twins], ranks.in_row
+    require((in_row.size, in_row.size * len(models)) == (config.context_parallel, config.n_tiles),
+            "context_parallel and row_tiles are for `train`",
+            f"context_parallel = {config.context_parallel}, row_tiles = {config.row_tiles}", "leave them out")
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
     n_targets = max(int(gather(counts, ranks.in_column).sum()), 1)
@@ -99,15 +103,22 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         for micro_batch, count in zip(micro_batches, counts.tolist(), strict=True):
             between()
             share = count / n_targets
-            with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-                loss = objective.losses(model, *micro_batch).sum() / max(count, 1)
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-            gradient = exchange(gradient, ranks.in_row)
+
+            def of_tile(model: nn.Module, tile: Ranks, micro_batch: tuple[Tensor, ...] = micro_batch,
+                        count: int = count) -> tuple[Tensor, list[Tensor]]:
+                shared = {"ranks": tile} if tile.size > 1 else {}
+                with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+                    loss = objective.losses(model, *micro_batch, **shared).sum() / max(count, 1)
+                model.zero_grad(set_to_none=True)
+                loss.backward()
+                return loss.detach(), [p.grad if p.grad is not None else torch.zeros_like(p)
+                                       for p in model.parameters() if p.requires_grad]
+
+            tiles = by_tile(of_tile, models, in_row)
+            gradient = exchange(tree_sum(gradient for _, gradient in tiles), in_row)
             if config.clip_scope == "local":
-                norms.append(clip_(gradient, config.clip, ranks.in_row))
-            losses.append(loss.detach() * share)
+                norms.append(clip_(gradient, config.clip, in_row if config.n_tiles > 1 else None))
+            losses.append(torch.stack([loss for loss, _ in tiles]) * share)
             if share != 1:
                 torch._foreach_mul_(gradient, share)
             yield gradient
@@ -116,10 +127,13 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     if config.clip_scope == "global":
         norms.append(norm_of(total, ranks))
         scale_to(total, norms[0], config.clip)
-    model.zero_grad(set_to_none=True)
+    for each in models:
+        each.zero_grad(set_to_none=True)
     for part, g in zip(parts or parts_of(model), total, strict=True):
         part.own.grad = g
-    loss_value = gather(torch.stack(losses).cpu(), ranks).sum().item()
+    all_losses = gather(torch.stack(losses).cpu(), ranks)  # of ranks, micro-batches and tiles of a rank
+    in_order = all_losses.unflatten(0, (-1, in_row.size)).movedim(1, 2)
+    loss_value = in_order.reshape(-1).sum().item()
     norm = gather(torch.stack(norms).cpu(), ranks.in_column).mean().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm)):
         if not math.isfinite(value):
@@ -127,10 +141,10 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     return loss_value, norm
 
 
-def clip_(gradient: list[Tensor], clip: float | None, ranks: Ranks = ALONE) -> Tensor:
-    """Scale a gradient, of which each of `ranks` has a part, in place so that its norm is at most `clip`; returns the
-    norm before."""
-    norm = (torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient))) if ranks.size == 1
+def clip_(gradient: list[Tensor], clip: float | None, ranks: Ranks | None = None) -> Tensor:
+    """Scale a gradient in place so that its norm is at most `clip`; returns the norm before. ranks: each has a part of
+    the gradient, and the norm's bits do not depend on their number; None: by the library's reduction."""
+    norm = (torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient))) if ranks is None
             else norm_of(gradient, ranks))
     scale_to(gradient, norm, clip)
     return norm
@@ -221,9 +235,11 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     done = run.resume(model, parts, optimizer)
     if done:
         run.save(done, model, parts, optimizer, extra_files)  # a kill may have left the end of the last save undone
-    if config.compile:
-        model.compile_layers()
-    model.train()
+    twins = [cast(LanguageModel, twin) for twin in twins_of(model, config.n_tiles // config.context_parallel - 1)]
+    for each in (model, *twins):
+        if config.compile:
+            each.compile_layers()
+        each.train()
     saved = done
 
     def save(step: int) -> None:
@@ -262,7 +278,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         fits = True
         try:
             loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
-                                          ranks=ranks, between=partial(stop_if_asked, step))  # a step takes minutes
+                                          ranks=ranks, twins=twins,
+                                          between=partial(stop_if_asked, step))  # a step takes minutes
             optimizer.step()
             gather_parameters(model, ranks)
         except NumericsError as e:
@@ -420,7 +437,7 @@ def suggest_size(model: nn.Module, parts: Sequence[Part], optimizer: torch.optim
     Each size is tried with two micro-batches and the optimizer's moments allocated, as in training, and an eighth more
     rows, because a new process finds its memory fragmented differently. Rows that ranks share are not tried."""
     n_rows = config.micro_batch_rows
-    if config.train.context_parallel > 1:
+    if config.train.n_tiles > 1:
         return "lower micro_batch_tokens" if n_rows > 1 else "raise context_parallel, or lower context"
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)

@@ -61,6 +61,8 @@ class Ranks:
 
 
 ALONE = Ranks()
+RENDEZVOUS: dict[str, Any] = {}
+"""`tiles.Turns` by name of the group, where the ranks of a group are tiles of one process."""
 
 
 def launched() -> Ranks:
@@ -215,6 +217,8 @@ def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
 
     if ranks.size == 1:
         return values[None]
+    if ranks.group in RENDEZVOUS:
+        return RENDEZVOUS[ranks.group].gather(values, ranks.rank)
     out = values.new_empty(ranks.size * values.numel())
     # PyTorch 2.13 renamed it; 2.11 knows the old name alone.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -2,6 +2,7 @@
 
 It forks `WORLD` ranks, which do every case, one after the other, and writes the largest errors into OUT, by case."""
 
+import hashlib
 import json
 import os
 import sys
@@ -17,7 +18,8 @@ from lineartime.attention import performer
 from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states, with_neighbours
 from lineartime.distributed.ordered import gather_parameters, parts_of
-from lineartime.distributed.ranks import Ranks, connected, gather, in_rows, with_groups
+from lineartime.distributed.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
+from lineartime.distributed.tiles import twins_of
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel, masked_token_losses, part_of_rows, token_losses
 from lineartime.ops import reference
@@ -240,18 +242,17 @@ def compiled_error(ranks):
 class Tokens:
     """The objective of rows of next tokens, or of masked ones."""
 
-    def __init__(self, ranks, fault=None):
-        self.ranks, self.fault = ranks, fault
+    def __init__(self, fault=None):
+        self.fault = fault
 
     def n_targets(self, *batch):
         n = int((batch[-1] != NO_TARGET).sum()) if len(batch) == 2 else batch[0][:, 1:].numel()
-        return n // self.ranks.size if self.fault == "divisor" else n
+        return n // 2 if self.fault == "divisor" else n
 
-    def losses(self, model, *batch):
+    def losses(self, model, *batch, ranks=ALONE):
         if self.fault == "targets":
-            own = self.ranks.share(LENGTH)
-            return model(batch[0][:, :-1], targets=batch[0][:, own], ranks=self.ranks)
-        return (masked_token_losses if len(batch) == 2 else token_losses)(model, *batch, self.ranks)
+            return model(batch[0][:, :-1], targets=batch[0][:, ranks.share(LENGTH)], ranks=ranks)
+        return (masked_token_losses if len(batch) == 2 else token_losses)(model, *batch, ranks)
 
 
 def gradient_error(world, causal, clip_scope, fault=None):
@@ -264,12 +265,12 @@ def gradient_error(world, causal, clip_scope, fault=None):
         asked_BT[:, LENGTH // 2 :] &= torch.arange(8)[:, None] > 3  # in two micro-batches a rank has no target
         batch = [rows_BL[:, :-1], torch.where(asked_BT, rows_BL[:, 1:], NO_TARGET)]
     config = TrainConfig(tokens_per_step=8 * LENGTH, micro_batch_tokens=2 * LENGTH, clip=0.1, clip_scope=clip_scope)
-    wanted = compute_gradient(model, Tokens(Ranks()), batch, 2, config)
+    wanted = compute_gradient(model, Tokens(), batch, 2, config)
     gradients = [p.grad.clone() for p in model.parameters()]
     parts = parts_of(model, world)
     shared = replace(config, context_parallel=world.in_row.size)
     own = world.in_column.share(8)
-    found = compute_gradient(model, Tokens(world.in_row, fault), [part[own] for part in batch], 2, shared, parts=parts,
+    found = compute_gradient(model, Tokens(fault), [part[own] for part in batch], 2, shared, parts=parts,
                              ranks=world)
     with torch.no_grad():
         for part in parts:
@@ -281,9 +282,26 @@ def gradient_error(world, causal, clip_scope, fault=None):
                  for p, g in zip(model.parameters(), gradients, strict=True)))
 
 
+def gradient_bits(world, causal, clip_scope, n_tiles=4):
+    """A hash of the clipped gradient of 4 micro-batches in float32, with its loss and norm."""
+    model = model_of("flash long memory", causal).float()
+    config = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=LENGTH, clip=0.1, clip_scope=clip_scope,
+                         context_parallel=world.in_row.size, row_tiles=n_tiles)
+    parts, twins = parts_of(model, world), twins_of(model, n_tiles // world.in_row.size - 1)
+    rows_BL = random_ids(4, LENGTH + 1, seed=4)[world.in_column.share(4)]
+    batch = [rows_BL] if causal else [rows_BL[:, :-1], torch.where(rows_BL[:, 1:] < 3, rows_BL[:, 1:], NO_TARGET)]
+    found = compute_gradient(model, Tokens(), batch, 1, config, parts=parts, ranks=world, twins=twins)
+    with torch.no_grad():
+        for part in parts:
+            part.own.copy_(part.own.grad)
+    gather_parameters(model, world)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return [hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16], *found]
+
+
 def run_cases(world, data):
     """Every case on the first 2, 3 and all ranks."""
-    results = {"errors": {}, "mutants": {}, "bytes": {}, "steps": {}, "compiled": {}}
+    results = {"errors": {}, "mutants": {}, "bytes": {}, "steps": {}, "compiled": {}, "bits": {}}
     groups = {n: dist.new_group(range(n)) for n in range(2, WORLD + 1)}
     ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}
     for causal in (True, False):
@@ -326,7 +344,14 @@ def run_cases(world, data):
     for fault in ("divisor", "targets"):
         shared = with_groups(in_rows(world, 2), None)
         results["mutants"][f"wrong {fault}"] = gradient_error(shared, True, "local", fault)
-    settings = {"model": "flash", "data": data, **SETTINGS, "steps": 3, "context_parallel": 2}
+    for causal in (True, False):
+        for scope in ("local", "global"):
+            case = f"causal {causal}, {scope} clipping"
+            results["bits"][case] = [gradient_bits(with_groups(in_rows(world, n), None), causal, scope)
+                                     for n in (1, 2, 4)]
+            results["bits"][case].append(gradient_bits(Ranks(), causal, scope))
+            results["bits"][f"{case}, other tiles"] = [gradient_bits(Ranks(), causal, scope, n) for n in (1, 2, 4)]
+    settings = {"model": "flash", "data": data, **SETTINGS, "steps": 3, "context_parallel": 2, "row_tiles": 4}
     train({**settings, "out": str(Path(data).parent / "shared")}, device="cpu")
     return results
 
