@@ -59,7 +59,7 @@ def test_a_fault_is_seen(results, name):
 
 
 def test_steps_beside_each_other_are_those_of_one_process(results):
-    assert len(results["steps"]) == 8
+    assert len(results["steps"]) == 4
     assert {name: error for name, error in results["steps"].items() if not error < EXACT} == {}
 
 
