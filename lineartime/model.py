@@ -146,6 +146,18 @@ class LanguageModel(nn.Module):
         none_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         return DecodingState(caches, none_B, none_B.clone())
 
+    @torch.no_grad()
+    def init_outer_weights(self) -> None:
+        """Set the initial values of what is not in a layer, see `init_weights`."""
+        for module in (self.embed, self.abs_pos):
+            if isinstance(module, ScaledSin):
+                nn.init.constant_(module.scalar, module.d_model**-0.5)
+            else:
+                nn.init.normal_(module.weight, std=self.config.init_std)
+        for name, parameter in self.norm.named_parameters():
+            nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
+        nn.init.zeros_(self.head_bias)
+
     def residual_layers(self) -> Iterable[ResidualLayer]:
         """All layers, in order."""
         return cast(Iterable[ResidualLayer], self.layers)
@@ -214,22 +226,9 @@ def init_weights(model: LanguageModel) -> None:
     | norm scales | 1 |
     | ScaledSin's scalar | d^-1/2 |
     """
-    init_outer_weights(model)
+    model.init_outer_weights()
     for layer in model.residual_layers():
         layer.init_weights(model.config.init_std)
-
-
-@torch.no_grad()
-def init_outer_weights(model: LanguageModel) -> None:
-    """Set the initial values of what is not in a layer: embeddings, the last norm and the head."""
-    for module in (model.embed, model.abs_pos):
-        if isinstance(module, ScaledSin):
-            nn.init.constant_(module.scalar, module.d_model**-0.5)
-        else:
-            nn.init.normal_(module.weight, std=model.config.init_std)
-    for name, parameter in model.norm.named_parameters():
-        nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
-    nn.init.zeros_(model.head_bias)
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor) -> Tensor:

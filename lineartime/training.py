@@ -229,8 +229,11 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     model.activation_checkpointing = config.activation_checkpointing
     if config.compile:
         model.compile_layers()
-    reduce_scatter = shard_model(model, config.seed, ranks, device) if config.shard else None
-    if reduce_scatter is None:
+    reduce_scatter = None
+    if config.shard:
+        layers = list(model.residual_layers())
+        reduce_scatter = shard_model(model, layers, model.init_outer_weights, config.seed, ranks, device)
+    else:
         model = model.to(device)
     parts = parts_of(model, ranks) if reduce_scatter is None else sharded_parts(model, ranks)
     optimizer = make_optimizer(parts, config)

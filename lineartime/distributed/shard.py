@@ -8,6 +8,7 @@ of W consecutive ones are the lower levels of `ordered`'s tree: any number of ra
 import hashlib
 import math
 import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lineartime.distributed.ordered import VECTOR, Part, tree_sum
 from lineartime.distributed.ranks import Ranks
-from lineartime.model import LanguageModel, init_outer_weights
+from lineartime.layers import ResidualLayer
 
 
 class OrderedReduceScatter:
@@ -42,12 +43,14 @@ class OrderedReduceScatter:
         output_tensor.copy_(total)
 
 
-def shard_model(model: LanguageModel, seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
+def shard_model(model: nn.Module, layers: Sequence[ResidualLayer], init_outer: Callable[[], None], seed: int,
+                ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
     """Give a model on the meta device its initial values and shard it in place, a layer at a time; returns what adds
     its gradients. In a process on its own nothing is sharded.
 
-    The values of a layer are drawn from (seed, name), so they do not depend on the number of ranks. A model that is
-    never sharded draws all of them from one generator, and starts from others."""
+    layers: those of the model, in order. init_outer: sets the values of what is in no layer. The values of a layer are
+    drawn from (seed, place), so they do not depend on the number of ranks. A model that is never sharded draws all of
+    them from one generator, and starts from others."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing of ours writes to it
     reduce_scatter = OrderedReduceScatter()
     mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
@@ -60,18 +63,18 @@ def shard_model(model: LanguageModel, seed: int, ranks: Ranks, device: torch.dev
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
-    for name, layer in model.layers.named_children():
+    for place, layer in enumerate(layers):
         layer.to_empty(device=device)
-        torch.manual_seed(seed_of(seed, f"layers.{name}"))
-        layer.init_weights(model.config.init_std)  # type: ignore[operator]
+        torch.manual_seed(seed_of(seed, f"layers.{place}"))
+        layer.init_weights(layer.config.init_std)
         share_out(layer)
         if mesh is not None:
             register_fsdp_forward_method(layer, "add")  # the model calls it in place of `forward`
-    for outer in (model.embed, model.abs_pos, model.norm):
-        outer.to_empty(device=device)
-    model.to_empty(device=device, recurse=False)
+    for module in model.modules():
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
     torch.manual_seed(seed_of(seed, "outer"))
-    init_outer_weights(model)
+    init_outer()
     share_out(model)
     return reduce_scatter
 
