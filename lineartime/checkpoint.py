@@ -101,8 +101,9 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
                         _rename(target, _trash(target))
                     _rename(run_dir / name, target)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    _remove_tree(run_dir / name)
+                if ranks.is_first:  # another rank still writes
+                    with contextlib.suppress(OSError):
+                        _remove_tree(run_dir / name)
                 raise
         if ranks.is_first:
             _fsync_dir(run_dir)

@@ -157,6 +157,17 @@ def test_evaluate_divides_the_work(data, ranks, tmp_path):
         assert printed[0] == printed[1] and json.loads(printed[0])["loss"] > 0
 
 
+def test_a_full_disk_of_one_rank_is_said_by_that_rank(data, cold_ranks, tmp_path, monkeypatch):
+    arguments = command(data, tmp_path / "run", **SIZES | {"d_model": 64})
+    script = 'if [ "$RANK" = 1 ]; then ulimit -f 8; fi; exec "$@"'  # 8 blocks of 1,024 bytes
+    monkeypatch.setattr(cold_ranks, "command", ["bash", "-c", script, "bash", *cold_ranks.command])
+    cold_ranks.start(2, arguments)
+    assert 6 in cold_ranks.end(60), cold_ranks.printed()
+    (line,) = cold_ranks.errors()
+    assert "the checkpoint cannot be saved" in line and "free some space" in line and "(rank 1 on " in line
+    assert not list((tmp_path / "run").glob("*step-*"))
+
+
 @pytest.mark.campaign
 def test_thirty_killed_ranks_change_no_bit(data, ranks, cold_ranks, tmp_path):
     settings = SIZES | {"steps": 60, "save_every": 1, "eval_every": 20}
@@ -164,7 +175,7 @@ def test_thirty_killed_ranks_change_no_bit(data, ranks, cold_ranks, tmp_path):
     chance, out, n_kills, codes = random.Random(0), tmp_path / "run", 0, [None]
     while set(codes) != {0}:
         n_ranks = chance.choice([1, 2, 4])
-        cold_ranks.start(n_ranks, command(data, out, **settings))
+        cold_ranks.start(n_ranks, [*command(data, out, **settings), "--rank-timeout", 15])
         if n_kills < 30 and steps_saved(out) < 57:
             wait_for_step(cold_ranks, out, steps_saved(out) + chance.randrange(3), timeout=120)
             time.sleep(chance.uniform(0, 0.3))
