@@ -210,6 +210,7 @@ class FineTuning:
         require(self.epochs > 0, "epochs must be positive", f"epochs = {self.epochs}")
         require(0 <= self.negatives <= 1, "negatives is a share", f"negatives = {self.negatives}",
                 "it lies between 0 and 1")
+        require(not self.settings.get("shard"), "a fine-tuning is not sharded", "shard = true", "leave it out")
         require("learning_rate" not in self.settings, "several learning rates are tried", "learning_rate",
                 "give --learning-rates")
         for rate in self.learning_rates:

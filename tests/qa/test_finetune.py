@@ -318,6 +318,7 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
     refuse(2, "not a run", run="nowhere")
     refuse(2, "learning_rate", more=["--set", "learning_rate=1"])
     refuse(2, "d_model", more=["--set", "d_model=8"])
+    refuse(2, "not sharded", more=["--set", "shard=true", "--set", "clip=none"])
     refuse(2, "unknown setting", more=["--set", "chunk=8"])
     refuse(2, "chunk_size", more=["--set", "chunk_size=0"])
     refuse(2, "warm-up", more=["--set", "steps=3", "--set", "warmup_steps=4"])
