@@ -162,10 +162,12 @@ class StopSignal:
         if self.number is not None:
             raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
 
-    def agree(self, ranks: Ranks) -> None:
-        """Request a stop if one was requested of any rank, so that all stop at the same place."""
-        if ranks.size > 1:
-            self.number = int(gather(torch.tensor(self.number or 0), ranks).max()) or None
+    def agree(self, ranks: Ranks) -> bool:
+        """Whether a stop was requested of any rank: one answer for all, so that they stop at the same place. A signal
+        that comes while they ask counts the next time."""
+        number = int(gather(torch.tensor(self.number or 0), ranks).max())
+        self.number = number or self.number
+        return number > 0
 
     def watch(self, note: str, progress: Progress | None, what: str, total: int | None,
               ranks: Ranks = ALONE) -> Callable[[int], None]:
@@ -174,8 +176,8 @@ class StopSignal:
         def counted(done: int) -> None:
             if progress is not None:
                 progress(what, done, total)
-            self.agree(ranks)
-            self.check(note)
+            if self.agree(ranks):
+                self.check(note)
 
         return counted
 
@@ -255,8 +257,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             saved = step
 
     def stop_if_asked(step: int, _: int = 0) -> None:
-        stop.agree(ranks)
-        if stop.number is not None:
+        if stop.agree(ranks):
             save(step)
             stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
 
@@ -338,8 +339,8 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         model, objective, extra_files = begin(ranks)
         model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, ranks=ranks,
                     on_step=on_step, score_last=score_last)
-        stop.agree(ranks)
-        stop.check(SAVED)
+        if stop.agree(ranks):
+            stop.check(SAVED)
         result = {"run": run.id, **score(run, model, ranks)}
         if ranks.is_first:
             write_json(out / RESULT_FILE, result)

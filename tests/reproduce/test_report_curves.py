@@ -146,7 +146,8 @@ def test_positions_are_drawn_in_the_middle_of_their_spans():
 def test_figure_3_joins_the_sizes_of_a_kind():
     kinds = {"MHSA+MLP", "MHSA+GLU", "GAU"}
     lm, mlm = panels_of(made("gau_vs_transformer"), "sizes")
-    assert {line.name for line in lm.lines} == kinds and {len(line.points) for line in lm.lines} == {1}
+    assert {line.name for line in lm.lines} == kinds and {len(line.points) for line in lm.lines} == {3}
+    assert {len(line.points) for line in mlm.lines} == {1}
     assert (lm.title, mlm.title) == ("LM, context 512", "MLM, context 512")
     lm, _ = panels_of(made("gau_vs_transformer", "paper"), "sizes")
     assert {len(line.points) for line in lm.lines} == {3}
