@@ -174,14 +174,6 @@ def joined(loaded: Checkpoint, stem: str) -> dict[str, Tensor]:
             .view(entry["shape"]) for name, entry in index.items()}
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file by name, on the CPU. Raises CheckpointError if it cannot be read."""
-    try:
-        return safetensors.torch.load_file(path)
-    except (OSError, ValueError, MemoryError, safetensors.SafetensorError) as error:
-        raise _damage(path, f"cannot be read ({_reason(error)})") from error
-
-
 def index_name(stem: str) -> str:
     """The file that says which files of a checkpoint hold which parts of its tensors `stem`."""
     return f"{stem}.json"

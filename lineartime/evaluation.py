@@ -155,18 +155,11 @@ def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision:
            ranks: Ranks = ALONE) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes every W-th batch; at
     the end, where none is left for it, one of another rank, for in a sharded model all compute together."""
-    for group in in_groups(stacked, ranks.size):
+    for group in batches(stacked, lambda _: 0, lambda _: ranks.size):
         own = losses_of(model, group[ranks.rank % len(group)], precision)
         for batch, flat in zip(group, gather_rows(torch.from_numpy(own).view(-1), ranks), strict=False):
             shape = batch[0][:, 1:].shape if model.config.causal else (-1,)
             yield batch, flat.numpy().reshape(shape)
-
-
-def in_groups(items: Iterable[Row], n: int) -> Iterator[list[Row]]:
-    """Consecutive items, n together; the last group may be smaller."""
-    iterator = iter(items)
-    while group := list(itertools.islice(iterator, n)):
-        yield group
 
 
 def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str) -> np.ndarray:
