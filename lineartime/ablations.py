@@ -18,6 +18,7 @@ from lineartime.attention.mixed_chunk import attend_in_chunks, linear_heads
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache, TokenPosition, with_room
 from lineartime.decoding.extend import extend_chunks, extend_row
+from lineartime.distributed.ranks import Ranks
 from lineartime.gau import GatedAttentionUnit, gau_config
 from lineartime.layers import (
     ACTIVATIONS,
@@ -76,14 +77,14 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         config, segment_ids_BT = self.config, info.segment_ids_BT
         use_kernels(self.impl, normed_BTD.device, unsupported_variant)
         u_BTE, v_BTE, z_BTS = self.project(normed_BTD)
-        near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT)
+        near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads_NBTS, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         if segment_ids_BT is not None:
             segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
         if config.chunk_size is None:
             out_BTE = self.attend_row(heads_NBTS, v_BTE, segment_ids_BT)
         else:
-            out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, gate_BT)
+            out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, gate_BT, info.ranks)
         return self.output(u_BTE, out_BTE)
 
     def project(self, normed_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +128,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             cls_softmax=config.cls_softmax)[:, 0]
 
     def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None,
-                      gate_BT: Tensor | None) -> Tensor:
+                      gate_BT: Tensor | None, ranks: Ranks) -> Tensor:
         """A v of mixed chunk attention: out_BTE."""
         config, n_tokens, learned = self.config, v_BTE.shape[1], self.config.chunk_pooling == "attention"
         assert config.chunk_size is not None
@@ -139,7 +140,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             assert segment_ids_BGC is not None
             a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
         out_BGCE = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, v_BGCE, self.rel_pos_bias, segment_ids_BGC,
-                                    a_BGG, gate_BT, self.linear_norm)
+                                    a_BGG, gate_BT, self.linear_norm, ranks)
         if first:
             assert segment_ids_BGC is not None
             q_all, k_all = first

@@ -16,7 +16,8 @@ from lineartime.settings import check_fields, parse_field, replace_fields, requi
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
-           "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8}
+           "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16,
+           "row_tiles": 2**16}
 """The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
 
 
@@ -378,6 +379,11 @@ class TrainConfig:
     shard: bool = False
     """Parameters, gradients and moments are sharded over the processes of `torchrun`; without it, the moments alone.
     The initial values are others than without it."""
+    context_parallel: int = 1
+    """Ranks of `torchrun` that share each row: consecutive ranks hold consecutive parts of it, of whole chunks."""
+    row_tiles: int | None = None
+    """Tiles of a row that are computed one by one: training ends in the same bits for any `context_parallel` that has
+    1, 2, 4, ... tiles per rank. None: `context_parallel`, a tile for each rank."""
     eval_every: int = 500
     """Steps between held-out evaluations."""
     eval_tokens: int = 100_000
@@ -390,11 +396,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
-                     "keep"):
+                     "keep", "context_parallel"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
         check_largest(self)
         for name in ("warmup_steps", "weight_decay", "seed"):
             require(getattr(self, name) >= 0, f"{name} must not be negative", f"{name} = {getattr(self, name)}")
+        per_rank = self.n_tiles // self.context_parallel
+        require(per_rank * self.context_parallel == self.n_tiles and per_rank.bit_count() == 1,
+                "row_tiles must be 1, 2, 4, ... times context_parallel",
+                f"row_tiles = {self.row_tiles}, context_parallel = {self.context_parallel}")
         for name in ("learning_rate", "adam_epsilon"):
             require(getattr(self, name) > 0, f"{name} must be positive", f"{name} = {getattr(self, name)}")
         for name in ("adam_beta1", "adam_beta2"):
@@ -406,9 +416,39 @@ class TrainConfig:
         require(not self.shard or self.clip is None or self.clip_scope == "global",
                 "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
                 "set clip_scope = global")
+        require(not self.shard or (per_rank == 1 and self.context_parallel.bit_count() == 1),
+                "a sharded model has one tile of a row per rank, and 1, 2, 4, ... ranks share it",
+                f"context_parallel = {self.context_parallel}, row_tiles = {self.row_tiles}", "set shard = false")
         require(self.tokens_per_step % self.micro_batch_tokens == 0,
                 "tokens_per_step must be a multiple of micro_batch_tokens",
                 f"{self.tokens_per_step} and {self.micro_batch_tokens}")
+
+    @property
+    def n_tiles(self) -> int:
+        """Tiles of a row, of which each rank that shares it has equally many."""
+        return self.context_parallel if self.row_tiles is None else self.row_tiles
+
+
+def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
+    """Raise UsageError unless `n_ranks` ranks can share a row of the model's context: each has whole chunks, and needs
+    from the others no more than a state, and with `key_conv` the last positions of its neighbours."""
+    if n_ranks == 1:
+        return
+    what = "context_parallel is for mixed chunk attention and Performer"
+    require(config.attn_type in ("mixed_chunk", "linear"), what, f"attn_type = {config.attn_type}",
+            "take flash, mc-tfm++ or performer, or set context_parallel = 1")
+    for name, wrong in (("chunk_pooling", config.chunk_pooling == "attention"), ("overlap", config.overlap),
+                        ("document_mask", config.document_mask == "paper"), ("first_to_all", config.first_to_all),
+                        ("cls_softmax", config.cls_softmax)):
+        require(not wrong, f"context_parallel does not go with {name}", f"{name} = {getattr(config, name)}",
+                "leave it out, or set context_parallel = 1")
+    own = config.context // n_ranks
+    require(config.context % (n_ranks * (config.chunk_size or 1)) == 0,
+            "every rank of context_parallel, and every one of row_tiles, must hold equally many whole chunks",
+            f"context = {config.context}, {n_ranks} parts, chunk_size = {config.chunk_size}",
+            f"make context a multiple of {n_ranks * (config.chunk_size or 1)}")
+    require(config.key_conv <= own, "a rank's part of a row is shorter than the window of key_conv",
+            f"{own} tokens, key_conv = {config.key_conv}", "lower context_parallel")
 
 
 @dataclass(frozen=True)
@@ -428,6 +468,7 @@ class RunConfig:
         context, micro = self.model.context, self.train.micro_batch_tokens
         require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
+        check_context_parallel(self.model, self.train.n_tiles)
 
     @property
     def rows_per_step(self) -> int:

@@ -166,7 +166,8 @@ def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str)
     """`token_losses` of rows, or `masked_token_losses` of inputs and targets: nats, float64, on the CPU."""
     on_device = [torch.from_numpy(part).to(model.embed.weight.device) for part in batch]
     with torch.autocast(on_device[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        losses = (token_losses if model.config.causal else masked_token_losses)(model, *on_device)
+        losses = (token_losses(model, on_device[0]) if model.config.causal
+                  else masked_token_losses(model, on_device[0], on_device[1]))
     return losses.double().cpu().numpy()
 
 

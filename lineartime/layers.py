@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import UsageError
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import rope, rotary
@@ -116,6 +117,9 @@ class SequenceInfo:
     None: every row is one document. See `check_segment_ids`."""
     cu_seqlens: list[int] | None = None
     """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
+    ranks: Ranks = ALONE
+    """The ranks that share the rows, of which all else here is this rank's part. Segment ids are then given, and 0 is
+    the document of the token before the part."""
 
 
 def check_segment_ids(segment_ids_BT: Tensor) -> None:

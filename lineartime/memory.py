@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, DecodeInputs
+from lineartime.distributed.context import with_neighbours
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.layers import fold_heads, unfold_heads
 from lineartime.ops.dtypes import at_least_float32
 
@@ -37,14 +39,18 @@ class KeyConv(nn.Module):
         nn.init.normal_(self.taps, std=CONV_NOISE)
         self.taps[-1 - self.n_after] += 1
 
-    def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
-        """The convolution of whole rows: `[B, T, S]` of z's dtype. segment_ids_BT: see `layers.SequenceInfo`."""
+    def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None, ranks: Ranks = ALONE) -> Tensor:
+        """The convolution of rows: `[B, T, S]` of z's dtype. segment_ids_BT, ranks: see `layers.SequenceInfo`."""
         n_taps, n_tokens = len(self.taps), z_BTS.shape[1]
-        around = [n_taps - 1 - self.n_after, self.n_after]
-        row_BLS = F.pad(z_BTS, [0, 0, *around])
-        if segment_ids_BT is None:
-            return self.weigh(row_BLS, None)
-        ids_BL = F.pad(segment_ids_BT, around, value=-1)
+        around = (n_taps - 1 - self.n_after, self.n_after)
+        if ranks.size > 1:
+            assert segment_ids_BT is not None
+            row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
+        else:
+            row_BLS = F.pad(z_BTS, [0, 0, *around])
+            if segment_ids_BT is None:
+                return self.weigh(row_BLS, None)
+            ids_BL = F.pad(segment_ids_BT, around, value=-1)
         same_KBT = [ids_BL[:, tap : tap + n_tokens] == segment_ids_BT for tap in range(n_taps)]
         return self.weigh(row_BLS, same_KBT)
 

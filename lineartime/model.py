@@ -1,6 +1,7 @@
 """One language model for all models of the paper: embedding, layers, norm, and a head tied to the embedding."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineartime.ablations import AblatedGatedAttentionUnit
-from lineartime.config import ModelConfig
+from lineartime.config import ModelConfig, check_context_parallel
 from lineartime.decoding.cache import Cache, DecodeInputs, DecodingState
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import ResidualLayer, ScaledSin, SequenceInfo, check_segment_ids, cu_seqlens, make_norm
@@ -39,7 +41,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                 padding_mask_BT: Tensor | None = None, at_K: Tensor | None = None,
-                targets: Tensor | None = None) -> Tensor:
+                targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
         ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers of at least 0 that do
@@ -47,14 +49,16 @@ class LanguageModel(nn.Module):
         `config.end_of_document`. padding_mask_BT: True for tokens, False for padding, which may be anywhere in a row;
         the segment id of padding does not matter. at_K: indices into the flattened rows; only the logits_KV of these
         tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of each is returned
-        instead, see `losses`. Raises UsageError for a row longer than the position tables allow, wrong segment ids, and
-        a mask, segment ids or targets of another shape."""
-        x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT)
+        instead, see `losses`. ranks: the ranks that share the rows, which all call this with the whole rows; what is
+        returned, at_K and targets are of this rank's part of them, `[B, T / W]`. Raises UsageError for a row longer
+        than the position tables allow, wrong segment ids, a mask, segment ids or targets of another shape, and for rows
+        or a model that ranks cannot share."""
+        x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
 
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
-               padding_mask_BT: Tensor | None = None) -> Tensor:
+               padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
         """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does, and for rows of
         several documents in a model with learned chunk weights."""
         self.check_length(ids_BT.shape[1])
@@ -76,7 +80,10 @@ class LanguageModel(nn.Module):
         if given and segment_ids_BT is not None:
             check_segment_ids(segment_ids_BT)
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT)
+        if ranks.size > 1:
+            self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
+            ids_BT, segment_ids_BT, position_1T = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
+        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT, ranks=ranks)
         masks = self.config.attn_kernel == "softmax" and self.config.attn_type == "quadratic"
         if segment_ids_BT is not None and self.config.by_document and not (torch.compiler.is_compiling() and masks):
             info.cu_seqlens = cu_seqlens(segment_ids_BT)
@@ -131,6 +138,12 @@ class LanguageModel(nn.Module):
         if limit is not None and length > limit:
             raise UsageError("row longer than the position table", f"{length} tokens, the table has {limit}",
                              "train with a larger context, or use a model without a table (flash)")
+
+    def check_shared(self, length: int, padding_mask_BT: Tensor | None, ranks: Ranks) -> None:
+        """Raise UsageError unless `ranks` can share rows of `length` tokens, see `config.check_context_parallel`."""
+        check_context_parallel(replace(self.config, context=length), ranks.size)
+        require(padding_mask_BT is None, "ranks that share a row take no padding mask", "padding_mask",
+                "give segment ids, -1 for padding at the end of a row")
 
     def decoding_state(self, batch_size: int) -> DecodingState:
         """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that is not
@@ -231,16 +244,35 @@ def init_weights(model: LanguageModel) -> None:
         layer.init_weights(model.config.init_std)
 
 
-def token_losses(model: nn.Module, rows_BT: Tensor) -> Tensor:
-    """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]`."""
-    return model(rows_BT[:, :-1], targets=rows_BT[:, 1:])
+def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_1T: Tensor,
+                 ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's part of whole rows: ids, segment ids and positions, `[B or 1, T / W]`. Its segment ids count from the
+    document of the token before it, which is 0, whether the part has tokens of it or not."""
+    n_tokens = ids_BT.shape[1]
+    own = ranks.share(n_tokens)
+    if segment_ids_BT is None:
+        segment_ids_BT = torch.zeros_like(ids_BT)
+    before_B1 = segment_ids_BT[:, max(own.start - 1, 0), None]
+    own_BT = segment_ids_BT[:, own]
+    return ids_BT[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1), position_1T[:, own]
 
 
-def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32 at least: `[K]`. The
-    head is computed for these tokens only."""
-    at_K = (targets_BT.flatten() >= 0).nonzero().flatten()
-    return model(ids_BT, at_K=at_K, targets=targets_BT.flatten()[at_K])
+def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]`, or of this
+    rank's part where `ranks` share the rows, `[B, (T - 1) / W]`."""
+    inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
+    if ranks.size == 1:
+        return model(inputs_BT, targets=targets_BT)
+    return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
+
+
+def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32 at least: `[K]`, or
+    of those in this rank's part where `ranks` share the rows. The head is computed for these tokens only."""
+    targets_N = targets_BT[:, ranks.share(targets_BT.shape[1])].flatten()
+    at_K = (targets_N >= 0).nonzero().flatten()
+    shared = {} if ranks.size == 1 else {"ranks": ranks}
+    return model(ids_BT, at_K=at_K, targets=targets_N[at_K], **shared)
 
 
 class SpanModel(LanguageModel):

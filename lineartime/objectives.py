@@ -20,15 +20,17 @@ class Objective(Protocol):
     micro-batch is a slice along it."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """This rank's share of one training step's rows: a pure function of the run's seed, the step and the rank."""
+        """This rank's share of one training step's rows, which are whole: a pure function of the run's seed, the step
+        and the rank."""
         ...
 
     def n_targets(self, *batch: Tensor) -> int:
-        """The number of losses that `losses` returns for these rows: the weight of a micro-batch in the mean."""
+        """The number of targets of these rows, of which each has a loss: the weight of a micro-batch in the mean."""
         ...
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """One loss in nats per target, of any shape, float32 at least."""
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
+        """One loss in nats per target, of any shape, float32 at least; where `ranks` share the rows, those of this
+        rank's part."""
         ...
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -52,9 +54,9 @@ class NextToken:
         (rows_BT,) = batch
         return rows_BT[:, 1:].numel()
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         (rows_BT,) = batch
-        return token_losses(model, rows_BT)
+        return token_losses(model, rows_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         result = _held_out(self.config, model, self.held_out, self.ranks, progress)
@@ -77,9 +79,9 @@ class MaskedTokens:
         _, targets_BT = batch
         return int((targets_BT != NO_TARGET).sum())
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         inputs_BT, targets_BT = batch
-        return masked_token_losses(model, inputs_BT, targets_BT)
+        return masked_token_losses(model, inputs_BT, targets_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         return {"loss": _held_out(self.config, model, self.held_out, self.ranks, progress).loss}

@@ -86,6 +86,8 @@ class Run:
             return description["id"]
         stored = read_run(out)
         same_anyway = {"id": stored["id"], "data": config.data}  # the data's hash counts, not its folder
+        if replace_fields(TrainConfig(), stored["train"]).n_tiles == config.train.n_tiles:  # on any number of ranks
+            stored["train"].update({name: description["train"][name] for name in ("context_parallel", "row_tiles")})
         changed = different({**stored, **same_anyway}, {**description, **same_anyway})
         if changed:
             todo = f"{'; '.join(changed)}. Give another --out, or the same settings"

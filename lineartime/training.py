@@ -22,10 +22,11 @@ from lineartime.data.tokens import config_for_data, open_split, read_manifest
 from lineartime.distributed.ordered import (
     Part,
     exchange,
-    gather_parameters,
+    gather_parts,
     norm_of,
     parts_of,
     require_fitting,
+    sum_over_row,
     tree_sum,
 )
 from lineartime.distributed.ranks import (
@@ -35,11 +36,13 @@ from lineartime.distributed.ranks import (
     connected,
     gather,
     gather_json,
+    in_rows,
     launched,
     require_same,
     wait_for_all,
 )
 from lineartime.distributed.shard import OrderedReduceScatter, local, padded, shard_model, sharded_parts, write_back
+from lineartime.distributed.tiles import by_tile, twins_of
 from lineartime.errors import NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
 from lineartime.generation.generate import generate
@@ -76,7 +79,7 @@ def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.Ad
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig, *, parts: Sequence[Part] | None = None, ranks: Ranks = ALONE,
-                     reduce_scatter: OrderedReduceScatter | None = None,
+                     twins: Sequence[nn.Module] = (), reduce_scatter: OrderedReduceScatter | None = None,
                      between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
@@ -84,31 +87,40 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     numbers of targets and added as `distributed.ordered` does, so that the result does not depend on the number of
     ranks. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm returned is
     the mean of their norms; with "global" the average is clipped. parts: what this rank updates, by default all;
-    `part.own.grad` is set. reduce_scatter: of a sharded model, `shard_model`'s. between is called before each
-    micro-batch, and may raise. Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
+    `part.own.grad` is set. twins: of `tiles.twins_of`, one for each further tile of a row that this rank has.
+    reduce_scatter: of a sharded model, `shard_model`'s. between is called before each micro-batch, and may raise.
+    Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
     """
     parts = list(parts or parts_of(model))
     parameters = [part.whole for part in parts]
     forget(part.own for part in parts)  # those of the step before
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
-    n_targets = max(int(gather(counts, ranks).sum()), 1)
+    n_targets = max(int(gather(counts, ranks.in_column).sum()), 1)
     losses, norms, is_sharded = [], [], reduce_scatter is not None and ranks.size > 1
+    models = [(model, parameters), *((twin, [p for p in twin.parameters() if p.requires_grad]) for twin in twins)]
+
+    def gradient_of(micro_batch: Sequence[Tensor], count: int, i: int, tile: Ranks) -> tuple[Tensor, list[Tensor]]:
+        model, parameters = models[i]
+        with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+            loss = objective.losses(model, *micro_batch, ranks=tile).sum() / max(count, 1)
+        forget(parameters)
+        loss.backward()
+        return loss.detach(), [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in parameters]
 
     def gradients() -> Iterator[list[Tensor]]:
         for micro_batch, count in zip(micro_batches, counts.tolist(), strict=True):
             between()
             share = count / n_targets
-            with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-                loss = objective.losses(model, *micro_batch).sum() / max(count, 1)
-            forget(parameters)
             if reduce_scatter is not None:
                 reduce_scatter.share = share
-            loss.backward()
-            gradient = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in parameters]
+            tiles = by_tile(partial(gradient_of, micro_batch, count), len(models), ranks.in_row)
+            gradient = tree_sum(gradient for _, gradient in tiles)
+            if not is_sharded:
+                sum_over_row(gradient, ranks.in_row)
             if config.clip_scope == "local":
                 norms.append(clip_(gradient, config.clip))
-            losses.append(loss.detach() * share)
+            losses.append(torch.stack([loss for loss, _ in tiles]) * share)
             if share != 1 and not is_sharded:
                 torch._foreach_mul_(gradient, share)
             yield gradient
@@ -119,13 +131,14 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     if config.clip_scope == "global":
         norm = norm_of(total, parts, ranks)
         scale_to(total, norm, config.clip)
-    else:
-        norm = gather(torch.stack(norms).cpu(), ranks).mean()  # of local clipping, which no sharded model has
+    else:  # of local clipping, which no sharded model has
+        norm = gather(torch.stack(norms).cpu(), ranks.in_column).mean()
     forget(parameters)
     for part, g in zip(parts, total, strict=True):
         part.own.grad = (g if g.numel() == part.own.numel() else padded(g)).view_as(part.own)
-    losses_WM = gather(torch.stack(losses).cpu(), ranks)
-    loss_value = (losses_WM.T if is_sharded else losses_WM).flatten().sum().item()
+    # Of ranks in columns and rows, micro-batches and tiles; then micro-batch by micro-batch, as the rows are read.
+    losses_CRMN = gather(torch.stack(losses).cpu(), ranks).unflatten(0, (-1, ranks.in_row.size))
+    loss_value = losses_CRMN.permute((2, 0, 1, 3) if is_sharded else (0, 2, 1, 3)).flatten().sum().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm.item())):
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
@@ -222,21 +235,23 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         score_last: bool = True) -> LanguageModel:
     """Train `model` to the last step, from the newest checkpoint if there is one; returns it.
 
-    Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`; all stop at the
-    same step. Every `eval_every` steps `objective.evaluate` scores the model. extra_files: texts saved with every
-    checkpoint, by file name. on_step is called with each line of the metrics and the number of "steps". score_last:
-    whether to score the last step too, if it is a multiple of `eval_every`. Raises Stopped after saving if `stop`
-    requests it, NumericsError before the optimizer's update, ResourceError when memory runs out."""
+    Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
+    `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
+    steps `objective.evaluate` scores the model. extra_files: texts saved with every checkpoint, by file name. on_step
+    is called with each line of the metrics and the number of "steps". score_last: whether to score the last step too,
+    if it is a multiple of `eval_every`. Raises Stopped after saving if `stop` requests it, NumericsError before the
+    optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model.activation_checkpointing = config.activation_checkpointing
+    model = model if config.shard else model.to(device)
+    twins = twins_of(model, config.n_tiles // config.context_parallel - 1)
     if config.compile:
-        model.compile_layers()
+        for each in (model, *twins):
+            each.compile_layers()
     reduce_scatter = None
     if config.shard:
         layers = list(model.residual_layers())
         reduce_scatter = shard_model(model, layers, model.init_outer_weights, config.seed, ranks, device)
-    else:
-        model = model.to(device)
     parts = parts_of(model, ranks) if reduce_scatter is None else sharded_parts(model, ranks)
     optimizer = make_optimizer(parts, config)
     done = run.resume(model, parts, optimizer)
@@ -244,7 +259,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         write_back(parts)
     if done:
         run.save(done, model, parts, optimizer, extra_files)  # a kill may have left the end of the last save undone
-    model.train()
+    for each in (model, *twins):
+        each.train()
     saved = done
 
     def save(step: int) -> None:
@@ -282,11 +298,11 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         fits = True
         try:
             loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
-                                          ranks=ranks, reduce_scatter=reduce_scatter,
+                                          ranks=ranks, twins=twins, reduce_scatter=reduce_scatter,
                                           between=partial(stop_if_asked, step))  # a step takes minutes
             optimizer.step()
             if reduce_scatter is None:
-                gather_parameters(model, ranks)
+                gather_parts([part.whole.detach() for part in parts], ranks)
             else:
                 write_back(parts)
         except NumericsError as e:
@@ -322,11 +338,13 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
     begin returns the new model, the objective and the `extra_files` of `fit`; score returns the content of the result
-    file. Raises as `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
+    file. Raises as `in_rows`, `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
     picked = device if isinstance(device, torch.device) else pick_device(device)
-    require_fitting(config, launched())
-    with connected(picked.type, rank_timeout) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
+    n_in_row = config.train.context_parallel
+    require_fitting(config, in_rows(launched(), n_in_row))
+    with (connected(picked.type, rank_timeout, n_in_row) as ranks,
+          checkpoint.lock(out) if ranks.is_first else nullcontext()):
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)
         run = Run(out, config, facts, ranks)
@@ -448,8 +466,10 @@ def suggest_size(model: nn.Module, parts: Sequence[Part], optimizer: torch.optim
     """Advice for a micro-batch that is too large: the next smaller size that fits.
 
     Each size is tried with two micro-batches and the optimizer's moments allocated, as in training, and an eighth more
-    rows, because a new process finds its memory fragmented differently."""
+    rows, because a new process finds its memory fragmented differently. Rows that ranks share are not tried."""
     n_rows = config.micro_batch_rows
+    if config.train.n_tiles > 1:
+        return "lower micro_batch_tokens" if n_rows > 1 else "raise context_parallel, or lower context"
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)
         n_tried = n_rows + n_rows // 8

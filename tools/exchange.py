@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 tools/exchange.py flash
 
-Each rank has a gradient of the model's size. In turn, five times: `ordered.exchange` and `ordered.gather_parameters`,
+Each rank has a gradient of the model's size. In turn, five times: `ordered.exchange` and `ordered.gather_parts`,
 and all-reduces of 25 MiB, DDP's buckets, without the computation that DDP overlaps them with."""
 
 import json
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lineartime import LanguageModel, model_config
-from lineartime.distributed.ordered import exchange, gather_parameters
+from lineartime.distributed.ordered import exchange, gather_parts
 from lineartime.distributed.ranks import Ranks, connected, wait_for_all
 
 BUCKET = 25 * 2**20 // 4
@@ -47,7 +47,7 @@ def main(name: str) -> None:
 
 def ordered(model: LanguageModel, gradient: list[Tensor], ranks: Ranks) -> None:
     exchange([g.clone() for g in gradient], ranks)
-    gather_parameters(model, ranks)
+    gather_parts([p.detach() for p in model.parameters()], ranks)
 
 
 def all_reduce(flat: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, DecodeInputs
+from lineartime.distributed.context import exchange_states
 from lineartime.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import product
@@ -30,16 +31,18 @@ def with_ones(v_BTHK: Tensor) -> Tensor:
 
 
 def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool,
-                        prefix_sum: str = "blocks") -> Tensor:
+                        prefix_sum: str = "blocks", past_BHMK: Tensor | None = None) -> Tensor:
     """phi(q_t) sum_s phi(k_s) v_s / phi(q_t) sum_s phi(k_s), over s <= t when causal: `[B, T, H, K]`.
 
     The rows are one document each; q and k are after RoPE. prefix_sum: the algorithm of the causal sums, see
-    `prefix_read`; the results are equal up to rounding."""
+    `prefix_read`; the results are equal up to rounding. past_BHMK: the sum of phi(k_s) [v_s, 1] over the document's
+    tokens that are not in the rows, or None."""
     fq, fk, v1 = relu_features(q_BTHK), relu_features(k_BTHK), with_ones(v_BTHK)
     if causal:
-        y = prefix_read(fq, fk, v1, prefix_sum)[0]
+        y = prefix_read(fq, fk, v1, prefix_sum, past_BHMK)[0]
     else:
-        y = product("bthm,bhmk->bthk", fq, product("bthm,bthk->bhmk", fk, v1))
+        state_BHMK = product("bthm,bthk->bhmk", fk, v1)
+        y = product("bthm,bhmk->bthk", fq, state_BHMK if past_BHMK is None else state_BHMK + past_BHMK)
     return (y[..., :-1] / y[..., -1:]).to(v_BTHK.dtype)
 
 
@@ -89,9 +92,31 @@ class Performer:
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
-        parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks")
-                 for qkv in by_document(heads, info)]
+        documents = by_document(heads, info)
+        pasts = [None] * len(documents) if info.ranks.size == 1 else self.pasts(*heads[1:], info)
+        parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks",
+                                     past_BHMK=past) for qkv, past in zip(documents, pasts, strict=True)]
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
+
+    def pasts(self, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo) -> list[Tensor | None]:
+        """What each document of `by_document` has on other ranks, see `performer_attention`: past_1HMK, or None."""
+        ids_BT, n_tokens = info.segment_ids_BT, k_BTHK.shape[1]
+        assert ids_BT is not None and info.cu_seqlens is not None
+        last_B = ids_BT.amax(1)
+        handed_on = [last_B] if self.config.causal else [last_B, torch.zeros_like(last_B)]
+        fk, v1 = relu_features(k_BTHK), with_ones(v_BTHK)
+        leaving = [at_least_float32(product("bthm,bthk->bhmk", fk * of_BT[..., None, None], v1))
+                   for of_BT in ((ids_BT == document_B[:, None]) & (ids_BT >= 0) for document_B in handed_on)]
+        entering_DBF = exchange_states(torch.stack(leaving).flatten(2), last_B == 0, info.ranks)
+        entering_DBHMK = entering_DBF.view(-1, *leaving[0].shape)
+        last, firsts = last_B.tolist(), ids_BT.flatten()[info.cu_seqlens[:-1]].tolist()
+        pasts: list[Tensor | None] = []
+        for start, document in zip(info.cu_seqlens, firsts, strict=False):
+            row = start // n_tokens
+            enters = [document == 0, document == last[row] and document >= 0]
+            parts = [part[row, None] for part, does in zip(entering_DBHMK, enters, strict=False) if does]
+            pasts.append(sum(parts[1:], parts[0]) if parts else None)
+        return pasts
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""

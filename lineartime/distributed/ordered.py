@@ -4,7 +4,10 @@ The gradient of a step is the complete binary tree over its micro-batches, in th
 A rank has a consecutive block of 2^k micro-batches, which is a subtree, and sums it alone. Then every rank gets its own
 part of all blocks' sums, by one all-to-all, and adds them as the tree's upper levels. It updates its part of the
 parameters, and one all-gather brings the new parameters to all. This sends as many bytes as a reduce-scatter and an
-all-gather, and the moments of the optimizer are sharded over the ranks."""
+all-gather, and the moments of the optimizer are sharded over the ranks.
+
+Where ranks share each row (`Ranks.in_row`), a micro-batch's gradient is the tree over their parts of the row, in its
+order. All of them get the sum, clip it as one process does, and go on as if each had computed all of it."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lineartime.config import RunConfig
-from lineartime.distributed.ranks import ALONE, Ranks, gather
+from lineartime.distributed.ranks import ALONE, Ranks, gather, process_group
 from lineartime.settings import require
 
 VECTOR = 64
@@ -39,20 +42,22 @@ class Part(NamedTuple):
 def require_fitting(config: RunConfig, ranks: Ranks) -> None:
     """Raise UsageError, with the numbers of ranks that do fit, unless the micro-batches of each rank, or if sharded
     those that all ranks have at once, are a complete subtree."""
-    n = config.rows_per_step // config.micro_batch_rows
-    fitting = [size for size in range(1, n + 1) if n % size == 0 and (
+    n, in_row = config.rows_per_step // config.micro_batch_rows, ranks.in_row.size
+    fitting = [size * in_row for size in range(1, n + 1) if n % size == 0 and (
         size in (1, n) or (size if config.train.shard else n // size).bit_count() == 1)]
+    shared = f", {in_row} of which share a row" if in_row > 1 else ""
     require(ranks.size in fitting, "this number of ranks does not fit",
-            f"{ranks.size} ranks, {n} micro-batches in a step",
+            f"{ranks.size} ranks{shared}, {n} micro-batches in a step",
             f"run {', '.join(map(str, fitting))}, or change tokens_per_step or micro_batch_tokens")
 
 
 def own_rows(config: RunConfig, ranks: Ranks) -> list[int]:
-    """The rows of a step that this rank reads: a consecutive block of micro-batches, or when sharded every W-th."""
-    rows, m = range(config.rows_per_step), config.micro_batch_rows
+    """The rows of a step that this rank reads: a consecutive block of micro-batches, or when sharded every W-th. Ranks
+    that share rows read the same."""
+    rows, m, column = range(config.rows_per_step), config.micro_batch_rows, ranks.in_column
     if not config.train.shard:
-        return list(rows[ranks.share(len(rows))])
-    return [row for first in rows[ranks.rank * m :: ranks.size * m] for row in rows[first : first + m]]
+        return list(rows[column.share(len(rows))])
+    return [row for first in rows[column.rank * m :: column.size * m] for row in rows[first : first + m]]
 
 
 def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
@@ -106,34 +111,54 @@ def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, in
 def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
     """This rank's parts of the sum over all ranks of a list of tensors, flattened, as `parts_of` has them.
 
-    total: the sum over the rank's own micro-batches; a process on its own gets it back."""
+    total: the sum over the rank's own micro-batches, the same on all ranks of `in_row`; a process on its own gets it
+    back."""
     if ranks.size == 1:
         return total
-    shares = cut(tuple(t.shape for t in total), ranks.size)
+    column = ranks.in_column
+    shares = cut(tuple(t.shape for t in total), ranks.size)[ranks.in_row.rank :: ranks.in_row.size]
     lengths = [sum(stop - start for start, stop in share) for share in shares]
-    own = lengths[ranks.rank]
-    out = total[0].new_empty(ranks.size * own)
+    own = lengths[column.rank]
     sent = torch.cat([t.reshape(-1)[start:stop] for share in shares
                       for t, (start, stop) in zip(total, share, strict=True)])
-    dist.all_to_all_single(out, sent, [own] * ranks.size, lengths)
-    (flat,) = tree_sum([piece] for piece in out.split(own))
-    return list(flat.split([stop - start for start, stop in shares[ranks.rank]]))
+    received = all_to_all(sent, lengths, [own] * column.size, column)
+    (flat,) = tree_sum([piece] for piece in received.split(own))
+    return list(flat.split([stop - start for start, stop in shares[column.rank]]))
+
+
+def all_to_all(sent: Tensor, n_sent: list[int], n_received: list[int], ranks: Ranks) -> Tensor:
+    """The elements that this rank gets from each, in rank order. n_sent, n_received: how many go to and come from each.
+    """
+    if ranks.size == 1:
+        return sent
+    out = sent.new_empty(sum(n_received))
+    dist.all_to_all_single(out, sent, n_received, n_sent, group=process_group(ranks))
+    return out
+
+
+def sum_over_row(gradient: list[Tensor], ranks: Ranks) -> None:
+    """Replace the gradient of this rank's part of some rows by that of the rows. ranks: those that share them."""
+    if ranks.size == 1:
+        return
+    shares = cut(tuple(g.shape for g in gradient), ranks.size)[ranks.rank]
+    for g, (start, stop), own in zip(gradient, shares, exchange(gradient, ranks), strict=True):
+        g.view(-1)[start:stop] = own
+    gather_parts(gradient, ranks)
 
 
 @torch.no_grad()
-def gather_parameters(model: nn.Module, ranks: Ranks) -> None:
-    """Copy the parts that the other ranks have updated into this rank's parameters."""
+def gather_parts(tensors: list[Tensor], ranks: Ranks) -> None:
+    """Copy the parts that the other ranks have of each tensor, see `cut`, into this rank's."""
     if ranks.size == 1:
         return
-    parameters = [p.detach() for p in model.parameters() if p.requires_grad]
-    shares = cut(tuple(p.shape for p in parameters), ranks.size)
-    flat = [p.view(-1) for p in parameters]
-    sent = torch.cat([p[start:stop] for p, (start, stop) in zip(flat, shares[ranks.rank], strict=True)])
+    shares = cut(tuple(t.shape for t in tensors), ranks.size)
+    flat = [t.view(-1) for t in tensors]
+    sent = torch.cat([t[start:stop] for t, (start, stop) in zip(flat, shares[ranks.rank], strict=True)])
     for rank, (row, share) in enumerate(zip(gather_rows(sent, ranks), shares, strict=True)):
         if rank != ranks.rank:
             pieces = row.split([stop - start for start, stop in share])
-            for p, (start, stop), piece in zip(flat, share, pieces, strict=True):
-                p[start:stop] = piece
+            for t, (start, stop), piece in zip(flat, share, pieces, strict=True):
+                t[start:stop] = piece
 
 
 def gather_rows(values: Tensor, ranks: Ranks) -> list[Tensor]:

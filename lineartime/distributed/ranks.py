@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import RankError, ResourceError, UsageError
@@ -29,10 +29,26 @@ SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this one is."""
+    """Which of how many processes this one is: of all, or of a group of them."""
 
     rank: int = 0
     size: int = 1
+    group: str | None = None
+    """The name of the group's process group; None: all processes."""
+    row: "Ranks | None" = None
+    """See `in_row`; None: this rank alone."""
+    column: "Ranks | None" = None
+    """See `in_column`; None: these ranks."""
+
+    @property
+    def in_row(self) -> "Ranks":
+        """The ranks that share each of this rank's rows of tokens, in the order of their parts (context parallel)."""
+        return self.row or ALONE
+
+    @property
+    def in_column(self) -> "Ranks":
+        """The ranks that have the same part of other rows (data parallel)."""
+        return self.column or self
 
     @property
     def is_first(self) -> bool:
@@ -45,6 +61,8 @@ class Ranks:
 
 
 ALONE = Ranks()
+RENDEZVOUS: dict[str, Any] = {}
+"""`tiles.Turns` by name of the group, where the ranks of a group are tiles of one process."""
 
 
 def launched() -> Ranks:
@@ -55,30 +73,57 @@ def launched() -> Ranks:
     return Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]))
 
 
-@contextmanager
-def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
-    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too, for the block; yields this rank.
+def in_rows(ranks: Ranks, n_in_row: int) -> Ranks:
+    """These ranks without process groups, `n_in_row` consecutive ones of which share each row. Raises UsageError if
+    that does not divide their number."""
+    if ranks.size % n_in_row:
+        raise UsageError("the number of ranks must be a multiple of context_parallel",
+                         f"{ranks.size} rank{'s' * (ranks.size > 1)}, context_parallel = {n_in_row}",
+                         f"start {n_in_row} with torchrun, or a multiple")
+    row, column = Ranks(ranks.rank % n_in_row, n_in_row), Ranks(ranks.rank // n_in_row, ranks.size // n_in_row)
+    return ranks if n_in_row == 1 else replace(ranks, row=row, column=column)
 
-    Inside a block that is open already, and in a process on its own, nothing happens. Raises RankError, with the ranks
-    that were lost, when another rank ends or does not answer for `timeout_s` seconds; ResourceError for an address that
-    cannot be used."""
+
+def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
+    """Ranks of `in_rows` with process groups. All ranks call it."""
     import torch.distributed as dist
 
-    ranks = launched()
+    if ranks.row is None or ranks.column is None:
+        return ranks
+    n, named = ranks.row.size, []
+    rows = [list(range(first, first + n)) for first in range(0, ranks.size, n)]
+    columns = [list(range(first, ranks.size, n)) for first in range(n)]
+    for own, groups in ((ranks.row, rows), (ranks.column, columns)):
+        made = [dist.new_group(group, timeout=timeout) for group in groups] if own.size > 1 else []
+        names = [each.group_name for group, each in zip(groups, made, strict=False) if ranks.rank in group]
+        named.append(replace(own, group=names[0]) if names else own)
+    return replace(ranks, row=named[0], column=named[1])
+
+
+@contextmanager
+def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: int = 1) -> Iterator[Ranks]:
+    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too, for the block; yields this rank.
+
+    n_in_row: ranks that share each row, see `in_rows`. Inside a block that is open already no connection is made, and
+    in a process on its own nothing happens. Raises RankError, with the ranks that were lost, when another rank ends or
+    does not answer for `timeout_s` seconds; ResourceError for an address that cannot be used; and as `in_rows`."""
+    import torch.distributed as dist
+
+    ranks = in_rows(launched(), n_in_row)
     if ranks.size == 1:
         yield ALONE
         return
-    if dist.is_initialized():
-        yield Ranks(dist.get_rank(), dist.get_world_size())
-        return
     timeout = datetime.timedelta(seconds=timeout_s)
+    if dist.is_initialized():
+        yield with_groups(in_rows(Ranks(dist.get_rank(), dist.get_world_size()), n_in_row), timeout)
+        return
     with living(ranks):
         meet(ranks, timeout_s)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout,
                                     store=open_store(ranks, "group", timeout_s), rank=ranks.rank,
                                     world_size=ranks.size)
-            yield ranks
+            yield with_groups(ranks, timeout)
         except RuntimeError as e:
             if not is_lost_connection(e):
                 raise
@@ -172,16 +217,25 @@ def speaks_first(ranks: Ranks) -> bool:
     return True
 
 
+def process_group(ranks: Ranks) -> Any:
+    """The process group of some ranks; None: the one of all."""
+    from torch.distributed import distributed_c10d
+
+    return None if ranks.group is None else distributed_c10d._resolve_process_group(ranks.group)  # type: ignore
+
+
 def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
     """The values of every rank, in rank order: `[W, ...]` on each. values: a tensor of one shape and dtype on all."""
     import torch.distributed as dist
 
     if ranks.size == 1:
         return values[None]
+    if ranks.group in RENDEZVOUS:
+        return RENDEZVOUS[ranks.group].gather(values, ranks.rank)
     out = values.new_empty(ranks.size * values.numel())
     # PyTorch 2.13 renamed it; 2.11 knows the old name alone.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(out, values.contiguous().view(-1))
+    all_gather(out, values.contiguous().view(-1), group=process_group(ranks))
     return out.view(ranks.size, *values.shape)
 
 

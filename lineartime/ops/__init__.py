@@ -13,9 +13,16 @@ signatures; `impl` selects one of the two:
 
 from torch import Tensor
 
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.dispatch import HAS_TRITON, unsupported_attention, unsupported_norm, use_kernels
+from lineartime.ops.dispatch import (
+    HAS_TRITON,
+    unsupported_attention,
+    unsupported_context_parallel,
+    unsupported_norm,
+    use_kernels,
+)
 from lineartime.ops.reference import mixed_chunk_attention, quadratic_attention
 
 if HAS_TRITON:
@@ -27,7 +34,7 @@ __all__ = ["add_norm", "chunk_decode_step", "gated_chunk_attention", "gated_quad
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
-                          impl: str | None = None) -> Tensor:
+                          ranks: Ranks = ALONE, impl: str | None = None) -> Tensor:
     """A FLASH layer between its two projections: u * (mixed chunk attention of v) (Code 8).
 
     | argument | shape, dtype | meaning |
@@ -40,10 +47,16 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     | causal | bool | True: no token sees a later one |
     | segment_ids_BT | `[B, T]`, integer, or None | document of each token, see `layers.SequenceInfo`; not checked |
     | pooling | "mean" or "sum" | "mean": the linear half is divided by the number of tokens in its sum |
+    | ranks | | the ranks that share the rows, see `layers.SequenceInfo`; the kernels have none |
     | impl | | see the table of this module |
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
+    if ranks.size > 1:
+        use_kernels(impl, uvz_BTF.device, unsupported_context_parallel)
+        return reference.gated_chunk_attention(
+            uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
+            segment_ids_BT=segment_ids_BT, pooling=pooling, ranks=ranks)
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
     module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,

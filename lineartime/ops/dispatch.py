@@ -64,6 +64,11 @@ def unsupported_variant() -> str:
     return "kernels have neither the paper's ablations nor the options beyond it"
 
 
+def unsupported_context_parallel() -> str:
+    """The reason why no kernel runs a row that ranks share."""
+    return "kernels take no state from other ranks (context_parallel)"
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels on the CPU, as in the tests."""
     import triton

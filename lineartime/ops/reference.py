@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.distributed.context import exchange_states
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
 
 SCAN_BLOCK = 32
@@ -195,12 +197,17 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
     return kv_BGSE, counted_BGC.sum(-1).to(kv_BGSE.dtype), last_BG
 
 
-def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                    gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+States = tuple[Tensor, Tensor, Tensor]
+"""Of a document at each place of a row: the sum of k v over its tokens before, their number, and the document."""
+
+
+def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
+                    leaving: bool = False) -> States:
     """Of the last document before each chunk: the sum of k v over its tokens in earlier chunks, their number, and the
-    document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`."""
+    document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`. leaving: also
+    after the last chunk, kv_BPSE and so on."""
     kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
-    entering_BG = F.pad(last_BG[:, :-1], [1, 0])
+    entering_BG = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
     kv_in_BGSE = sum_states(kv_BGSE, last_BG, entering_BG)
     count_in_BG = sum_states(count_BG[..., None, None], last_BG, entering_BG)[..., 0, 0]
     return kv_in_BGSE, count_in_BG, entering_BG
@@ -211,13 +218,29 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, init
     """`entering_states` of rows that have a past, and the state after the last chunk: kv_BPSE, count_BP, document_BP.
 
     initial: kv_BSE and count_B of document 0 in the past."""
-    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
-    document_BP = F.pad(last_BG, [1, 0])
-    kv_BSE, count_B = initial
+    return with_past(entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=True), initial)
+
+
+def with_past(states: States, initial: tuple[Tensor, Tensor]) -> States:
+    """States to which a past is added, kv_BSE and count_B of document 0."""
+    (kv_BPSE, count_BP, document_BP), (kv_BSE, count_B) = states, initial
     still_BP = document_BP == 0
-    kv_BPSE = sum_states(kv_BGSE, last_BG, document_BP) + torch.where(still_BP[..., None, None], kv_BSE[:, None], 0.0)
-    count_BP = sum_states(count_BG[..., None, None], last_BG, document_BP)[..., 0, 0]
+    kv_BPSE = kv_BPSE + torch.where(still_BP[..., None, None], kv_BSE[:, None], 0.0)
     return kv_BPSE, count_BP + torch.where(still_BP, count_B[:, None], 0.0), document_BP
+
+
+def from_other_ranks(states: list[States], segment_ids_BGC: Tensor, ranks: Ranks) -> list[States]:
+    """The states that enter the chunks of this rank's part of rows, from those of the part alone.
+
+    states: of `entering_states` with `leaving`, and in a second entry those of the reversed part, whose document 0 is
+    the part's last. A part hands on the state after its last chunk; to the ranks before it, that of its document 0."""
+    leaving = [torch.cat([kv_BPSE[:, -1].flatten(1), count_BP[:, -1:]], dim=1) for kv_BPSE, count_BP, _ in states]
+    leaving[1:] = [torch.where(segment_ids_BGC[:, 0, :1] == 0, state_BF, 0.0) for state_BF in leaving[1:]]
+    entering_DBF = exchange_states(torch.stack(leaving), states[0][2][:, -1] == 0, ranks)
+    s, e = states[0][0].shape[2:]
+    added = [with_past(part, (state_BF[:, :-1].unflatten(1, (s, e)), state_BF[:, -1]))
+             for part, state_BF in zip(states, entering_DBF, strict=True)]
+    return [(kv_BPSE[:, :-1], count_BP[:, :-1], document_BP[:, :-1]) for kv_BPSE, count_BP, document_BP in added]
 
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
@@ -230,12 +253,13 @@ def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
 
 def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
                      segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
-                     gate_BGC: Tensor | None = None) -> Tensor:
+                     gate_BGC: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
     """q sum(k^T v) over tokens of the query's document (Eqs. 7-8): when causal those of earlier chunks, otherwise all.
 
     pooling: "mean" divides by their number (Codes 7-8), "sum" does not. gate_BGC: what each token counts for in their
-    number, which is then at least 1; by default 1. Returns `[B, G, C, E]`."""
-    if segment_ids_BGC is None and causal and gate_BGC is None:  # one document: no mask
+    number, which is then at least 1; by default 1. ranks: those that share the rows, see `layers.SequenceInfo`. Returns
+    `[B, G, C, E]`."""
+    if segment_ids_BGC is None and causal and gate_BGC is None and ranks.size == 1:  # one document: no mask
         n_chunks, c = q_BGCS.shape[1:3]
         kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS, v_BGCE))
         none_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
@@ -244,19 +268,26 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         return read_states(q_BGCS, sum_states(kv_BGSE, none_BG, none_BG), weight_G[None, :, None])
 
     segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
-    kv_BGSE, count_BG, entering_BG = entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
+    shared = ranks.size > 1
+    states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=shared)]
+    if not causal:
+        # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still
+        # rise: the last document is 0.
+        last_B11 = F.pad(segment_ids_BGC.flatten(1), [1, 0]).amax(1)[:, None, None]
+        turned_BGC = torch.where(segment_ids_BGC >= 0, last_B11 - segment_ids_BGC, -1).flip(1, 2)
+        turned_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
+        states.append(entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC, turned_gate_BGC,
+                                      leaving=shared))
+    if shared:
+        states = from_other_ranks(states, segment_ids_BGC, ranks)
+    kv_BGSE, count_BG, entering_BG = states[0]
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
     count_BGC = seen_BGC * count_BG[..., None]
     if causal:
         weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
         return read_states(q_BGCS, kv_BGSE, weight_BGC)
 
-    # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still rise.
-    most = torch.iinfo(segment_ids_BGC.dtype).max
-    turned_BGC = torch.where(segment_ids_BGC >= 0, most - segment_ids_BGC, -1).flip(1, 2)
-    turned_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
-    after = entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC, turned_gate_BGC)
-    kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in after)
+    kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in states[1])
     seen_after_BGC = (turned_BGC.flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
     same_BGCM = same_document(segment_ids_BGC)
     own_BGC = (same_BGCM if gate_BGC is None else same_BGCM * gate_BGC[..., None, :]).sum(-1)
@@ -271,14 +302,15 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
 
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
                           v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
-                          segment_ids_BGC: Tensor | None = None, pooling: str = "mean") -> Tensor:
+                          segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
+                          ranks: Ranks = ALONE) -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
 
-    q_quad, k_quad, w, scale_len: see `quadratic_attention`. q_lin, k_lin, pooling: see `linear_attention`."""
+    q_quad, k_quad, w, scale_len: see `quadratic_attention`. q_lin, k_lin, pooling, ranks: see `linear_attention`."""
     quad_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
                                     segment_ids_BGC=segment_ids_BGC)
     return quad_BGCE + linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                        pooling=pooling)
+                                        pooling=pooling, ranks=ranks)
 
 
 def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
@@ -312,7 +344,7 @@ def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
-                          pooling: str = "mean") -> Tensor:
+                          pooling: str = "mean", ranks: Ranks = ALONE) -> Tensor:
     """A FLASH layer between its two projections (Code 8): silu, four heads from z, u * (mixed chunk attention of v).
 
     Rows are padded to whole chunks. Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
@@ -321,7 +353,8 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads_NBTS)
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
-        causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling)
+        causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
+        ranks=ranks)
     return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
 
 

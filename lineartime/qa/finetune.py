@@ -163,7 +163,7 @@ class Questions:
     def n_targets(self, *batch: Tensor) -> int:
         return 2 * len(batch[0])
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         ids_BT, roles_BT = batch
         return span_losses(span_logits(model, ids_BT, roles_BT), roles_BT)
 
@@ -261,6 +261,9 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     require(separator < pretrained.config.vocab_size, "[SEP] is outside the model's vocabulary", str(plan.run),
             "pretrain on data from `lineartime prepare --mlm`")
     changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
+    for name in ("context_parallel", "row_tiles"):
+        require(plan.settings.get(name) in (None, 1), f"{name} is for language modelling",
+                f"{name} = {plan.settings.get(name)}", "leave it out")
     config = span_config(pretrained, plan.context, changes)
     span_model(pretrained, config, 0)  # raises for weights that do not fit before questions are read
     note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"

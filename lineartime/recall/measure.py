@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lineartime.config import ModelConfig, TrainConfig
 from lineartime.distributed.ordered import parts_of
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError
 from lineartime.info import describe
 from lineartime.model import LanguageModel, token_losses
@@ -53,7 +54,7 @@ class Recall:
     def n_targets(self, *batch: Tensor) -> int:
         return batch[0][:, 1:].numel() if self.task.language else batch[2].numel()
 
-    def losses(self, model: nn.Module, *batch: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         ids_BT, asked_BQ, answer_BQ = batch
         if self.task.language:
             return token_losses(model, ids_BT)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lineartime.benchmark.op import KERNEL, MODEL_OF, OPS, outputs, typed, value_and_gradients
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.distributed.ordered import parts_of
+from lineartime.distributed.ranks import Ranks
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import decode_step, generate
 from lineartime.model import LanguageModel, token_losses
@@ -93,8 +94,8 @@ class Rows:
     def n_targets(self, rows_BT: Tensor) -> int:
         return rows_BT[:, 1:].numel()
 
-    def losses(self, model: LanguageModel, rows_BT: Tensor) -> Tensor:
-        return token_losses(model, rows_BT)
+    def losses(self, model: LanguageModel, rows_BT: Tensor, ranks: Ranks) -> Tensor:
+        return token_losses(model, rows_BT, ranks)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

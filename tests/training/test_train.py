@@ -353,10 +353,10 @@ def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch
     """Asked in the first of the two micro-batches of step 4, it saves step 3 and does not begin the second."""
     out, stop, true_losses, calls = tmp_path / "run", StopSignal(), NextToken.losses, itertools.count(1)
 
-    def losses(self, model, *batch):
+    def losses(self, model, *batch, ranks):
         if next(calls) == 7:
             stop.number = signal.SIGTERM
-        return true_losses(self, model, *batch)
+        return true_losses(self, model, *batch, ranks=ranks)
 
     monkeypatch.setattr(NextToken, "losses", losses)
     with pytest.raises(Stopped, match="saved at step 3 of 8"):
@@ -609,7 +609,7 @@ def inject(monkeypatch, place, value, at):
     """Put a value into the loss, or a gradient, of the micro-batch number `at` (from 0) of a run."""
     true_losses, calls = objectives.token_losses, itertools.count()
 
-    def losses(model, rows):
+    def losses(model, rows, ranks):
         result = true_losses(model, rows)
         if next(calls) == at:
             if place == "loss":
@@ -706,12 +706,12 @@ def test_too_large_a_micro_batch_is_told_the_largest_that_fits(error, message, f
     """12 rows in a batch, and no more than 4 fit: of the sizes that divide it, 4 is the largest."""
     out, true_losses, calls, failed = tmp_path / "run", objectives.token_losses, itertools.count(1), []
 
-    def losses(model, rows):
+    def losses(model, rows, ranks):
         assert all(memory() is None for memory in failed), "what failed still holds its memory"
         if len(rows) > 4 and next(calls) >= fails_at:
             failed.append(weakref.ref(rows))
             raise error(message)
-        return true_losses(model, rows)
+        return true_losses(model, rows, ranks)
 
     monkeypatch.setattr(objectives, "token_losses", losses)
     sizes = {"steps": 3, "tokens_per_step": 12 * 32}
@@ -723,7 +723,7 @@ def test_too_large_a_micro_batch_is_told_the_largest_that_fits(error, message, f
 
 
 def test_where_not_even_a_row_fits_it_says_so(data, tmp_path, monkeypatch):
-    def losses(model, rows):
+    def losses(model, rows, ranks):
         raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
     monkeypatch.setattr(objectives, "token_losses", losses)
@@ -732,7 +732,7 @@ def test_where_not_even_a_row_fits_it_says_so(data, tmp_path, monkeypatch):
 
 
 def test_another_error_is_not_taken_for_lack_of_memory(data, tmp_path, monkeypatch):
-    def losses(model, rows):
+    def losses(model, rows, ranks):
         raise RuntimeError("shapes cannot be multiplied")
 
     monkeypatch.setattr(objectives, "token_losses", losses)

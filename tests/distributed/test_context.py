@@ -1,0 +1,160 @@
+"""One row across ranks: losses and every gradient against one process, faults that must be seen, bytes, refusals."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import context_ranks
+import lineartime
+from context_ranks import LENGTH, MUTANTS, OFTEN, REFUSED, SHARED
+from lineartime.config import RunConfig, check_context_parallel, run_config
+from lineartime.distributed.ordered import require_fitting
+from lineartime.distributed.ranks import Ranks, in_rows
+from lineartime.errors import UsageError
+from lineartime.run import read_metrics
+from lineartime.training import train
+from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
+from tiny_runs import SETTINGS, prepare_text, what_is_left
+
+EXACT = 1e-12
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shared rows")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """What four ranks measured, all in one launch."""
+    data, out = prepare_text(folder), folder / "results.json"
+    paths = [str(Path(lineartime.__file__).parents[1]), str(Path(context_ranks.__file__).parent)]
+    done = subprocess.run([sys.executable, context_ranks.__file__, free_port(), str(out), str(data)], text=True,
+                          capture_output=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+def test_losses_and_gradients_are_those_of_one_process(results):
+    errors = results["errors"]
+    assert len(errors) == 2 * (2 * len(OFTEN) + len(SHARED) + 3)
+    assert {name: error for name, error in errors.items() if not error < EXACT} == {}
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, "wrong divisor", "wrong targets"])
+def test_a_fault_is_seen(results, name):
+    assert results["mutants"][name] > 1e-6
+
+
+def test_steps_beside_each_other_are_those_of_one_process(results):
+    assert len(results["steps"]) == 4
+    assert {name: error for name, error in results["steps"].items() if not error < EXACT} == {}
+
+
+def test_compiled_code_exchanges_states(results):
+    assert results["compiled"]["linear_attention"] < EXACT
+
+
+def test_bytes_do_not_depend_on_the_length_of_a_row(results):
+    for name, lengths in results["bytes"].items():
+        for forward, backward, formula in lengths:
+            assert forward == backward == formula, name
+        assert lengths[0] == lengths[1]
+
+
+def test_bits_do_not_depend_on_the_number_of_ranks_that_share_a_row(results):
+    for name, found in results["bits"].items():
+        different = {json.dumps(each) for each in found}
+        assert len(different) == (3 if "other tiles" in name else 1), name
+
+
+def test_training_on_four_ranks_leaves_the_bits_of_one_process(results, folder):
+    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "steps": 3}
+    train({**settings, "row_tiles": 4, "out": str(folder / "alone")}, device="cpu")
+    alone, shared = what_is_left(folder / "alone"), what_is_left(folder / "shared")
+    same = ["metrics.jsonl", "result.json", "step-00000003/model.safetensors", "step-00000003/config.json"]
+    assert [name for name in same if alone[name] != shared[name]] == []
+    found = train({**settings, "row_tiles": 4, "out": str(folder / "shared")}, device="cpu")
+    assert found.already
+
+
+def test_a_sharded_model_learns_the_same_where_ranks_share_its_rows(results, folder):
+    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "steps": 3, "shard": True}
+    train({**settings, "clip_scope": "global", "out": str(folder / "sharded-1")}, device="cpu")
+    losses = [[line["loss"] for line in read_metrics(folder / f"sharded-{n}") if "loss" in line] for n in (1, 2, 4)]
+    assert len(losses[0]) == 3
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-5)
+
+
+def shared_run(name="flash", n=2, **changes):
+    config = {**CONFIGS, **UNPACKED, **BIDIRECTIONAL}[name]
+    base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
+                       "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
+    return RunConfig(replace(config, **changes), replace(base.train, context_parallel=n), "p", "t", "data", "out")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_ranks_share(name):
+    assert shared_run(name, 3).train.context_parallel == 3
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *UNPACKED, *BIDIRECTIONAL])
+def test_what_ranks_do_not_share_is_refused_by_name(name):
+    with pytest.raises(UsageError, match=r"context_parallel .*set context_parallel = 1"):
+        shared_run(name)
+    assert shared_run(name, 1)
+
+
+def test_a_part_that_is_not_whole_chunks_is_refused():
+    with pytest.raises(UsageError, match="context = 24, 4 parts, chunk_size = 4; make context a multiple"):
+        shared_run(n=4)
+    with pytest.raises(UsageError, match="shorter than the window of key_conv: 4 tokens, key_conv = 5"):
+        shared_run("flash key conv", n=6, key_conv=5)
+    check_context_parallel(replace(CONFIGS["performer"], context=26), 13)
+
+
+def test_a_number_of_ranks_that_is_no_multiple_is_refused():
+    with pytest.raises(UsageError, match="6 ranks, context_parallel = 4; start 4 with torchrun, or a multiple"):
+        in_rows(Ranks(0, 6), 4)
+    with pytest.raises(UsageError, match="1 rank, context_parallel = 2"):
+        in_rows(Ranks(), 2)
+    run = shared_run(n=2)
+    with pytest.raises(UsageError, match="6 ranks, 2 of which share a row, 4 micro-batches in a step; run 2, 4, 8,"):
+        require_fitting(run, in_rows(Ranks(0, 6), 2))
+    require_fitting(run, in_rows(Ranks(0, 8), 2))
+
+
+def test_training_without_torchrun_is_refused(folder, results):
+    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "context_parallel": 2}
+    with pytest.raises(UsageError, match="1 rank, context_parallel = 2"):
+        train({**settings, "out": str(folder / "refused")}, device="cpu")
+
+
+def test_a_padding_mask_is_refused_where_ranks_share_a_row():
+    model, ids_BT = random_model(CONFIGS["flash"]), random_ids(2, 24)
+    with pytest.raises(UsageError, match="padding mask"):
+        model(ids_BT, padding_mask_BT=ids_BT > 0, ranks=Ranks(0, 2))
+    with pytest.raises(UsageError, match="whole chunks"):
+        model(ids_BT[:, :20], ranks=Ranks(0, 2))
+
+
+def test_positions_of_a_part_count_from_the_rows_start():
+    from lineartime.model import part_of_rows
+
+    ids_BT = random_ids(2, LENGTH)
+    segment_ids_BT = context_ranks.layouts(2)
+    parts = [part_of_rows(ids_BT, segment_ids_BT, ids_BT.new_tensor([range(LENGTH)]), Ranks(r, 4)) for r in range(4)]
+    assert [part[2][0, 0].item() for part in parts] == [0, 12, 24, 36]

@@ -1,0 +1,383 @@
+"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py PORT OUT [DATA]`.
+
+It forks `WORLD` ranks, which do every case, one after the other, and writes the largest errors into OUT, by case."""
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from lineartime import memory
+from lineartime.attention import performer
+from lineartime.config import TrainConfig
+from lineartime.distributed.context import exchange_states, with_neighbours
+from lineartime.distributed.ordered import gather_parts, parts_of
+from lineartime.distributed.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
+from lineartime.distributed.tiles import twins_of
+from lineartime.masking import NO_TARGET
+from lineartime.model import LanguageModel, masked_token_losses, part_of_rows, token_losses
+from lineartime.ops import reference
+from lineartime.training import compute_gradient, train
+from tiny_models import CONFIGS, random_ids, random_model
+from tiny_runs import SETTINGS
+
+WORLD, LENGTH, N_LAYOUTS = 4, 48, 100
+SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
+          "flash global", "flash key conv", "flash write gate", "flash read norm", "flash fixed", "flash long memory",
+          "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks"]
+"""Of `CONFIGS`, the models whose rows ranks can share."""
+OFTEN = ["flash", "flash long memory"]
+"""Those that 2, 3 and 4 ranks share; the others 3."""
+REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
+           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv"]
+
+
+def model_of(name, causal):
+    return random_model(replace(CONFIGS[name], context=LENGTH, causal=causal))
+
+
+def layouts(n, seed=0):
+    """Segment ids of rows of one to many documents, of which some end inside a chunk or leave ranks without a token."""
+    generator = torch.Generator().manual_seed(seed)
+    density_N = torch.tensor([0.0, 0.03, 0.1, 0.4])[torch.arange(n) % 4]
+    starts_NT = torch.rand(n, LENGTH, generator=generator) < density_N[:, None]
+    tokens_N = torch.where(torch.arange(n) % 3 == 0, torch.randint(1, LENGTH, (n,), generator=generator), LENGTH)
+    return torch.where(torch.arange(LENGTH) < tokens_N[:, None], starts_NT.cumsum(1), -1)
+
+
+def losses_of(model, rows_BL, segment_ids_BT, weight_BT, ranks):
+    """The loss of every token of all ranks, and of the weighted sum the gradient of every parameter."""
+    own = ranks.share(LENGTH)
+    model.zero_grad()
+    losses_BT = model(rows_BL[:, :-1], segment_ids_BT, targets=rows_BL[:, 1:][:, own], ranks=ranks)
+    (losses_BT * weight_BT[:, own]).sum().backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    flat = sum(gather(torch.cat([g.flatten() for g in gradients]), ranks))
+    split = flat.split([g.numel() for g in gradients])
+    return torch.cat(list(gather(losses_BT.detach(), ranks)), dim=1), [
+        part.view_as(g) for part, g in zip(split, gradients, strict=True)]
+
+
+def largest_error(found, wanted, weight_BT):
+    """Of losses, and of each parameter's gradient in parts of its largest entry."""
+    (losses_BT, gradients), (wanted_BT, wanted_gradients) = found, wanted
+    most = max(g.abs().max() for g in wanted_gradients)
+    errors = [((losses_BT - wanted_BT) * (weight_BT > 0)).abs().max()]
+    errors += [(a - b).abs().max() / b.abs().max().clamp(min=1e-3 * most)
+               for a, b in zip(gradients, wanted_gradients, strict=True)]
+    return max(map(float, errors))
+
+
+class Case:
+    """A model, rows, and what one process makes of them."""
+
+    def __init__(self, name, causal, n_rows=N_LAYOUTS, ends=False):
+        self.model = model_of(name, causal)
+        if ends:
+            self.model.config = replace(self.model.config, end_of_document=0)
+        self.rows_BL = random_ids(n_rows, LENGTH + 1)
+        self.ids_BT = None if ends else layouts(n_rows)
+        weight_BT = torch.rand(n_rows, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.weight_BT = weight_BT if ends else weight_BT * (self.ids_BT >= 0)
+        self.wanted = losses_of(self.model, self.rows_BL, self.ids_BT, self.weight_BT, Ranks())
+
+    def error(self, ranks):
+        found = losses_of(self.model, self.rows_BL, self.ids_BT, self.weight_BT, ranks)
+        return largest_error(found, self.wanted, self.weight_BT)
+
+
+def no_state(leaving_DBF, passes_B, ranks):
+    return 0 * exchange_states(leaving_DBF, passes_B, ranks)
+
+
+def no_reset(leaving_DBF, passes_B, ranks):
+    return exchange_states(leaving_DBF, torch.ones_like(passes_B), ranks)
+
+
+def never_passes(leaving_DBF, passes_B, ranks):
+    return exchange_states(leaving_DBF, torch.zeros_like(passes_B), ranks)
+
+
+def counts_one_more(leaving_DBF, passes_B, ranks):
+    one_more = torch.zeros_like(leaving_DBF)
+    one_more[..., -1] = 1
+    return exchange_states(leaving_DBF + one_more, passes_B, ranks)
+
+
+def counts_own(leaving_DBF, passes_B, ranks):
+    only_state = torch.ones_like(leaving_DBF)
+    only_state[..., -1] = 0
+    return exchange_states(leaving_DBF, passes_B, ranks) * only_state
+
+
+def drops_a_rank(leaving_DBF, passes_B, ranks):
+    return exchange_states(leaving_DBF * (ranks.rank != 1), passes_B, ranks)
+
+
+def keeps_the_gradient(leaving_DBF, passes_B, ranks):
+    return exchange_states(leaving_DBF.detach(), passes_B, ranks) + 0 * leaving_DBF
+
+
+def other_way_round(leaving_DBF, passes_B, ranks):
+    return exchange_states(leaving_DBF.flip(0), passes_B, ranks).flip(0)
+
+
+def a_chunk_too_early(ids_BT, segment_ids_BT, position_1T, ranks):
+    ids, segments, position = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
+    return ids, segments, position - 4
+
+
+def positions_from_0(ids_BT, segment_ids_BT, position_1T, ranks):
+    ids, segments, position = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
+    return ids, segments, position - position[:, :1]
+
+
+def numbered_alone(ids_BT, segment_ids_BT, position_1T, ranks):
+    ids, segments, position = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
+    return ids, torch.where(segments >= 0, segments - segments[:, :1], -1), position
+
+
+def no_neighbours(z_BTS, segment_ids_BT, around, ranks):
+    row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
+    inside_L = torch.zeros(row_BLS.shape[1])
+    inside_L[around[0] : around[0] + z_BTS.shape[1]] = 1
+    return row_BLS * inside_L[:, None], ids_BL
+
+
+def neighbours_of_any_document(z_BTS, segment_ids_BT, around, ranks):
+    row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
+    ids_BL[:, : around[0]] = 0
+    return row_BLS, ids_BL
+
+
+MUTANTS = {
+    "no exchange of states": (reference, "exchange_states", no_state, True),
+    "no reset where a document begins": (reference, "exchange_states", no_reset, True),
+    "no document passes through a rank": (reference, "exchange_states", never_passes, True),
+    "counts off by one": (reference, "exchange_states", counts_one_more, True),
+    "mean over the rank's own tokens": (reference, "exchange_states", counts_own, True),
+    "the second rank dropped": (reference, "exchange_states", drops_a_rank, True),
+    "gradient of the state not sent back": (reference, "exchange_states", keeps_the_gradient, True),
+    "both directions exchanged": (reference, "exchange_states", other_way_round, False),
+    "positions off by one chunk": (LanguageModel.hidden, "part_of_rows", a_chunk_too_early, True),
+    "positions from 0 on every rank": (LanguageModel.hidden, "part_of_rows", positions_from_0, True),
+    "documents numbered from the rank's first": (LanguageModel.hidden, "part_of_rows", numbered_alone, True),
+    "no neighbours for key_conv": (memory, "with_neighbours", no_neighbours, True),
+    "neighbours of another document": (memory, "with_neighbours", neighbours_of_any_document, True),
+    "performer without states": (performer, "exchange_states", no_state, True),
+    "performer without its gradient": (performer, "exchange_states", keeps_the_gradient, False),
+}
+"""Where each fault is put in, and whether into a causal model."""
+
+
+def mutated(where, name, fault):
+    place = where.__globals__ if hasattr(where, "__globals__") else vars(where)
+    return mock.patch.dict(place, {name: fault})
+
+
+class Counted:
+    """The bytes that a rank gives to all-gathers in a block."""
+
+    def __enter__(self):
+        self.name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        self.n, send = 0, getattr(dist, self.name)
+
+        def counting(out, values, group=None):
+            self.n += values.numel() * values.element_size()
+            return send(out, values, group=group)
+
+        self.patch = mock.patch.object(dist, self.name, counting)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self.patch.stop()
+
+
+def bytes_per_layer(name, causal, length, ranks):
+    """Bytes of the forward and the backward pass, a rank and layer and row: measured, and by the formula."""
+    config = replace(CONFIGS[name], context=length, causal=causal)
+    model, rows_BL = random_model(config), random_ids(5, length + 1)
+    with Counted() as forward:
+        loss = model(rows_BL[:, :-1], targets=rows_BL[:, 1:][:, ranks.share(length)], ranks=ranks).sum()
+    with Counted() as backward:
+        loss.backward()
+    found = [counted.n / (5 * config.n_layers * 8) for counted in (forward, backward)]
+    n_directions = 1 if causal else 2
+    if config.attn_type == "linear":
+        numbers = config.n_heads * (n_directions * config.qk_width * (config.qk_width + 1)) + 1
+    else:
+        numbers = config.n_heads * (n_directions * (config.qk_width * config.v_width + 1) + 1)
+        if config.key_conv:
+            numbers += (config.key_conv - 1) * (config.n_heads * config.qk_width + 1)
+    return [*found, numbers]
+
+
+def compiled_error(ranks):
+    """`linear_attention` in compiled code without a graph break, against one process."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(3, LENGTH // 4, 4, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    ids_BGC = layouts(3, seed=5).unflatten(1, (-1, 4))
+    own, worst = ranks.share(LENGTH // 4), 0.0
+    before_B11 = ids_BGC[:, max(own.start - 1, 0), -1][:, None, None]
+    local_BGC = torch.where(ids_BGC[:, own] >= 0, ids_BGC[:, own] - before_B11, -1)
+    for causal in (True, False):
+        def attend(q, k, v, ids, ranks, causal=causal):
+            return reference.linear_attention(q, k, v, causal=causal, segment_ids_BGC=ids, ranks=ranks)
+
+        whole, part = ([x[:, at].clone().requires_grad_() for x in qkv] for at in (slice(None), own))
+        wanted = attend(*whole, ids_BGC, Ranks())
+        found = torch.compile(attend, backend="aot_eager", fullgraph=True)(*part, local_BGC, ranks)
+        (wanted**2).sum().backward()
+        (found**2).sum().backward()
+        errors = [found - wanted[:, own], *(a.grad - b.grad[:, own] for a, b in zip(part, whole, strict=True))]
+        worst = max([worst, *(float(e.detach().abs().max()) for e in errors)])
+    return worst
+
+
+class Tokens:
+    """The objective of rows of next tokens, or of masked ones."""
+
+    def __init__(self, fault=None):
+        self.fault = fault
+
+    def n_targets(self, *batch):
+        n = int((batch[-1] != NO_TARGET).sum()) if len(batch) == 2 else batch[0][:, 1:].numel()
+        return n // 2 if self.fault == "divisor" else n
+
+    def losses(self, model, *batch, ranks=ALONE):
+        if self.fault == "targets":
+            return model(batch[0][:, :-1], targets=batch[0][:, ranks.share(LENGTH)], ranks=ranks)
+        return (masked_token_losses if len(batch) == 2 else token_losses)(model, *batch, ranks)
+
+
+def gradient_error(world, causal, clip_scope, fault=None):
+    """The clipped gradient of a step of 4 micro-batches on 2 x 2 ranks against one process, with its loss and norm."""
+    model = model_of("flash long memory", causal)
+    rows_BL = random_ids(8, LENGTH + 1, seed=3)
+    batch = [rows_BL]
+    if not causal:
+        asked_BT = torch.rand(8, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.2
+        asked_BT[:, LENGTH // 2 :] &= torch.arange(8)[:, None] > 3  # in two micro-batches a rank has no target
+        batch = [rows_BL[:, :-1], torch.where(asked_BT, rows_BL[:, 1:], NO_TARGET)]
+    config = TrainConfig(tokens_per_step=8 * LENGTH, micro_batch_tokens=2 * LENGTH, clip=0.1, clip_scope=clip_scope)
+    wanted = compute_gradient(model, Tokens(), batch, 2, config)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    parts = parts_of(model, world)
+    shared = replace(config, context_parallel=world.in_row.size)
+    own = world.in_column.share(8)
+    found = compute_gradient(model, Tokens(fault), [part[own] for part in batch], 2, shared, parts=parts,
+                             ranks=world)
+    with torch.no_grad():
+        for part in parts:
+            part.own.copy_(part.own.grad)
+    gather_parts([p.detach() for p in model.parameters()], world)
+    most = max(g.abs().max() for g in gradients)
+    return max(*(abs(a / b - 1) for a, b in zip(found, wanted, strict=True)),
+               *(float((p.detach() - g).abs().max() / most)
+                 for p, g in zip(model.parameters(), gradients, strict=True)))
+
+
+def gradient_bits(world, causal, clip_scope, n_tiles=4):
+    """A hash of the clipped gradient of 4 micro-batches in float32, with its loss and norm."""
+    model = model_of("flash long memory", causal).float()
+    config = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=LENGTH, clip=0.1, clip_scope=clip_scope,
+                         context_parallel=world.in_row.size, row_tiles=n_tiles)
+    parts, twins = parts_of(model, world), twins_of(model, n_tiles // world.in_row.size - 1)
+    rows_BL = random_ids(4, LENGTH + 1, seed=4)[world.in_column.share(4)]
+    batch = [rows_BL] if causal else [rows_BL[:, :-1], torch.where(rows_BL[:, 1:] < 3, rows_BL[:, 1:], NO_TARGET)]
+    found = compute_gradient(model, Tokens(), batch, 1, config, parts=parts, ranks=world, twins=twins)
+    with torch.no_grad():
+        for part in parts:
+            part.own.copy_(part.own.grad)
+    gather_parts([p.detach() for p in model.parameters()], world)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return [hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16], *found]
+
+
+def run_cases(world, data):
+    """Every case on the first 2, 3 and all ranks."""
+    results = {"errors": {}, "mutants": {}, "bytes": {}, "steps": {}, "compiled": {}, "bits": {}}
+    groups = {n: dist.new_group(range(n)) for n in range(2, WORLD + 1)}
+    ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}
+    for causal in (True, False):
+        for name in SHARED:
+            case = Case(name, causal, N_LAYOUTS if name in OFTEN else N_LAYOUTS // 5)
+            for n, ranks in ranks_of.items():
+                if n == 3 or name in OFTEN:
+                    results["errors"][f"{name}, causal {causal}, {n} ranks"] = case.error(ranks)
+                if n == 4 and name in OFTEN[1:]:
+                    case.model.train()
+                    case.model.activation_checkpointing = True
+                    results["errors"][f"checkpointing, causal {causal}"] = case.error(ranks)
+                if n == 3 and name in OFTEN[:1]:
+                    with mock.patch.object(reference, "SCAN_BLOCK", 3):
+                        results["errors"][f"blocks of blocks, causal {causal}"] = case.error(ranks)
+        case = Case("flash long memory", causal, ends=True)
+        if 3 in ranks_of:
+            results["errors"][f"documents by tokens, causal {causal}"] = case.error(ranks_of[3])
+    if 3 in ranks_of:
+        cases = {(model, causal): Case(model, causal, 20) for causal in (True, False)
+                 for model in ("flash long memory", "flash", "performer blocks")}
+        for name, (*fault, causal) in MUTANTS.items():
+            model = ("performer blocks" if "performer" in name else
+                     "flash long memory" if "neighbours" in name or "numbered" in name else "flash")
+            with mutated(*fault):
+                results["mutants"][name] = cases[model, causal].error(ranks_of[3])
+        for name in ("flash", "flash long memory", "mc-tfm++", "mc-tfm++ long memory", "performer blocks"):
+            for causal in (True, False):
+                results["bytes"][f"{name}, causal {causal}"] = [bytes_per_layer(name, causal, length, ranks_of[3])
+                                                                for length in (LENGTH, 4 * LENGTH)]
+    if 2 in ranks_of:
+        results["compiled"]["linear_attention"] = compiled_error(ranks_of[2])
+    dist.barrier()
+    for n_in_row in (2, 4):
+        shared = with_groups(in_rows(world, n_in_row), None)
+        for causal in (True, False):
+            scope = "local" if causal == (n_in_row == 2) else "global"
+            key = f"{n_in_row} ranks a row, causal {causal}, {scope} clipping"
+            results["steps"][key] = gradient_error(shared, causal, scope)
+    for fault in ("divisor", "targets"):
+        shared = with_groups(in_rows(world, 2), None)
+        results["mutants"][f"wrong {fault}"] = gradient_error(shared, True, "local", fault)
+    for causal, scope in ((True, "local"), (False, "global")):
+        case = f"causal {causal}, {scope} clipping"
+        results["bits"][case] = [gradient_bits(with_groups(in_rows(world, n), None), causal, scope) for n in (1, 2, 4)]
+        if world.is_first:
+            results["bits"][case].append(gradient_bits(Ranks(), causal, scope))
+    if world.is_first:
+        results["bits"]["other tiles"] = [gradient_bits(Ranks(), True, "local", n) for n in (1, 2, 4)]
+    settings = {"model": "flash", "data": data, **SETTINGS, "steps": 3, "context_parallel": 2, "row_tiles": 4}
+    train({**settings, "out": str(Path(data).parent / "shared")}, device="cpu")
+    for n in (2, 4):
+        train({**settings, "row_tiles": None, "context_parallel": n, "shard": True, "clip_scope": "global",
+               "out": str(Path(data).parent / f"sharded-{n}")}, device="cpu")
+    return results
+
+
+def main(port, out, data):
+    os.environ |= {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    children = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["RANK"] = str(rank)
+            with connected("cpu", timeout_s=60) as world:
+                results = run_cases(world, data)
+                if world.is_first:
+                    Path(out).write_text(json.dumps(results))
+                dist.barrier()
+            os._exit(0)
+        children.append(pid)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
