@@ -18,7 +18,6 @@ from lineartime.attention.mixed_chunk import attend_in_chunks, linear_heads
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache, TokenPosition, with_room
 from lineartime.decoding.extend import extend_chunks, extend_row
-from lineartime.distributed.ranks import Ranks
 from lineartime.gau import GatedAttentionUnit, gau_config
 from lineartime.layers import (
     ACTIVATIONS,
@@ -38,7 +37,7 @@ from lineartime.ops.ablations import (
 )
 from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import chunk_ids, from_chunks, read_states, rope, to_chunks
+from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, read_states, rope, to_chunks
 
 CHUNK_BIAS_LEN = 512
 """n of the position bias between chunks. It selects the rotated form, which has no limit on the distance."""
@@ -84,7 +83,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         if config.chunk_size is None:
             out_BTE = self.attend_row(heads_NBTS, v_BTE, segment_ids_BT)
         else:
-            out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, gate_BT, info.ranks)
+            out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, gate_BT, info.exchange)
         return self.output(u_BTE, out_BTE)
 
     def project(self, normed_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +127,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             cls_softmax=config.cls_softmax)[:, 0]
 
     def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None,
-                      gate_BT: Tensor | None, ranks: Ranks) -> Tensor:
+                      gate_BT: Tensor | None, exchange: Exchange | None) -> Tensor:
         """A v of mixed chunk attention: out_BTE."""
         config, n_tokens, learned = self.config, v_BTE.shape[1], self.config.chunk_pooling == "attention"
         assert config.chunk_size is not None
@@ -140,7 +139,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             assert segment_ids_BGC is not None
             a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
         out_BGCE = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, v_BGCE, self.rel_pos_bias, segment_ids_BGC,
-                                    a_BGG, gate_BT, self.linear_norm, ranks)
+                                    a_BGG, gate_BT, self.linear_norm, exchange)
         if first:
             assert segment_ids_BGC is not None
             q_all, k_all = first

@@ -79,7 +79,8 @@ class GatedAttentionUnit(ResidualLayer):
         else:
             out_BTE = ops.gated_chunk_attention(
                 uvz_BTF, gamma, beta, sin, cos, bias(bias.n), chunk_size=config.chunk_size, causal=config.causal,
-                segment_ids_BT=info.segment_ids_BT, pooling=config.chunk_pooling, ranks=info.ranks, impl=self.impl)
+                segment_ids_BT=info.segment_ids_BT, pooling=config.chunk_pooling, exchange=info.exchange,
+                impl=self.impl)
         return self.out_proj(out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:

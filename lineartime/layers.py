@@ -9,6 +9,7 @@ base, H heads, K head width, V vocabulary. In decoding N counts new tokens, and 
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.distributed.context import exchange_states
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import UsageError
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import rope, rotary
+from lineartime.ops.reference import Exchange, rope, rotary
 
 BIAS_WIDTH = 128
 """Width of the two vectors of the rotated position bias (Code 4); independent of `query_key_dim`, which is 128 too."""
@@ -120,6 +122,11 @@ class SequenceInfo:
     ranks: Ranks = ALONE
     """The ranks that share the rows, of which all else here is this rank's part. Segment ids are then given, and 0 is
     the document of the token before the part."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What brings the states of the rows' other parts; None if the rows are whole."""
+        return None if self.ranks.size == 1 else partial(exchange_states, ranks=self.ranks)
 
 
 def check_segment_ids(segment_ids_BT: Tensor) -> None:

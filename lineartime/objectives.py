@@ -47,8 +47,9 @@ class NextToken:
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         config = self.config
+        own = own_rows(config.rows_per_step, config.micro_batch_rows, config.train.shard, self.ranks)
         return (batch_rows(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                           rows_per_step=config.rows_per_step, chosen=own_rows(config, self.ranks)),)
+                           rows_per_step=config.rows_per_step, chosen=own),)
 
     def n_targets(self, *batch: Tensor) -> int:
         (rows_BT,) = batch
@@ -72,8 +73,9 @@ class MaskedTokens:
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
         config = self.config
+        own = own_rows(config.rows_per_step, config.micro_batch_rows, config.train.shard, self.ranks)
         return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                            rows_per_step=config.rows_per_step, chosen=own_rows(config, self.ranks))
+                            rows_per_step=config.rows_per_step, chosen=own)
 
     def n_targets(self, *batch: Tensor) -> int:
         _, targets_BT = batch

@@ -250,7 +250,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             each.compile_layers()
     reduce_scatter = None
     if config.shard:
-        layers = list(model.residual_layers())
+        layers = [(layer, partial(layer.init_weights, model.config.init_std)) for layer in model.residual_layers()]
         reduce_scatter = shard_model(model, layers, model.init_outer_weights, config.seed, ranks, device)
     parts = parts_of(model, ranks) if reduce_scatter is None else sharded_parts(model, ranks)
     optimizer = make_optimizer(parts, config)
@@ -342,7 +342,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     out = Path(config.out)
     picked = device if isinstance(device, torch.device) else pick_device(device)
     n_in_row = config.train.context_parallel
-    require_fitting(config, in_rows(launched(), n_in_row))
+    require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, in_rows(launched(), n_in_row))
     with (connected(picked.type, rank_timeout, n_in_row) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,

@@ -8,11 +8,10 @@ from torch import Tensor
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks
-from lineartime.distributed.ranks import Ranks
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
 from lineartime.memory import KeyConv, ReadNorm, WriteGate
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
-from lineartime.ops.reference import chunk_ids, from_chunks, to_chunks
+from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, to_chunks
 
 
 @dataclasses.dataclass
@@ -40,7 +39,7 @@ class MixedChunk:
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)
         out_BGCK = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, to_chunks(v_BTK, c), self.rel_pos_bias,
                                     chunk_ids(ids_BT, v_BTK, c, config.causal), None, gate_BT, self.linear_norm,
-                                    info.ranks)
+                                    info.exchange)
         return unfold_heads(from_chunks(out_BGCK, n_tokens), h)
 
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, near_BTD: Tensor,
@@ -77,7 +76,7 @@ class MixedChunk:
 def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor,
                      k_lin_BGCS: Tensor, v_BGCE: Tensor, rel_pos_bias: RelPosBias | None,
                      segment_ids_BGC: Tensor | None, a_BGG: Tensor | None, gate_BT: Tensor | None,
-                     linear_norm: ReadNorm | None, ranks: Ranks) -> Tensor:
+                     linear_norm: ReadNorm | None, exchange: Exchange | None) -> Tensor:
     """`ablated_mixed_chunk_attention` with the options of a layer's configuration: `[B, G, C, E]`."""
     gate_BGC = None if gate_BT is None else to_chunks(gate_BT, config.scale_len)
     return ablated_mixed_chunk_attention(
@@ -85,7 +84,7 @@ def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tens
         None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n), scale_len=config.scale_len,
         causal=config.causal, segment_ids_BGC=segment_ids_BGC, document_mask=config.document_mask,
         pooling=config.chunk_pooling, parts=config.chunk_parts, kernel=config.attn_kernel, overlap=config.overlap,
-        cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, read_norm=linear_norm, ranks=ranks)
+        cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, read_norm=linear_norm, exchange=exchange)
 
 
 def linear_heads(q_BTHS: Tensor, k_BTHS: Tensor, near_BTS: Tensor, config: ModelConfig,

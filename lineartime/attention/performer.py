@@ -8,10 +8,9 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, DecodeInputs
-from lineartime.distributed.context import exchange_states
 from lineartime.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import product
+from lineartime.ops.reference import Exchange, product
 
 KERNEL_EPSILON = 1e-3
 """Added to every feature of queries and keys; it keeps the denominator above zero."""
@@ -93,13 +92,15 @@ class Performer:
         """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
         documents = by_document(heads, info)
-        pasts = [None] * len(documents) if info.ranks.size == 1 else self.pasts(*heads[1:], info)
+        exchange = info.exchange
+        pasts = [None] * len(documents) if exchange is None else self.pasts(*heads[1:], info, exchange)
         parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks",
                                      past_BHMK=past) for qkv, past in zip(documents, pasts, strict=True)]
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
-    def pasts(self, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo) -> list[Tensor | None]:
-        """What each document of `by_document` has on other ranks, see `performer_attention`: past_1HMK, or None."""
+    def pasts(self, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo, exchange: Exchange) -> list[Tensor | None]:
+        """past_BHMK of `performer_attention` for each document of `by_document`: what is of it in other parts of its row.
+        """
         ids_BT, n_tokens = info.segment_ids_BT, k_BTHK.shape[1]
         assert ids_BT is not None and info.cu_seqlens is not None
         last_B = ids_BT.amax(1)
@@ -107,7 +108,7 @@ class Performer:
         fk, v1 = relu_features(k_BTHK), with_ones(v_BTHK)
         leaving = [at_least_float32(product("bthm,bthk->bhmk", fk * of_BT[..., None, None], v1))
                    for of_BT in ((ids_BT == document_B[:, None]) & (ids_BT >= 0) for document_B in handed_on)]
-        entering_DBF = exchange_states(torch.stack(leaving).flatten(2), last_B == 0, info.ranks)
+        entering_DBF = exchange(torch.stack(leaving).flatten(2), last_B == 0)
         entering_DBHMK = entering_DBF.view(-1, *leaving[0].shape)
         last, firsts = last_B.tolist(), ids_BT.flatten()[info.cu_seqlens[:-1]].tolist()
         pasts: list[Tensor | None] = []

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lineartime.config import RunConfig
 from lineartime.distributed.ranks import ALONE, Ranks, gather, process_group
 from lineartime.settings import require
 
@@ -39,25 +38,26 @@ class Part(NamedTuple):
     multiple of `VECTOR`."""
 
 
-def require_fitting(config: RunConfig, ranks: Ranks) -> None:
-    """Raise UsageError, with the numbers of ranks that do fit, unless the micro-batches of each rank, or if sharded
-    those that all ranks have at once, are a complete subtree."""
-    n, in_row = config.rows_per_step // config.micro_batch_rows, ranks.in_row.size
-    fitting = [size * in_row for size in range(1, n + 1) if n % size == 0 and (
-        size in (1, n) or (size if config.train.shard else n // size).bit_count() == 1)]
+def require_fitting(n: int, shard: bool, ranks: Ranks) -> None:
+    """Raise UsageError, with the numbers of ranks that do fit, unless of a step's `n` micro-batches those of each rank,
+    or if sharded those that all ranks have at once, are a complete subtree."""
+    in_row = ranks.in_row.size
+    fitting = [size * in_row for size in range(1, n + 1)
+               if n % size == 0 and (size in (1, n) or (size if shard else n // size).bit_count() == 1)]
     shared = f", {in_row} of which share a row" if in_row > 1 else ""
     require(ranks.size in fitting, "this number of ranks does not fit",
             f"{ranks.size} ranks{shared}, {n} micro-batches in a step",
             f"run {', '.join(map(str, fitting))}, or change tokens_per_step or micro_batch_tokens")
 
 
-def own_rows(config: RunConfig, ranks: Ranks) -> list[int]:
-    """The rows of a step that this rank reads: a consecutive block of micro-batches, or when sharded every W-th. Ranks
+def own_rows(n_rows: int, micro_batch_rows: int, shard: bool, ranks: Ranks) -> list[int]:
+    """The rows of a step that this rank reads: a consecutive block of micro-batches, or if sharded every W-th. Ranks
     that share rows read the same."""
-    rows, m, column = range(config.rows_per_step), config.micro_batch_rows, ranks.in_column
-    if not config.train.shard:
-        return list(rows[column.share(len(rows))])
-    return [row for first in rows[column.rank * m :: column.size * m] for row in rows[first : first + m]]
+    rows, column = range(n_rows), ranks.in_column
+    if not shard:
+        return list(rows[column.share(n_rows)])
+    firsts = rows[column.rank * micro_batch_rows :: column.size * micro_batch_rows]
+    return [row for first in firsts for row in rows[first : first + micro_batch_rows]]
 
 
 def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from lineartime.distributed.ordered import VECTOR, Part, tree_sum
 from lineartime.distributed.ranks import Ranks
-from lineartime.layers import ResidualLayer
 
 
 class OrderedReduceScatter:
@@ -43,14 +42,14 @@ class OrderedReduceScatter:
         output_tensor.copy_(total)
 
 
-def shard_model(model: nn.Module, layers: Sequence[ResidualLayer], init_outer: Callable[[], None], seed: int,
-                ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
+def shard_model(model: nn.Module, layers: Sequence[tuple[nn.Module, Callable[[], None]]],
+                init_outer: Callable[[], None], seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
     """Give a model on the meta device its initial values and shard it in place, a layer at a time; returns what adds
     its gradients. In a process on its own nothing is sharded.
 
-    layers: those of the model, in order. init_outer: sets the values of what is in no layer. The values of a layer are
-    drawn from (seed, place), so they do not depend on the number of ranks. A model that is never sharded draws all of
-    them from one generator, and starts from others."""
+    layers: those of the model, in order, with what sets their values. init_outer: sets those of what is in no layer.
+    The values of a layer are drawn from (seed, place), so they do not depend on the number of ranks. A model that is
+    never sharded draws all of them from one generator, and starts from others."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing of ours writes to it
     reduce_scatter = OrderedReduceScatter()
     mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
@@ -63,10 +62,10 @@ def shard_model(model: nn.Module, layers: Sequence[ResidualLayer], init_outer: C
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
-    for place, layer in enumerate(layers):
+    for place, (layer, init) in enumerate(layers):
         layer.to_empty(device=device)
         torch.manual_seed(seed_of(seed, f"layers.{place}"))
-        layer.init_weights(layer.config.init_std)
+        init()
         share_out(layer)
         if mesh is not None:
             register_fsdp_forward_method(layer, "add")  # the model calls it in place of `forward`

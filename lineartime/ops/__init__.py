@@ -13,13 +13,12 @@ signatures; `impl` selects one of the two:
 
 from torch import Tensor
 
-from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
     unsupported_attention,
-    unsupported_context_parallel,
+    unsupported_exchange,
     unsupported_norm,
     use_kernels,
 )
@@ -34,7 +33,7 @@ __all__ = ["add_norm", "chunk_decode_step", "gated_chunk_attention", "gated_quad
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
-                          ranks: Ranks = ALONE, impl: str | None = None) -> Tensor:
+                          exchange: reference.Exchange | None = None, impl: str | None = None) -> Tensor:
     """A FLASH layer between its two projections: u * (mixed chunk attention of v) (Code 8).
 
     | argument | shape, dtype | meaning |
@@ -47,16 +46,16 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     | causal | bool | True: no token sees a later one |
     | segment_ids_BT | `[B, T]`, integer, or None | document of each token, see `layers.SequenceInfo`; not checked |
     | pooling | "mean" or "sum" | "mean": the linear half is divided by the number of tokens in its sum |
-    | ranks | | the ranks that share the rows, see `layers.SequenceInfo`; the kernels have none |
+    | exchange | callable, or None | if the rows are parts of rows, see `reference.Exchange`; the kernels have none |
     | impl | | see the table of this module |
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
-    if ranks.size > 1:
-        use_kernels(impl, uvz_BTF.device, unsupported_context_parallel)
+    if exchange is not None:
+        use_kernels(impl, uvz_BTF.device, unsupported_exchange)
         return reference.gated_chunk_attention(
             uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
-            segment_ids_BT=segment_ids_BT, pooling=pooling, ranks=ranks)
+            segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
     module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
 from lineartime.ops.reference import (
+    Exchange,
     attention_weights,
     linear_attention,
     one_document,
@@ -74,13 +74,13 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
                                   overlap: bool = False, cls_softmax: bool = False, a_BGG: Tensor | None = None,
                                   gate_BGC: Tensor | None = None,
                                   read_norm: Callable[[Tensor], Tensor] | None = None,
-                                  ranks: Ranks = ALONE) -> Tensor:
+                                  exchange: Exchange | None = None) -> Tensor:
     """`reference.mixed_chunk_attention` with the ablations of both halves: `[B, G, C, E]`.
 
     w, kernel, overlap, cls_softmax: see `ablated_quadratic_attention`. document_mask: "exact" separates documents in
     both halves; "paper" is the mask of the listing. parts: "local" or "global" selects one half (the paper's LocalOnly
     and GlobalOnly). a_BGG: the learned chunk weights, or None. gate_BGC: the gates of the linear keys, which pooling
-    "written" divides by. read_norm: applied to the linear half, or None. ranks: see `reference.linear_attention`."""
+    "written" divides by. read_norm: applied to the linear half, or None. exchange: see `reference.linear_attention`."""
     if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
         segment_ids_BGC = one_document(v_BGCE)
     out_BGCE = None
@@ -100,7 +100,7 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
     elif document_mask == "exact":
         lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
                                     pooling="mean" if pooling == "written" else pooling, gate_BGC=gate_BGC,
-                                    ranks=ranks)
+                                    exchange=exchange)
     else:
         assert segment_ids_BGC is not None
         lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,

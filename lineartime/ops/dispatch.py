@@ -64,9 +64,9 @@ def unsupported_variant() -> str:
     return "kernels have neither the paper's ablations nor the options beyond it"
 
 
-def unsupported_context_parallel() -> str:
-    """The reason why no kernel runs a row that ranks share."""
-    return "kernels take no state from other ranks (context_parallel)"
+def unsupported_exchange() -> str:
+    """The reason why no kernel runs a part of a row."""
+    return "kernels take no state from other parts of a row (context_parallel)"
 
 
 def interpreted() -> bool:

@@ -8,12 +8,12 @@ Tensors of float16 are multiplied in float32 (`product`): relu(score)^2 and sums
 of one token in a long row is below the smallest float16. A result beyond 65,504 is inf.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.distributed.context import exchange_states
-from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
 
 SCAN_BLOCK = 32
@@ -199,6 +199,9 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
 
 States = tuple[Tensor, Tensor, Tensor]
 """Of a document at each place of a row: the sum of k v over its tokens before, their number, and the document."""
+Exchange = Callable[[Tensor, Tensor], Tensor]
+"""Where the rows here are a part of rows: (leaving_DBF, passes_B) -> entering_DBF, the states that enter the part. See
+`distributed.context.exchange_states`."""
 
 
 def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
@@ -229,14 +232,14 @@ def with_past(states: States, initial: tuple[Tensor, Tensor]) -> States:
     return kv_BPSE, count_BP + torch.where(still_BP, count_B[:, None], 0.0), document_BP
 
 
-def from_other_ranks(states: list[States], segment_ids_BGC: Tensor, ranks: Ranks) -> list[States]:
-    """The states that enter the chunks of this rank's part of rows, from those of the part alone.
+def from_other_parts(states: list[States], segment_ids_BGC: Tensor, exchange: Exchange) -> list[States]:
+    """The states that enter the chunks of a part of rows, from those of the part alone.
 
     states: of `entering_states` with `leaving`, and in a second entry those of the reversed part, whose document 0 is
-    the part's last. A part hands on the state after its last chunk; to the ranks before it, that of its document 0."""
+    the part's last. A part hands on the state after its last chunk; to the parts before it, that of its document 0."""
     leaving = [torch.cat([kv_BPSE[:, -1].flatten(1), count_BP[:, -1:]], dim=1) for kv_BPSE, count_BP, _ in states]
     leaving[1:] = [torch.where(segment_ids_BGC[:, 0, :1] == 0, state_BF, 0.0) for state_BF in leaving[1:]]
-    entering_DBF = exchange_states(torch.stack(leaving), states[0][2][:, -1] == 0, ranks)
+    entering_DBF = exchange(torch.stack(leaving), states[0][2][:, -1] == 0)
     s, e = states[0][0].shape[2:]
     added = [with_past(part, (state_BF[:, :-1].unflatten(1, (s, e)), state_BF[:, -1]))
              for part, state_BF in zip(states, entering_DBF, strict=True)]
@@ -253,13 +256,13 @@ def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
 
 def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
                      segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
-                     gate_BGC: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
+                     gate_BGC: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
     """q sum(k^T v) over tokens of the query's document (Eqs. 7-8): when causal those of earlier chunks, otherwise all.
 
     pooling: "mean" divides by their number (Codes 7-8), "sum" does not. gate_BGC: what each token counts for in their
-    number, which is then at least 1; by default 1. ranks: those that share the rows, see `layers.SequenceInfo`. Returns
+    number, which is then at least 1; by default 1. exchange: if the rows are parts of rows, see `Exchange`. Returns
     `[B, G, C, E]`."""
-    if segment_ids_BGC is None and causal and gate_BGC is None and ranks.size == 1:  # one document: no mask
+    if segment_ids_BGC is None and causal and gate_BGC is None and exchange is None:  # one document: no mask
         n_chunks, c = q_BGCS.shape[1:3]
         kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS, v_BGCE))
         none_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
@@ -268,8 +271,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         return read_states(q_BGCS, sum_states(kv_BGSE, none_BG, none_BG), weight_G[None, :, None])
 
     segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
-    shared = ranks.size > 1
-    states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=shared)]
+    states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=exchange is not None)]
     if not causal:
         # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still
         # rise: the last document is 0.
@@ -277,9 +279,9 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         turned_BGC = torch.where(segment_ids_BGC >= 0, last_B11 - segment_ids_BGC, -1).flip(1, 2)
         turned_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
         states.append(entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC, turned_gate_BGC,
-                                      leaving=shared))
-    if shared:
-        states = from_other_ranks(states, segment_ids_BGC, ranks)
+                                      leaving=exchange is not None))
+    if exchange is not None:
+        states = from_other_parts(states, segment_ids_BGC, exchange)
     kv_BGSE, count_BG, entering_BG = states[0]
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
     count_BGC = seen_BGC * count_BG[..., None]
@@ -303,14 +305,14 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
                           v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
                           segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
-                          ranks: Ranks = ALONE) -> Tensor:
+                          exchange: Exchange | None = None) -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
 
-    q_quad, k_quad, w, scale_len: see `quadratic_attention`. q_lin, k_lin, pooling, ranks: see `linear_attention`."""
+    q_quad, k_quad, w, scale_len: see `quadratic_attention`. q_lin, k_lin, pooling, exchange: see `linear_attention`."""
     quad_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
                                     segment_ids_BGC=segment_ids_BGC)
     return quad_BGCE + linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                        pooling=pooling, ranks=ranks)
+                                        pooling=pooling, exchange=exchange)
 
 
 def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
@@ -344,7 +346,7 @@ def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
-                          pooling: str = "mean", ranks: Ranks = ALONE) -> Tensor:
+                          pooling: str = "mean", exchange: Exchange | None = None) -> Tensor:
     """A FLASH layer between its two projections (Code 8): silu, four heads from z, u * (mixed chunk attention of v).
 
     Rows are padded to whole chunks. Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
@@ -354,7 +356,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
         causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
-        ranks=ranks)
+        exchange=exchange)
     return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
 
 

@@ -131,10 +131,9 @@ def test_a_number_of_ranks_that_is_no_multiple_is_refused():
         in_rows(Ranks(0, 6), 4)
     with pytest.raises(UsageError, match="1 rank, context_parallel = 2"):
         in_rows(Ranks(), 2)
-    run = shared_run(n=2)
     with pytest.raises(UsageError, match="6 ranks, 2 of which share a row, 4 micro-batches in a step; run 2, 4, 8,"):
-        require_fitting(run, in_rows(Ranks(0, 6), 2))
-    require_fitting(run, in_rows(Ranks(0, 8), 2))
+        require_fitting(4, False, in_rows(Ranks(0, 6), 2))
+    require_fitting(4, False, in_rows(Ranks(0, 8), 2))
 
 
 def test_training_without_torchrun_is_refused(folder, results):

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lineartime.config import run_config
 from lineartime.distributed.ordered import (
     VECTOR,
     cut,
@@ -67,26 +66,19 @@ def test_few_sums_are_kept():
     assert len(tree_sum(counted())) == 2 and len(alive) == 64
 
 
-def of_micro_batches(n, **settings):
-    return run_config({"model": "flash", "data": "d", "out": "o", "context": 64, "tokens_per_step": 128 * n,
-                       "micro_batch_tokens": 128, "clip_scope": "global", **settings})
-
-
 @pytest.mark.parametrize(("shard", "fitting"), [(False, [1, 3, 6, 12]), (True, [1, 2, 4, 12])])
 def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(shard, fitting):
-    config = of_micro_batches(12, shard=shard)
     for n_ranks in range(1, 25):
         if n_ranks in fitting:
-            require_fitting(config, Ranks(0, n_ranks))
+            require_fitting(12, shard, Ranks(0, n_ranks))
         else:
             with pytest.raises(UsageError, match=f"12 micro-batches in a step; run {', '.join(map(str, fitting))}, or"):
-                require_fitting(config, Ranks(0, n_ranks))
+                require_fitting(12, shard, Ranks(0, n_ranks))
 
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_the_rows_of_a_step_are_shared_out(shard):
-    config = of_micro_batches(8, shard=shard)
-    rows = [own_rows(config, Ranks(rank, 4)) for rank in range(4)]
+    rows = [own_rows(16, 2, shard, Ranks(rank, 4)) for rank in range(4)]
     assert rows[1] == ([2, 3, 10, 11] if shard else [4, 5, 6, 7])
     assert sorted(itertools.chain.from_iterable(rows)) == list(range(16))
 

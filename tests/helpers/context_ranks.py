@@ -13,8 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lineartime import memory
-from lineartime.attention import performer
+from lineartime import layers, memory
 from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states, with_neighbours
 from lineartime.distributed.ordered import gather_parts, parts_of
@@ -157,21 +156,21 @@ def neighbours_of_any_document(z_BTS, segment_ids_BT, around, ranks):
 
 
 MUTANTS = {
-    "no exchange of states": (reference, "exchange_states", no_state, True),
-    "no reset where a document begins": (reference, "exchange_states", no_reset, True),
-    "no document passes through a rank": (reference, "exchange_states", never_passes, True),
-    "counts off by one": (reference, "exchange_states", counts_one_more, True),
-    "mean over the rank's own tokens": (reference, "exchange_states", counts_own, True),
-    "the second rank dropped": (reference, "exchange_states", drops_a_rank, True),
-    "gradient of the state not sent back": (reference, "exchange_states", keeps_the_gradient, True),
-    "both directions exchanged": (reference, "exchange_states", other_way_round, False),
+    "no exchange of states": (layers, "exchange_states", no_state, True),
+    "no reset where a document begins": (layers, "exchange_states", no_reset, True),
+    "no document passes through a rank": (layers, "exchange_states", never_passes, True),
+    "counts off by one": (layers, "exchange_states", counts_one_more, True),
+    "mean over the rank's own tokens": (layers, "exchange_states", counts_own, True),
+    "the second rank dropped": (layers, "exchange_states", drops_a_rank, True),
+    "gradient of the state not sent back": (layers, "exchange_states", keeps_the_gradient, True),
+    "both directions exchanged": (layers, "exchange_states", other_way_round, False),
     "positions off by one chunk": (LanguageModel.hidden, "part_of_rows", a_chunk_too_early, True),
     "positions from 0 on every rank": (LanguageModel.hidden, "part_of_rows", positions_from_0, True),
     "documents numbered from the rank's first": (LanguageModel.hidden, "part_of_rows", numbered_alone, True),
     "no neighbours for key_conv": (memory, "with_neighbours", no_neighbours, True),
     "neighbours of another document": (memory, "with_neighbours", neighbours_of_any_document, True),
-    "performer without states": (performer, "exchange_states", no_state, True),
-    "performer without its gradient": (performer, "exchange_states", keeps_the_gradient, False),
+    "performer without states": (layers, "exchange_states", no_state, True),
+    "performer without its gradient": (layers, "exchange_states", keeps_the_gradient, False),
 }
 """Where each fault is put in, and whether into a causal model."""
 
@@ -229,7 +228,8 @@ def compiled_error(ranks):
     local_BGC = torch.where(ids_BGC[:, own] >= 0, ids_BGC[:, own] - before_B11, -1)
     for causal in (True, False):
         def attend(q, k, v, ids, ranks, causal=causal):
-            return reference.linear_attention(q, k, v, causal=causal, segment_ids_BGC=ids, ranks=ranks)
+            return reference.linear_attention(q, k, v, causal=causal, segment_ids_BGC=ids,
+                                              exchange=layers.SequenceInfo(None, ids, ranks=ranks).exchange)
 
         whole, part = ([x[:, at].clone().requires_grad_() for x in qkv] for at in (slice(None), own))
         wanted = attend(*whole, ids_BGC, Ranks())
