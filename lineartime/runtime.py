@@ -15,24 +15,28 @@ from lineartime.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+LARGEST_KEPT = 32 * 2**20
+"""Bytes from which on a block of memory goes back to the system when it is freed, see `choose_allocator`."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
 
 
-def choose_settings(device: torch.device) -> dict[str, str]:
+def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[str, str]:
     """Set float32 precision and, on a CPU, the allocator; returns both settings in words, for logs and measured rows.
 
-    float32 matmuls stay float32: "high" would allow TF32 or sums of bfloat16. On a CPU see `choose_allocator`."""
+    float32 matmuls stay float32: "high" would allow TF32 or sums of bfloat16. On a CPU see `choose_allocator`, also for
+    give_back."""
     torch.set_float32_matmul_precision("highest")
     chosen = {"float32_matmul": "highest"}
     if device.type == "cpu":
-        chosen["allocator"] = choose_allocator()
+        chosen["allocator"] = choose_allocator(give_back)
     return chosen
 
 
-def pick_device(device: torch.device | str | None = None, *, tell: bool = False) -> torch.device:
+def pick_device(device: torch.device | str | None = None, *, tell: bool = False,
+                give_back: bool = False) -> torch.device:
     """The device `device` ("cpu" or "cuda"), by default cuda if available; also sets the process up for it, see
-    `choose_settings`. Of the processes that `torchrun` starts on a machine each has a GPU of its own. tell: log these
-    settings. Raises UsageError for an unknown or missing device."""
+    `choose_settings`, also for give_back. Of the processes that `torchrun` starts on a machine each has a GPU of its
+    own. tell: log these settings. Raises UsageError for an unknown or missing device."""
     name = device.type if isinstance(device, torch.device) else device
     if name not in (None, "cpu", "cuda"):
         raise UsageError("unknown device", name, "one of cpu, cuda")
@@ -46,26 +50,26 @@ def pick_device(device: torch.device | str | None = None, *, tell: bool = False)
                              "lower --nproc-per-node, or use --device cpu")
         picked = torch.device("cuda", local)
         torch.cuda.set_device(picked)
-    chosen = choose_settings(picked)
+    chosen = choose_settings(picked, give_back=give_back)
     if tell:
         logger.info(f"on {picked.type}: " + ", ".join(f"{what} {how}" for what, how in chosen.items()))
     return picked
 
 
-def choose_allocator() -> str:
+def choose_allocator(give_back: bool = False) -> str:
     """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum, in the heap; returns the choice in words.
 
     By default malloc returns such tensors to the system, which then clears and maps their pages anew at every step.
-    Larger tensors always go back, because holes between them would waste more of the heap. Under `ulimit -v` holes
-    count against the limit, and so do the 64 MiB of addresses per thread heap; there all threads share one heap, and
-    every tensor from 1 MiB on goes back when it is freed."""
+    Larger tensors always go back, because holes between them would waste more of the heap. With `give_back` every
+    tensor from 1 MiB on goes back, and all threads share one heap: steps take longer, and holes waste nothing. So it is
+    under `ulimit -v`, where holes and the 64 MiB of addresses per thread heap count against the limit."""
     libc = ctypes.CDLL(None)
     if not sys.platform.startswith("linux") or not hasattr(libc, "gnu_get_libc_version"):
         return "as it is"
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+    if give_back or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         chosen, wanted = "gives back", ((M_MMAP_THRESHOLD, 2**20), (M_ARENA_MAX, 1))
     else:
-        chosen, wanted = "keeps up to 32 MiB", ((M_MMAP_THRESHOLD, 32 * 2**20), (M_TRIM_THRESHOLD, 2**31 - 1))
+        chosen, wanted = "keeps up to 32 MiB", ((M_MMAP_THRESHOLD, LARGEST_KEPT), (M_TRIM_THRESHOLD, 2**31 - 1))
     return chosen if all([libc.mallopt(name, value) == 1 for name, value in wanted]) else "as it is"
 
 

@@ -340,7 +340,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     begin returns the new model, the objective and the `extra_files` of `fit`; score returns the content of the result
     file. Raises as `in_rows`, `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
-    picked = device if isinstance(device, torch.device) else pick_device(device)
+    picked = device if isinstance(device, torch.device) else pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel
     require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, in_rows(launched(), n_in_row))
     with (connected(picked.type, rank_timeout, n_in_row) as ranks,
@@ -353,7 +353,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         if complete is not None:
             return complete, True
         if picked is not device:
-            pick_device(picked, tell=True)
+            pick_device(picked, tell=True, give_back=config.train.shard)
         model, objective, extra_files = begin(ranks)
         model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, ranks=ranks,
                     on_step=on_step, score_last=score_last)

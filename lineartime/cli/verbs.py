@@ -33,7 +33,7 @@ from lineartime.cli.terminal import (
     shown_log,
     summary,
 )
-from lineartime.config import PRESETS, model_config, parse_setting
+from lineartime.config import PRESETS, model_config, parse_setting, run_config
 from lineartime.distributed.ranks import TIMEOUT_S, connected, launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.release.pretrained import model_folder
@@ -588,9 +588,11 @@ def info(
     settings: Setting = None,
     verify: Annotated[bool, typer.Option(
         "--verify", help="Read all files of prepared data and compare their SHA-256.")] = False,
+    processes: Annotated[int | None, typer.Option(
+        "--plan", min=1, max=2**16, metavar="N", help="Print the memory of each of N processes that train it.")] = None,
 ) -> None:
-    """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or what prepared
-    data hold."""
+    """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or the memory
+    that its training needs; or what prepared data hold."""
     if model not in PRESETS and Path(model).is_dir():
         from lineartime.data.tokens import read_manifest, verify_data
 
@@ -604,7 +606,13 @@ def info(
         return
     if verify:
         raise UsageError("no folder of prepared data", model, "name one to --verify")
-    config = model_config(model, task, **dict(parse_setting(text) for text in settings or []))
+    chosen = dict(parse_setting(text) for text in settings or [])
+    if processes is not None:
+        from lineartime.benchmark.plan import print_plan
+
+        print_plan(run_config({"model": model, "task": task, "data": "-", "out": "-", **chosen}), processes)
+        return
+    config = model_config(model, task, **chosen)
     from lineartime.info import print_description
 
     print_description(config, f"{model} ({task})")
