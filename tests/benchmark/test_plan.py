@@ -59,7 +59,8 @@ def test_what_several_processes_have():
     outside = n - 4 * per_layer
     assert sharded.moments == four.moments and sharded.holes == 0
     assert sharded.weights == pytest.approx(n / 4 + 3 * per_layer + outside, rel=1e-3)
-    assert planned(4, **settings, context_parallel=4).activations < 0.6 * four.activations
+    longer = {**settings, "context": 4096, "tokens_per_step": 4096, "micro_batch_tokens": 4096}
+    assert planned(4, **longer, context_parallel=4).activations < 0.3 * planned(1, **longer).activations
 
 
 def test_thirteen_billion_parameters_take_seconds():
