@@ -211,16 +211,18 @@ def compared_ms(row: Row) -> Row:
 
 
 COLUMNS = {"": "{label}", "type": "{dtype}", "context": "{context_tokens:,}", " ": "{context}",
-           "tokens": "{tokens_per_step:,}", "ms": "{ms[median]:,.2f}", "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}",
-           "tokens/s": "{tokens_per_s:,.0f}", "slowest": "{slowest_token_ms[max]:,.2f}", "peak MiB": "{peak_mib:,.0f}",
-           "above": "{above_import_mib:,.0f}", "state": "{state_bytes:,}", "error": "{check[error]:.1g}"}
+           "tokens": "{tokens_per_step:,}", "ranks": "{ranks}", "ms": "{ms[median]:,.2f}",
+           "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}", "tokens/s": "{tokens_per_s:,.0f}",
+           "slowest": "{slowest_token_ms[max]:,.2f}", "peak MiB": "{peak_mib:,.0f}", "above": "{above_import_mib:,.0f}",
+           "sent a layer": "{sent_per_layer_bytes:,.0f}",
+           "state": "{state_bytes:,}", "error": "{check[error]:.1g}"}
 """What is printed: by heading the format of a row's values, "ms" being its times by the clock that is compared."""
 
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Print the rows of one run for a person: those of the columns that any of them has, and below what failed."""
     first, console = rows[0], Console(highlight=False)
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 140)
     n_threads, on_cpu = first["threads"], first["device"] == "cpu"
     timed = f"processor time, {n_threads} thread{'s' * (n_threads > 1)}" if on_cpu else first["gpu"]
     console.print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run "

@@ -13,9 +13,10 @@ from lineartime.benchmark.cells import CELLS, measure_call, named_calls, run_cal
 from lineartime.cli.arguments import Device, Setting, pick_device, whole_numbers
 from lineartime.cli.terminal import note
 from lineartime.config import PRESETS
-from lineartime.errors import ResourceError
+from lineartime.distributed.ranks import launched
+from lineartime.errors import ResourceError, UsageError
 
-benchmark = typer.Typer(no_args_is_help=True, help="Measure speed and memory; one JSON row per measurement.")
+benchmark = typer.Typer(no_args_is_help=True)
 DEFAULT = ["flash", "transformer++"]
 """Who is measured where nobody is named."""
 
@@ -31,6 +32,14 @@ Shape = Annotated[str | None, typer.Option(help="Sizes by a name in the file of 
 Repeats = Annotated[int, typer.Option(help="Timed rounds.")]
 Threads = Annotated[int, typer.Option(min=1, max=1024, help="Processor threads.")]
 Rows = Annotated[Path | None, typer.Option("--json", help="File that gets one JSON row per measurement.")]
+
+
+@benchmark.callback()
+def one_process(context: typer.Context) -> None:
+    """Measure speed and memory; one JSON row per measurement."""
+    if launched().size > 1 and context.invoked_subcommand != "step":
+        raise UsageError("this verb runs in one process", f"benchmark {context.invoked_subcommand}",
+                         "leave out torchrun")
 
 
 @benchmark.command("decode")
@@ -78,14 +87,20 @@ def benchmark_step(
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
+    context_parallel: Annotated[int, typer.Option(
+        min=1, max=2**16, help="Under torchrun: processes that share each row.")] = 1,
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
-    Any --set applies to every model that has the field."""
+    Any --set applies to every model that has the field. Under torchrun a step is that of all its processes."""
     lengths, fields = whole_numbers(contexts), shape_named(shape)
-    from lineartime.benchmark import step
+    from lineartime.benchmark import ranks, step
 
     chosen = step.step_cases(labels or DEFAULT, lengths, precision.split(","), tokens=tokens,
                              config_of=lambda preset: shaped_config(preset, task, fields, settings or []))
+    if launched().size > 1 or context_parallel > 1:
+        ranks.benchmark_ranks(chosen, context_parallel=context_parallel, repeats=repeats,
+                              on_rows=partial(show_and_keep, rows), **place(threads, device))
+        return
     step.benchmark_step(chosen, repeats=repeats, together=together, on_rows=partial(show_and_keep, rows),
                         **place(threads, device))
 

@@ -50,7 +50,7 @@ app.command("recall")(cli_recall.recall)
 app.command("reproduce")(cli_reproduce.reproduce)
 app.command("report")(cli_report.report)
 
-WITH_RANKS = ("train", "finetune", "evaluate")
+WITH_RANKS = ("train", "finetune", "evaluate", "benchmark")
 """The verbs whose work `torchrun` can divide."""
 
 QuestionFiles = Annotated[list[Path] | None, typer.Option(

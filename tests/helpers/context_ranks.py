@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lineartime import layers, memory
+from lineartime.benchmark.ranks import numbers_sent
 from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states, with_neighbours
 from lineartime.distributed.ordered import gather_parts, parts_of
@@ -208,14 +209,7 @@ def bytes_per_layer(name, causal, length, ranks):
     with Counted() as backward:
         loss.backward()
     found = [counted.n / (5 * config.n_layers * 8) for counted in (forward, backward)]
-    n_directions = 1 if causal else 2
-    if config.attn_type == "linear":
-        numbers = config.n_heads * (n_directions * config.qk_width * (config.qk_width + 1)) + 1
-    else:
-        numbers = config.n_heads * (n_directions * (config.qk_width * config.v_width + 1) + 1)
-        if config.key_conv:
-            numbers += (config.key_conv - 1) * (config.n_heads * config.qk_width + 1)
-    return [*found, numbers]
+    return [*found, numbers_sent(config)]
 
 
 def compiled_error(ranks):
