@@ -43,7 +43,7 @@ class Plan:
         return sum(asdict(self).values())
 
 
-HOLES, HOLES_CHECKPOINTING = (0.5, 0.0), (0.3, 1.9)
+HOLES, HOLES_CHECKPOINTING = (0.5, 0.0), (0.3, 1.7)
 """Free memory that the C library keeps, in parts of the blocks of less than `runtime.LARGEST_KEPT`: of all of them, and
 of those that come and go in a step. Small objects that live long split the holes, so the next tensor does not fit.
 Fitted to ten runs. A sharded run gives its memory back, see `runtime.choose_allocator`."""
