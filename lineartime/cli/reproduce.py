@@ -26,6 +26,8 @@ def reproduce(
         help="File of rows, looked at for what is there and added to; by default rows.jsonl in --out.")] = None,
     jobs: Annotated[int | None, typer.Option(
         help="Runs at a time; by default one per processor core, and one on a GPU.")] = None,
+    ranks: Annotated[int, typer.Option(
+        help="Processes of one run, which torchrun starts on this machine; rows do not depend on their number.")] = 1,
     seeds: Annotated[int | None, typer.Option(help="Only the first so many seeds of each cell.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what is there and what is missing.")] = False,
     device: Device = None,
@@ -39,7 +41,9 @@ def reproduce(
             "give it a command of its own")
     require_name("scale", scale, SCALE_NAMES)
     size = cast(ScaleName, scale)
-    for option, value in (("jobs", jobs), ("seeds", seeds)):
+    require(ranks == 1 or names != [RECALL], "the runs of recall are processes of their own", f"ranks = {ranks}",
+            "leave it out")
+    for option, value in (("jobs", jobs), ("ranks", ranks), ("seeds", seeds)):
         require(value is None or value >= 1, "wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
@@ -59,8 +63,8 @@ def reproduce(
                 say(line)
         return
     where = pick_device(device).type
-    at_once = jobs or (1 if where == "cuda" else os.cpu_count() or 1)
-    place = runner.Place(texts, out, path, where, at_once, seeds, note)
+    at_once = jobs or (1 if where == "cuda" else max((os.cpu_count() or 1) // ranks, 1))
+    place = runner.Place(texts, out, path, where, at_once, seeds, note, ranks)
     with StopSignal().listening() as stop:
         n_rows = (reproduce_recall(place, stop) if names == [RECALL] else
                   sum(runner.reproduce(name, size, place, stop) for name in names))

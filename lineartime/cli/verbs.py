@@ -34,7 +34,7 @@ from lineartime.cli.terminal import (
     summary,
 )
 from lineartime.config import PRESETS, model_config, parse_setting, run_config
-from lineartime.distributed.ranks import TIMEOUT_S, connected, launched, speaks_first
+from lineartime.distributed.ranks import TIMEOUT_S, WITH_RANKS, connected, launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.release.pretrained import model_folder
 from lineartime.settings import require_precision
@@ -49,9 +49,6 @@ app.add_typer(cli_speed.benchmark, name="benchmark")
 app.command("recall")(cli_recall.recall)
 app.command("reproduce")(cli_reproduce.reproduce)
 app.command("report")(cli_report.report)
-
-WITH_RANKS = ("train", "finetune", "evaluate", "benchmark")
-"""The verbs whose work `torchrun` can divide."""
 
 QuestionFiles = Annotated[list[Path] | None, typer.Option(
     help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]
@@ -68,7 +65,7 @@ MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 def options(context: typer.Context,
             debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
     """The options before the verb."""
-    if launched().size > 1 and context.invoked_subcommand not in WITH_RANKS:
+    if launched().size > 1 and context.invoked_subcommand not in (*WITH_RANKS, "benchmark"):
         raise UsageError("this verb runs in one process", context.invoked_subcommand, "leave out torchrun")
 
 

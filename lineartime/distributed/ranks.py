@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
+WITH_RANKS = ("train", "finetune", "evaluate")
+"""The verbs whose work `torchrun` divides; `benchmark step` measures it."""
 TIMEOUT_S = 300
 """Seconds after which a rank that does not answer is lost."""
 SIGN_OF_LIFE_S = 0.5

@@ -7,8 +7,10 @@ added as they come, so that a kill costs what the newest checkpoints lack and no
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -24,6 +26,7 @@ from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
 from lineartime.config import ModelConfig, run_config
 from lineartime.data.tokens import read_manifest
+from lineartime.distributed.ranks import WITH_RANKS
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.info import describe
 from lineartime.reproduce.records import Record, by_key, read_records, records_of
@@ -36,6 +39,7 @@ Records = Mapping[str, list[Record]]
 """Of `by_key`."""
 TOLD_EVERY_S = 30.0
 """Between two lines of one run's progress."""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 STOPPED = "what ran has saved; the same command goes on"
 
 
@@ -69,6 +73,8 @@ class Place:
     jobs: int
     seeds: int | None
     tell: Callable[[str], None]
+    ranks: int = 1
+    """Processes of one run, which `torchrun` starts on this machine."""
 
     def data(self, text: Text) -> Path:
         return self.out / "data" / text.name
@@ -76,7 +82,7 @@ class Place:
     @property
     def threads(self) -> int:
         """Of one run: the processor's cores shared out, unless the environment says."""
-        return int(os.environ.get("OMP_NUM_THREADS") or max((os.cpu_count() or 1) // self.jobs, 1))
+        return int(os.environ.get("OMP_NUM_THREADS") or max((os.cpu_count() or 1) // self.jobs // self.ranks, 1))
 
     def below_texts(self, name: str) -> str:
         """A file or folder of the texts, or what is on the hub. Raises UsageError where no texts are named."""
@@ -272,7 +278,9 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     Returns the error that a table shows: the numbers went bad, or memory ran out. Raises any other."""
     if stop.number is not None:
         return None
-    process = started([*LINEARTIME, *arguments], log, signal.SIGTERM, OMP_NUM_THREADS=str(place.threads))
+    n_ranks = place.ranks if arguments[0] in WITH_RANKS else 1
+    command = LINEARTIME if n_ranks == 1 else [*TORCHRUN, f"--nproc-per-node={n_ranks}", "-m", "lineartime"]
+    process = started([*command, *arguments], log, signal.SIGTERM, OMP_NUM_THREADS=str(place.threads))
     place.tell(f"  {label}: starts")
     asked, told = False, time.monotonic()
     while process.poll() is None:
@@ -286,10 +294,15 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
             told = time.monotonic()
     if process.returncode == 0 or stop.number is not None:
         return None
-    what, _, rest = last_line(log).removeprefix("error: ").partition(": ")
+    said, code = last_line(log), process.returncode
+    if n_ranks > 1:  # what torchrun says of the rank that failed first is last
+        text = log.read_text(encoding="utf-8", errors="replace")
+        said = (re.findall(r"^error: .*$", text, re.MULTILINE) or [said])[-1]
+        code = int((re.findall(r"^ *exitcode *: (-?\d+)", text, re.MULTILINE) or [code])[-1])
+    what, _, rest = said.removeprefix("error: ").partition(": ")
     kinds = {each.exit_code: each for each in LineartimeError.__subclasses__() if each.exit_code > 1}
-    error = kinds.get(process.returncode, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
-    if process.returncode == -signal.SIGKILL:
+    error = kinds.get(code, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
+    if code == -signal.SIGKILL:
         error = ResourceError("out of memory", label, "the system killed it, or somebody did")
     if isinstance(error, NumericsError) or (isinstance(error, ResourceError) and error.what == "out of memory"):
         return str(error)

@@ -291,6 +291,24 @@ def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said
     assert told == ["  a run: starts"]
 
 
+def test_a_run_of_several_processes_ends_in_the_row_of_one(tiny):
+    place, _ = tiny
+    job, rows = runner.Job(cells_of("speedup", "cpu")[1], 0), []
+    for n in (1, 2):
+        of_n = dataclasses.replace(place, ranks=n, out=place.out / str(n))
+        runner.prepare(job.cell.text, of_n, StopSignal())
+        rows += runner.run_job(job, {}, of_n, StopSignal())
+    assert rows[0]["curve"] == rows[1]["curve"] and rows[0]["held_out"] == rows[1]["held_out"]
+    described = [json.loads(next((place.out / str(n)).glob("runs/*/run/latest/MANIFEST.json")).read_text())
+                 for n in (1, 2)]
+    assert [len([name for name in each["files"] if "optimizer" in name]) for each in described] == [1, 3]
+    bad = place.out / "bad.toml"
+    bad.write_text((next((place.out / "2").glob("runs/*/settings.toml"))).read_text().replace("0.005", "1e30"))
+    said = runner.call(["train", str(bad), "--out", str(place.out / "bad")], "a run", place.out / "log", of_n,
+                       StopSignal())
+    assert "is not finite" in said
+
+
 def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny, warm, monkeypatch):
     place, _ = tiny
     diverging = dataclasses.replace(TINY, seeds=1, train={**TINY.train, "learning_rate": 1e30})
