@@ -10,6 +10,7 @@ help:
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
 	@echo "make gpu     on a GPU: STAGE=tests, kernels, step, decode or tables (the paper's); into OUT=out/gpu, resumable"
 	@echo "make drills  processes killed, files damaged, odd command lines: hours on one core, resumable; DRILLS='kills=100'"
+	@echo "make campaign  tests that are too long for a push: ranks killed thirty times, plans of memory against runs"
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove environments and caches, not what was trained (out/)"
@@ -50,6 +51,9 @@ drills: .venv/installed
 		$(or $(DRILLS),kills=1000 corruptions=10000 commands=5000) --rows tests/drills/rows.jsonl \
 		--into docs/reliability.md $(DRILLS_ARGS)
 
+campaign: .venv/installed
+	.venv/bin/python -m pytest -m campaign $(PYTEST_ARGS)
+
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
 # The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.
 gpu:
@@ -70,4 +74,4 @@ clean:
 	rm -rf .venv .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types bench bench-all gpu docs drills env clean
+.PHONY: help train test lint types bench bench-all gpu docs drills campaign env clean

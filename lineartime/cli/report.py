@@ -7,12 +7,13 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from lineartime.cli.reproduce import RECALL
 from lineartime.cli.terminal import say
 from lineartime.errors import DataError, UsageError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require, require_name
 
-SPEED, RECALL = "speed", "recall"
+SPEED = "speed"
 WRITERS = {SPEED: "benchmark ... --json FILE", RECALL: "reproduce recall"}
 """Reports with rows of their own, and the command that writes them."""
 

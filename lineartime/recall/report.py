@@ -14,6 +14,8 @@ from lineartime.recall.text import CHANCE, DIGITS, N_DIGITS, WHAT
 
 ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
 """What is asked, and the accuracy of a guess."""
+DRAWN = 2 * len(COLOURS)
+"""Models in one picture. Where more have rows, those of the study's list `main` are drawn."""
 ANYWHERE = ("needle", TEXT)
 """Tasks whose facts may stand anywhere in a row."""
 
@@ -122,6 +124,9 @@ def markdown(rows: Sequence[Row], task: str) -> str:
 def picture_of(rows: Sequence[Row], task: str) -> Picture:
     """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
     (what, chance), models, (lengths, n_facts) = ABOUT[task], learned(rows, task), sizes(rows, task)
+
+    if len(models) > DRAWN:
+        models = [each for each in models if each.model in read_study()["lists"]["main"]]
 
     def point(place: float, values: Sequence[float]) -> tuple[float, ...]:
         return (place, statistics.fmean(values), min(values), max(values))

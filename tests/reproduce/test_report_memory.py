@@ -26,7 +26,7 @@ CELLS = {cell.row: cell for cell in cells_of("memory", "cpu")}
 MADE = made_rows("memory")
 ROWS = [(row, record) for row, cell in CELLS.items() for record in MADE
         if {**record["settings"], "seed": 0} == cell.settings(0)]
-CONV = "FLASH, key convolution, scales 1, no RoPE"
+CONV = "FLASH, three changes"
 PLACE = "<!-- table memory cpu: begin -->\nold\n<!-- table memory cpu: end -->\n"
 
 

@@ -29,7 +29,7 @@ from made_questions import write_questions
 from workers_here import work_here
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
-CONV, GATED = "FLASH, key convolution, scales 1, no RoPE", "the same, and a gate, {}"
+CONV, GATED = "FLASH, three changes", "FLASH, three and a gate, {}"
 RUNS = Path(__file__).parents[2] / "runs"
 
 
@@ -88,7 +88,7 @@ def test_the_study_of_memory_compares_models_that_differ_in_what_its_rows_say():
         assert config.train.steps * config.train.tokens_per_step == 16_384_000
     options = {"FLASH": {}, "FLASH (LocalOnly)": {"chunk_parts": "local"},
                CONV: {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False}}
-    options[GATED.format("fixed divisor")] = options[CONV] | {"linear_gate": True, "chunk_pooling": "fixed",
+    options[GATED.format("fixed")] = options[CONV] | {"linear_gate": True, "chunk_pooling": "fixed",
                                                               "linear_divisor": 128.0}
     options[GATED.format("written")] = options[CONV] | {"linear_gate": True, "chunk_pooling": "written"}
     for row, fields in options.items():
