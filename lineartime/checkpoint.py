@@ -79,7 +79,9 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
     contents: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in files.items()}
-    contents |= {stem + TENSORS: _layout(named) for stem, named in tensors.items()}
+    for stem, named in tensors.items():
+        head, names = _layout(named)
+        contents[stem + TENSORS] = head, [named[name] for name in names]
     for name in contents:
         if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in files and name.endswith(TENSORS)):
             raise ValueError(f"not a name for a file of a checkpoint: {name!r}")
@@ -146,9 +148,10 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Newest | None:
     return None
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, stem: str | None = None) -> Checkpoint:
     """The content of one checkpoint. Each file is read once, and parsed only after it matched the manifest.
 
+    stem: of the tensors only these are kept, in one file or in parts; all others are compared with the manifest too.
     Raises CheckpointError for any damage."""
     path = Path(path)
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -160,18 +163,24 @@ def load(path: Path) -> Checkpoint:
         else:
             files[name] = data.decode()
 
-    manifest = _checked(path, parse)
+    def kept(name: str) -> bool:
+        return stem is None or not name.endswith(TENSORS) or re.fullmatch(f"{stem}(-.*)?{TENSORS}", name) is not None
+
+    manifest = _checked(path, parse, kept)
     return Checkpoint(path, manifest["step"], manifest["run"], tensors, files)
 
 
 def joined(loaded: Checkpoint, stem: str) -> dict[str, Tensor]:
     """The whole tensors of a checkpoint that are in one file, or in the parts that `STEM.json` names; none if there is
-    neither."""
+    neither. Parts are taken out of `loaded` one by one, so that there is not all of it twice."""
     if index_name(stem) not in loaded.files:
         return loaded.tensors.get(stem, {})
     index = json.loads(loaded.files[index_name(stem)])
-    return {name: torch.cat([loaded.tensors[file.removesuffix(TENSORS)][name] for file, _, _ in entry["parts"]])
-            .view(entry["shape"]) for name, entry in index.items()}
+    whole = {}
+    for name, entry in index.items():
+        parts = [loaded.tensors[file.removesuffix(TENSORS)].pop(name) for file, _, _ in entry["parts"]]
+        whole[name] = torch.cat(parts).view(entry["shape"])
+    return whole
 
 
 def index_name(stem: str) -> str:
@@ -224,10 +233,11 @@ def has_manifest(folder: Path) -> bool:
     return os.path.lexists(folder / MANIFEST)
 
 
-def manifest_of(files: Mapping[str, bytes]) -> bytes:
-    """The manifest of a folder for sharing, from the contents of its files by name."""
-    return _manifest({"format": FORMAT, "files": {
-        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}})
+def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
+    """The manifest of a folder for sharing, from the contents of its files by name, and from the entries of those that
+    `write_tensors` has written."""
+    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+    return _manifest({"format": FORMAT, "files": {**entries, **written}})
 
 
 def check_files(folder: Path, names: Iterable[str]) -> int | None:
@@ -336,8 +346,17 @@ def _release_all() -> None:
 os.register_at_fork(after_in_child=_release_all)
 
 
-def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
-    """A safetensors file's header, and its tensors in file order: by falling width, which aligns them, then by name.
+def write_tensors(path: Path, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Write and flush a new safetensors file, a tensor at a time; returns its entry in a manifest.
+
+    like: tensors of the shapes and dtypes to write, which may be on the meta device. tensor: what has this name."""
+    head, names = _layout(like)
+    return _write_file(path, head, map(tensor, names))
+
+
+def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """A safetensors file's header, and its tensors' names in file order: by falling width, which aligns them, then by
+    name.
 
     Not the library's writer, which needs a second copy of the state in memory and does not flush the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -351,7 +370,7 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, [named[name] for name in names]
+    return len(text).to_bytes(8, "little") + text, names
 
 
 def _write_checkpoint(folder: Path, step: int, run: str, files: Mapping[str, tuple[bytes, list[Tensor]]],
@@ -395,9 +414,10 @@ def _manifest(content: dict[str, Any]) -> bytes:
     return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 
 
-def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None, ranks: Ranks = ALONE) -> dict[str, Any]:
+def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None,
+             kept: Callable[[str], bool] = lambda name: True, ranks: Ranks = ALONE) -> dict[str, Any]:
     """A checkpoint's manifest, after every file, or every one of this rank's share, matched it. parse: called with the
-    name and bytes of each matched file.
+    name and bytes of each matched file that is `kept`.
 
     Files are opened relative to the open folder and never through a link, so that nothing outside is read. Raises
     CheckpointError and nothing else."""
@@ -412,10 +432,11 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None, rank
         for name in sorted({*files, MANIFEST} ^ {*present}):
             raise _damage(path, f"{name} is missing" if name in files else f"{name!a:.100} is in no manifest")
         for name, entry in list(files.items())[ranks.rank :: ranks.size]:
-            data = _read(path, folder, name, entry, parse is not None, os.O_NOFOLLOW)
+            wanted = parse if kept(name) else None
+            data = _read(path, folder, name, entry, wanted is not None, os.O_NOFOLLOW)
             try:
-                if parse:
-                    parse(name, data)
+                if wanted is not None:
+                    wanted(name, data)
             except Exception as error:  # parsers document no complete list of their exceptions
                 raise _damage(path / name, f"cannot be parsed ({type(error).__name__})") from error
         return content

@@ -342,7 +342,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
                 logger.warning(f"using step {newest.step} of {path}, newer checkpoints are damaged "
                                f"({newest.reasons()})")
             folder = newest.path
-        loaded = checkpoint.load(folder)
+        loaded = checkpoint.load(folder, WEIGHTS)
         if run not in (None, loaded.run):
             raise CheckpointError("a checkpoint of another run", folder, "move it away")
         facts = {"checkpoint": str(folder), "step": loaded.step}

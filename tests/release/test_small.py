@@ -33,7 +33,7 @@ def test_it_is_small_and_in_bfloat16() -> None:
 
 def test_its_files_are_those_of_its_manifest() -> None:
     files = {name: (SMALL / name).read_bytes() for name in ("config.json", "tokenizer.json", "model.safetensors")}
-    assert (SMALL / "MANIFEST.json").read_bytes() == manifest_of(files)
+    assert (SMALL / "MANIFEST.json").read_bytes() == manifest_of(files, {})
 
 
 def test_it_continues_a_prompt(call: Call) -> None:
