@@ -389,7 +389,11 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
     Returns the step of a checkpoint.
 
-    Raises CheckpointError for a difference, and for a checkpoint without its manifest."""
+    Raises CheckpointError for a difference, and for a checkpoint without its manifest; UsageError for one whose weights
+    are in parts."""
+    if (folder / checkpoint.index_name(WEIGHTS)).exists():
+        raise UsageError("the weights of a sharded run are in parts", folder,
+                         "`lineartime export` writes them as one file, and load_model reads them")
     if checkpoint.has_manifest(folder):
         return checkpoint.check_files(folder, names)
     if has_optimizer(folder):

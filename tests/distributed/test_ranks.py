@@ -7,9 +7,14 @@ import sys
 import time
 
 import pytest
+import safetensors.torch
 import torch
 
 from lineartime import checkpoint
+from lineartime.errors import UsageError
+from lineartime.hf import LineartimeForCausalLM
+from lineartime.release.export import export
+from lineartime.run import load_model
 from made_questions import write_questions
 from ranks_here import RanksHere
 from tiny_runs import command, prepare_text, steps_done, steps_saved
@@ -99,6 +104,19 @@ def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_p
         else:
             assert ranks.end() == [0] * n_ranks, ranks.printed()
     assert_same_state(tmp_path / "run", state_of(tmp_path / "whole"))
+
+
+def test_the_weights_of_a_sharded_run_are_exported_as_one_file(data, ranks, tmp_path):
+    assert ranks.run(2, command(data, tmp_path / "run", **SIZES | GLOBAL | {"shard": True})) == [0, 0]
+    folder = tmp_path / "run" / "latest"
+    with pytest.raises(UsageError, match="the weights of a sharded run are in parts"):
+        LineartimeForCausalLM.from_pretrained(folder)
+    export(tmp_path / "run", tmp_path / "out", data=None, about="", prompt="Once", device=torch.device("cpu"))
+    whole = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    model, _, _ = load_model(tmp_path / "run")
+    assert {name: p.detach().bfloat16().tolist() for name, p in model.named_parameters()} == {
+        name: weight.tolist() for name, weight in whole.items()}
+    assert LineartimeForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
 
 
 def wait_for_step(ranks, out, step, timeout=60):
