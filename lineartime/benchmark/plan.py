@@ -117,8 +117,10 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
         n_all, n_layer = (sum(p.numel() for p in each.parameters()) for each in (model, model.layers[0]))
         n_outer = n_all - sum(p.numel() for p in model.layers.parameters())
         n_own = -(-n_all // n_ranks)
-        # Of the tree over a process's micro-batches at the last one: the sums of those before it.
+        # Gradients beside that of a tile: of the tree over a process's micro-batches, at the last one, the sums of
+        # those before it; and those of the micro-batch's other tiles.
         n_pending = int(math.log2(n_micro_batches // ranks.in_column.size))
+        n_pending += config.train.n_tiles // ranks.in_row.size - 1
         with LiveBytes(parameters) as live:
             shares = [-(-p.numel() // n_ranks) for p in parameters]
             held = [torch.empty(n) for n in shares for _ in range(2)]  # moments
@@ -133,7 +135,7 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
             for _ in range(2):
                 pending = [[torch.empty_like(p) for p in parameters] for _ in range(0 if is_sharded else n_pending)]
                 live.gradients = 4 * n_all * len(pending) + is_sharded * 4 * n_own * (1 + n_pending)
-                forward_and_backward(model, config, ranks)
+                forward_and_backward(model, config, ranks.in_row)
                 del pending
                 if is_sharded:
                     torch.empty(2, n_outer)
@@ -150,17 +152,18 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
 
 
 def forward_and_backward(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
-    """One micro-batch of a process's tile of the rows."""
+    """A process's part of one micro-batch, all its tiles at once, for their activations are alive together.
+
+    ranks: those that share the rows."""
     train, length = config.train, config.model.context
     model.config = replace(config.model, end_of_document=None if config.model.by_document else 0)
     model.activation_checkpointing = train.activation_checkpointing
-    tile = Ranks(0, train.n_tiles)
     if config.model.by_document:  # documents cannot be told in a tensor without data
-        length, tile = length // tile.size, ALONE
+        length, ranks = length // ranks.size, ALONE
     ids_BT = torch.zeros(config.micro_batch_rows, length, dtype=torch.long)
-    targets_BT = torch.zeros(config.micro_batch_rows, length // tile.size, dtype=torch.long)
+    targets_BT = torch.zeros(config.micro_batch_rows, length // ranks.size, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=train.precision == "bfloat16"):
-        model(ids_BT, targets=targets_BT, ranks=tile).sum().backward()
+        model(ids_BT, targets=targets_BT, ranks=ranks).sum().backward()
 
 
 def print_plan(config: RunConfig, n_ranks: int) -> None:

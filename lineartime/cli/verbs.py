@@ -591,6 +591,8 @@ def info(
     """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or the memory
     that its training needs; or what prepared data hold."""
     if model not in PRESETS and Path(model).is_dir():
+        if processes is not None:
+            raise UsageError("a plan is of a model", model, f"name one of {', '.join(PRESETS)}")
         from lineartime.data.tokens import read_manifest, verify_data
 
         manifest = verify_data(Path(model)) if verify else read_manifest(Path(model))

@@ -46,6 +46,25 @@ def test_tensors_without_data_are_as_many_bytes_as_tensors_with_data(settings):
     assert found.gradients + found.activations == pytest.approx(live.most, rel=0.02)
 
 
+def test_bytes_are_those_of_new_storages_while_they_are_alive():
+    weight = torch.zeros(1000, 500)
+    with LiveBytes([weight]) as live:
+        x = torch.zeros(10, 1000)
+        y = x @ weight.t().t()  # a view is no new storage
+        assert live.now == live.most == 4 * (10_000 + 5_000)
+        del y
+        assert live.now == 4 * 10_000 and live.most == 4 * 15_000
+        del x
+    assert live.now == 0
+
+
+def test_tiles_of_a_row_are_alive_together():
+    settings = {"model": "flash", "context": 4096, "tokens_per_step": 4096, "micro_batch_tokens": 4096}
+    whole, tiled = planned(1, **settings), planned(1, **settings, row_tiles=4)
+    assert tiled.activations == pytest.approx(whole.activations, rel=0.05)
+    assert tiled.gradients - whole.gradients == pytest.approx(3 * whole.weights, rel=0.05)
+
+
 def test_what_several_processes_have():
     n = 4 * sum(p.numel() for p in LanguageModel(run_config({**BASE, "model": "flash"}).model).parameters())
     settings = {"model": "flash", "tokens_per_step": 8 * 512, "micro_batch_tokens": 512}

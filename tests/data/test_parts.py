@@ -172,3 +172,5 @@ def test_parts_on_the_command_line(texts: Path, tmp_path: Path, call: Call) -> N
     assert_refused(code, err, 3, "damaged or missing file", shard)
     code, _, err = call("info", "flash", "--verify")
     assert_refused(code, err, 2, "no folder of prepared data: flash")
+    code, _, err = call("info", tmp_path / "o", "--plan", "2")
+    assert_refused(code, err, 2, "a plan is of a model")
