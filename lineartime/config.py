@@ -483,12 +483,55 @@ class RunConfig:
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
-RUN_FIELDS = ("model", "task", "data", "out")
+RUN_FIELDS = ("model", "task", "size", "data", "out")
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"n_layers": 6, "d_model": 192, "query_key_dim": 64, "chunk_size": 128, "context": 512,
+             "tokens_per_step": 4096, "micro_batch_tokens": 2048, "steps": 500, "learning_rate": 4e-3,
+             "eval_every": 50, "eval_tokens": 16_384, "save_every": 50},
+    "small": {"n_layers": 10, "d_model": 256, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
+              "tokens_per_step": 16_384, "micro_batch_tokens": 4096, "steps": 2000, "learning_rate": 4e-3,
+              "eval_every": 100, "eval_tokens": 65_536, "save_every": 100},
+    "base": {"n_layers": 24, "d_model": 512, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
+             "tokens_per_step": 131_072, "micro_batch_tokens": 16_384, "steps": 20_000, "learning_rate": 1e-3,
+             "eval_every": 500, "eval_tokens": 262_144, "save_every": 500},
+    "paper": {}}
+"""Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop, "small" hours; "base"
+is for one GPU; "paper" is the preset of the task, with the steps and rates of Tables 6-10."""
+SHAPE_FIELDS = ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "chunk_size")
+"""Fields that say how large a model is: where one is set, nobody chooses a size."""
+
+
+def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a size for a preset, next to those that are `given`, which rows, batches and warm-up fit: a pair
+    of attention and FFN counts as two GAUs, a head is 64 wide, and the warm-up is a twentieth of the steps. "paper" has
+    none.
+
+    Raises UsageError for an unknown size or model."""
+    require_name("size", size, SIZES)
+    require_name("model", model, PRESETS)
+    if not (own := dict(SIZES[size])):
+        return own
+    preset = PRESETS[model]
+    if preset.ffn != "gau":
+        own |= {"n_layers": own["n_layers"] // 2, "n_heads": own["d_model"] // 64}
+        del own["query_key_dim"]
+    if preset.chunk_size is None:
+        del own["chunk_size"]
+    both = own | given
+    numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
+    if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
+        context, micro, tokens, steps, width = numbers
+        micro = max(min(micro, tokens) // context, 1) * context
+        own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
+                "warmup_steps": min(max(steps // 20, 1), steps),
+                "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
+    return {name: value for name, value in own.items() if name not in given}
 
 
 def run_config(settings: dict[str, Any]) -> RunConfig:
-    """The run described by a flat table of settings:
-    `model`, `task`, `data`, `out` and any field of `ModelConfig` and `TrainConfig`.
+    """The run described by a flat table of settings: `model`, `task`, `data`, `out`, any field of `ModelConfig` and
+    `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from, by default "paper".
 
     Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a wrong value."""
     for name in settings:
@@ -501,6 +544,7 @@ def run_config(settings: dict[str, Any]) -> RunConfig:
         require(isinstance(settings[name], str) and "\0" not in settings[name], "wrong value",
                 f"{name} = {settings[name]!r}", "it takes a folder's path")
     preset, task = settings["model"], settings.get("task", "wiki40b")
+    settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
     train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
     model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}

@@ -1,7 +1,10 @@
 """The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
 
+import itertools
 import math
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -195,8 +198,9 @@ class StopSignal:
         return counted
 
     @contextmanager
-    def listening(self) -> Iterator["StopSignal"]:
-        """Handle the signals inside the block."""
+    def listening(self, tell: Callable[[str], None] = lambda name: None) -> Iterator["StopSignal"]:
+        """Handle the signals inside the block. tell is called at once with the name of the first, by a thread of its
+        own: Python handles a signal only when the operation that it came in has ended."""
         def asked(number: int, frame: FrameType | None) -> None:
             if self.number is not None:
                 return
@@ -205,7 +209,18 @@ class StopSignal:
             for each in old:
                 signal.signal(each, signal.SIG_DFL)
 
+        def answer() -> None:
+            while data := os.read(heard, 1):
+                if data[0] in old:
+                    tell(signal.Signals(data[0]).name)
+                    return
+
         old = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        heard, woken = os.pipe()
+        os.set_blocking(woken, False)
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        before = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         for each in old:
             signal.signal(each, asked)
         try:
@@ -213,6 +228,10 @@ class StopSignal:
         finally:
             for each, handler in old.items():
                 signal.signal(each, handler)
+            signal.set_wakeup_fd(before)
+            os.close(woken)
+            thread.join()
+            os.close(heard)
 
 
 def new_model(config: RunConfig) -> LanguageModel:
@@ -232,13 +251,14 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: dict[str, str], device: torch.device,
         stop: StopSignal, ranks: Ranks = ALONE, on_step: Callable[[dict[str, Any]], None] | None = None,
-        score_last: bool = True) -> LanguageModel:
+        on_micro_batch: Callable[[int, int], None] | None = None, score_last: bool = True) -> LanguageModel:
     """Train `model` to the last step, from the newest checkpoint if there is one; returns it.
 
     Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
     `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
     steps `objective.evaluate` scores the model. extra_files: texts saved with every checkpoint, by file name. on_step
-    is called with each line of the metrics and the number of "steps". score_last: whether to score the last step too,
+    is called with each line of the metrics and the number of "steps", on_micro_batch before each micro-batch of this
+    rank with the steps done and the micro-batch's number in its step. score_last: whether to score the last step too,
     if it is a multiple of `eval_every`. Raises Stopped after saving if `stop` requests it, NumericsError before the
     optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
@@ -277,6 +297,11 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             save(step)
             stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
 
+    def begin_micro_batch(step: int, numbers: Iterator[int]) -> None:
+        stop_if_asked(step)  # a step takes minutes
+        if on_micro_batch is not None:
+            on_micro_batch(step, next(numbers))
+
     def log(record: dict[str, Any]) -> None:
         run.log(record)
         if on_step is not None:
@@ -299,7 +324,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         try:
             loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
                                           ranks=ranks, twins=twins, reduce_scatter=reduce_scatter,
-                                          between=partial(stop_if_asked, step))  # a step takes minutes
+                                          between=partial(begin_micro_batch, step, itertools.count()))
             optimizer.step()
             if reduce_scatter is None:
                 gather_parts([part.whole.detach() for part in parts], ranks)
@@ -331,7 +356,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None, stop: StopSignal,
              begin: Callable[[Ranks], tuple[LanguageModel, Objective, dict[str, str]]],
              score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]], *,
-             on_step: Callable[[dict[str, Any]], None] | None, score_last: bool = True,
+             on_step: Callable[[dict[str, Any]], None] | None,
+             on_micro_batch: Callable[[int, int], None] | None = None, score_last: bool = True,
              rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
     result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
@@ -356,7 +382,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
             pick_device(picked, tell=True, give_back=config.train.shard)
         model, objective, extra_files = begin(ranks)
         model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, ranks=ranks,
-                    on_step=on_step, score_last=score_last)
+                    on_step=on_step, on_micro_batch=on_micro_batch, score_last=score_last)
         if stop.agree(ranks):
             stop.check(SAVED)
         result = {"run": run.id, **score(run, model, ranks)}
@@ -385,14 +411,15 @@ class TrainResult:
 
 def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
           stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
-          progress: Progress | None = None, rank_timeout: float = TIMEOUT_S) -> TrainResult:
+          on_micro_batch: Callable[[int, int], None] | None = None, progress: Progress | None = None,
+          rank_timeout: float = TIMEOUT_S) -> TrainResult:
     """Train a model on prepared text, or continue an unfinished run; then score the held-out split, and write a sample,
     the result file and a plot into the run's folder `config.out`.
 
-    config: a run, or a flat table of settings (`model`, `data`, `out` and any field of the configurations, see
+    config: a run, or a flat table of settings (`model`, `data`, `out`, `size` and any field of the configurations, see
     `config_for_data`). device: by default cuda if available. stop: requests a save and an end, see
-    `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress is
-    called during the final evaluation, in tokens. Under `torchrun` every rank calls it with the same arguments, and a
+    `StopSignal.listening`. on_step and on_micro_batch: see `fit`. progress is called during the final evaluation, in
+    tokens. Under `torchrun` every rank calls it with the same arguments, and a
     rank that does not answer for `rank_timeout` seconds is lost.
     Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
     damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
@@ -410,7 +437,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
     result, already = fit_once(settings, facts, device, stop, begin,
                                lambda run, model, ranks: finish(run, model, data, stop, ranks, progress),
-                               on_step=on_step, rank_timeout=rank_timeout)
+                               on_step=on_step, on_micro_batch=on_micro_batch, rank_timeout=rank_timeout)
     drawn = already and (out / PLOT_FILE).exists()  # a kill may have come between the result and the picture
     if launched().is_first and not drawn:
         plot_run(out)

@@ -23,17 +23,19 @@ from lineartime.cli.arguments import (
     pick_device,
     whole_numbers,
 )
+from lineartime.cli.outlook import Pace, say_plan, sized_config
 from lineartime.cli.terminal import (
     Terminal,
     TextStreamer,
     prompt_progress,
     results_are_files,
     say,
+    say_stopping,
     screens,
     shown_log,
     summary,
 )
-from lineartime.config import PRESETS, model_config, parse_setting, run_config
+from lineartime.config import PRESETS, SIZES, model_config, parse_setting, run_config
 from lineartime.distributed.ranks import TIMEOUT_S, WITH_RANKS, connected, launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.release.pretrained import model_folder
@@ -145,6 +147,9 @@ def train(
     model: Annotated[str, typer.Argument(help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.")],
     data: Annotated[str | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
+    size: Annotated[str | None, typer.Option(
+        help=f"{', '.join(SIZES)}; by default what fits the machine, or paper where --set or a file names a size.")
+        ] = None,
     task: Annotated[str | None, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
@@ -156,19 +161,20 @@ def train(
     """Train a model, or continue a run; then evaluate it, write a sample and a plot."""
     results_are_files()
     given: dict[str, Any] = read_toml(Path(model)) if model.endswith(".toml") else {"model": model}
-    for name, value in (("data", data), ("out", out), ("task", task), ("context", context),
+    for name, value in (("data", data), ("out", out), ("size", size), ("task", task), ("context", context),
                         ("tokens_per_step", tokens_per_step), ("steps", steps)):
         if value is not None:
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
-    from lineartime.data.tokens import config_for_data
-
-    config = config_for_data(given)  # raises for wrong settings before torch is imported
+    config, size_words = sized_config(given, is_whole=model.endswith(".toml"), device=device)
+    from lineartime.data.tokens import read_manifest
     from lineartime.training import StopSignal, train
 
-    with StopSignal().listening() as stop, Terminal() as terminal:
+    manifest = read_manifest(Path(config.data))
+    say_plan(config, manifest, size_words, device)
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         done = train(config, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
-                     rank_timeout=rank_timeout)
+                     on_micro_batch=Pace(config, manifest, terminal), rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
@@ -403,7 +409,7 @@ def finetune(
 
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
                       max_answer_tokens, negatives, epochs, given, strict)
-    with StopSignal().listening() as stop, Terminal() as terminal:
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
                           rank_timeout=rank_timeout)
     if "already" in result:

@@ -97,11 +97,11 @@ def minute(seconds: float) -> str:
 
 
 def train_command(card: Card) -> str:
-    """The command that trains such a model, with every setting that differs from the preset and the defaults."""
+    """The command that trains such a model, with every setting that differs from the paper's size and the defaults."""
     preset, task = card.description["preset"], card.description["task"]
     plain = run_config({"model": preset, "task": task, "data": "DATA", "out": "RUN"})
     defaults = to_dict(plain.model) | to_dict(plain.train)
-    words = ["lineartime", "train", preset, "--task", task, "--data", plain.data, "--out", plain.out]
+    words = ["lineartime", "train", preset, "--size", "paper", "--task", task, "--data", plain.data, "--out", plain.out]
     for name, value in (to_dict(card.config) | card.description["train"]).items():
         if name not in ("vocab_size", "end_of_document") and value != defaults[name]:  # these come with the data
             words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]

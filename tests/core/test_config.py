@@ -118,7 +118,7 @@ REFUSED = [
     ({"task": None}, "unknown task"),
     ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
     ({"contxt": 512}, "unknown setting: contxt; did you mean context?"),
-    ({"zzz": 1}, "unknown setting: zzz; one of model, task, data, "),
+    ({"zzz": 1}, "unknown setting: zzz; one of model, task, size, data, "),
     ({"steps": 1.5}, "wrong value: steps = 1.5; it takes a whole number"),
     ({"steps": True}, "wrong value: steps = True; it takes a whole number"),
     ({"causal": 1}, "wrong value: causal = 1; it takes true or false"),
