@@ -37,7 +37,9 @@ class ModelConfig:
     ffn: Literal["mlp", "glu", "gau"] = "mlp"
     """FFN type. "gau": one GAU replaces attention and FFN."""
     activation: Literal["gelu", "silu"] = "gelu"
+    """Activation of an MLP, a GLU or a GAU."""
     norm: Literal["layer_norm", "scale_norm"] = "layer_norm"
+    """Norm before each layer and before the head."""
     abs_pos: Literal["learned", "scaled_sin"] = "learned"
     """Absolute position embedding."""
     rel_pos: Literal["rope"] | None = None
@@ -54,11 +56,13 @@ class ModelConfig:
     query_key_dim: int = 128
     """Width of a GAU's queries and keys, the paper's s."""
     vocab_size: int = 32_000
+    """Tokens of the vocabulary."""
     context: int = 512
     """Tokens per training row: the size of a learned position table, and n of relu(q k / n + b)^2 without chunks."""
     attn_scale_len: int | None = None
     """n of relu(q k / n + b)^2 without chunks; None: `context`. n does not depend on the length of the input."""
     causal: bool = True
+    """Whether a token sees only those before it; otherwise the model fills in masks."""
     end_of_document: int | None = None
     """Token that starts a new document in a packed row; None: every row is one document."""
     document_mask: Literal["exact", "paper"] = "exact"
@@ -355,12 +359,17 @@ class TrainConfig:
     steps: int = 125_000
     """Number of steps."""
     warmup_steps: int = 10_000
+    """Steps in which the learning rate rises to its peak."""
     learning_rate: float = 7e-4
     """Peak learning rate; after the warm-up it decays linearly to zero at `steps`."""
     adam_epsilon: float = 1e-6
+    """Added to the root of the second moment."""
     adam_beta1: float = 0.9
+    """Decay of the first moment."""
     adam_beta2: float = 0.999
+    """Decay of the second moment."""
     weight_decay: float = 0.01
+    """Decay of matrices and embeddings, times the learning rate; other parameters do not decay."""
     clip: float | None = 0.1
     """Largest norm of a gradient; None: no clipping, as in the table for the vanilla Transformer."""
     clip_scope: Literal["local", "global"] = "local"
@@ -370,6 +379,7 @@ class TrainConfig:
     micro_batch_tokens: int = 4096
     """Tokens per forward and backward pass, and the unit of local clipping (in the paper 2^18 / 64 cores)."""
     seed: int = 0
+    """Of the initial weights and of the order of the rows."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """"bfloat16": autocast; parameters and optimizer state stay in float32."""
     activation_checkpointing: bool = False
@@ -484,6 +494,21 @@ class RunConfig:
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
 RUN_FIELDS = ("model", "task", "size", "data", "out")
+SOURCES = {
+    "Tables 8-10": ("n_heads", "attn_kernel", "attn_type", "ffn", "activation", "norm", "abs_pos", "rel_pos",
+                    "n_layers", "d_model", "expansion_factor", "chunk_size"),
+    "Tables 6-7": ("tokens_per_step", "steps", "warmup_steps", "learning_rate", "adam_epsilon", "adam_beta1",
+                   "adam_beta2", "weight_decay", "clip", "clip_scope", "context"),
+    "the paper's text or listings": ("query_key_dim", "vocab_size", "causal", "document_mask", "chunk_pooling",
+                                     "chunk_parts", "overlap", "gate", "prefix_sum", "first_to_all", "cls_softmax",
+                                     "init_std", "micro_batch_tokens")}
+"""Where the paper has a field."""
+
+
+def source_of(field: str) -> str:
+    """Where the paper has a field, or that it is beyond the paper."""
+    return next((source for source, fields in SOURCES.items() if field in fields), "beyond the paper")
+
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"n_layers": 6, "d_model": 192, "query_key_dim": 64, "chunk_size": 128, "context": 512,

@@ -11,6 +11,7 @@ import typer
 
 from lineartime.atomic_io import MAX_BYTES, read_bytes, read_toml
 from lineartime.cli import benchmark as cli_speed
+from lineartime.cli import describe
 from lineartime.cli import recall as cli_recall
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
@@ -19,10 +20,13 @@ from lineartime.cli.arguments import (
     Setting,
     ShippedModel,
     Strict,
+    Task,
+    complete_from,
     numbers,
     pick_device,
     whole_numbers,
 )
+from lineartime.cli.examples import add_examples
 from lineartime.cli.outlook import Pace, say_plan, sized_config
 from lineartime.cli.terminal import (
     Terminal,
@@ -35,7 +39,7 @@ from lineartime.cli.terminal import (
     shown_log,
     summary,
 )
-from lineartime.config import PRESETS, SIZES, model_config, parse_setting, run_config
+from lineartime.config import PRESETS, SIZES, TASKS, model_config, parse_setting, run_config
 from lineartime.distributed.ranks import TIMEOUT_S, WITH_RANKS, connected, launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.release.pretrained import model_folder
@@ -45,12 +49,14 @@ if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
     from lineartime.training import TrainResult
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 app.add_typer(cli_speed.benchmark, name="benchmark")
 app.command("recall")(cli_recall.recall)
 app.command("reproduce")(cli_reproduce.reproduce)
 app.command("report")(cli_report.report)
+app.command("models")(describe.models)
+app.command("config")(describe.config)
 
 QuestionFiles = Annotated[list[Path] | None, typer.Option(
     help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]
@@ -63,9 +69,23 @@ RankTimeout = Annotated[float, typer.Option(
 MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 
 
+def say_version(asked: bool) -> None:
+    """Print the version and exit."""
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            say(f"lineartime {version('lineartime')}")
+        except PackageNotFoundError:
+            say("lineartime, not installed")
+        raise typer.Exit
+
+
 @app.callback()
 def options(context: typer.Context,
-            debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
+            debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
+            version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True,
+                                                  callback=say_version)] = False) -> None:
     """The options before the verb."""
     if launched().size > 1 and context.invoked_subcommand not in (*WITH_RANKS, "benchmark"):
         raise UsageError("this verb runs in one process", context.invoked_subcommand, "leave out torchrun")
@@ -144,13 +164,15 @@ def say_prepared(manifest: "Manifest", out: Path, part: str | None = None) -> No
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.")],
+    model: Annotated[str, typer.Argument(
+        help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.", autocompletion=complete_from(PRESETS))],
     data: Annotated[str | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
     size: Annotated[str | None, typer.Option(
-        help=f"{', '.join(SIZES)}; by default what fits the machine, or paper where --set or a file names a size.")
-        ] = None,
-    task: Annotated[str | None, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = None,
+        autocompletion=complete_from(SIZES), help=f"{', '.join(SIZES)}; by default what fits the machine, but paper "
+        "for a file of settings and where layers or a width are set.")] = None,
+    task: Annotated[str | None, typer.Option(
+        autocompletion=complete_from(TASKS), help="Use the specification of c4, wiki40b or pg19.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
@@ -586,8 +608,9 @@ def export(
 @app.command()
 def info(
     model: Annotated[str, typer.Argument(
-        metavar="MODEL|DATA", help=f"A model: {', '.join(PRESETS)}. Or a folder made by `lineartime prepare`.")],
-    task: Annotated[str, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = "wiki40b",
+        metavar="MODEL|DATA", help=f"A model: {', '.join(PRESETS)}. Or a folder made by `lineartime prepare`.",
+        autocompletion=complete_from(PRESETS))],
+    task: Task = "wiki40b",
     settings: Setting = None,
     verify: Annotated[bool, typer.Option(
         "--verify", help="Read all files of prepared data and compare their SHA-256.")] = False,
@@ -643,6 +666,9 @@ def plot(
         say(str(plot_run(Path(runs[0]))))
         return
     say(str((plot_context_use if files else plot_comparison)(named, out)))
+
+
+add_examples(app)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from command_line import call as call  # a fixture
 from lineartime.cli import outlook
 from lineartime.cli.outlook import Pace, duration, fitting_size, sized_config
 from lineartime.cli.terminal import Terminal
-from lineartime.config import PRESETS, SHAPE_FIELDS, SIZES, TASKS, TrainConfig, model_config, run_config, size_settings
+from lineartime.config import PRESETS, SHAPE_FIELDS, SIZES, TASKS, TrainConfig, model_config, run_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
 from lineartime.info import n_parameters
