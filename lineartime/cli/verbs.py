@@ -238,6 +238,8 @@ def evaluate(
     context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
     contexts: Annotated[str | None, typer.Option(
         help="Score the same tokens at each of these contexts, with commas: does the model use its context?")] = None,
+    document_tokens: Annotated[int | None, typer.Option(
+        help="With --contexts: only the first so many tokens of each document, at least the longest context.")] = None,
     recurrence: Annotated[bool, typer.Option(
         "--recurrence", help="Score by whether a token or a bigram was in its row before: what is recalled?")] = False,
     chunk: Annotated[int | None, typer.Option(
@@ -260,7 +262,8 @@ def evaluate(
 ) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
     With --questions: exact match and F1 of a fine-tuned model's answers."""
-    for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk)):
+    for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk),
+                          ("document_tokens", document_tokens)):
         if value is not None and value < 1:
             raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if contexts is None and not recurrence and out is not None:
@@ -268,6 +271,8 @@ def evaluate(
     if contexts is not None and (questions or context is not None or batch_rows is not None or recurrence):
         raise UsageError("too much is named", "evaluate --contexts",
                          "leave out --questions, --context, --batch-rows and --recurrence")
+    if document_tokens is not None and contexts is None:
+        raise UsageError("too much is named", "evaluate", "--document-tokens goes with --contexts")
     if (recurrence and questions) or (chunk is not None and not recurrence):
         raise UsageError("too much is named", "evaluate", "--chunk goes with --recurrence, and --questions does not")
     if out is not None and not out.parent.is_dir():
@@ -289,7 +294,7 @@ def evaluate(
         raise UsageError("too much or too little is named", "evaluate",
                          "name a run and --data, or --questions for a fine-tuned run")
     elif lengths:
-        evaluate_contexts(run, data, split, lengths, precision, out, as_json, strict, device)
+        evaluate_contexts(run, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
     elif recurrence:
         options = {"chunk": chunk, "context": context, "batch_rows": batch_rows, "precision": precision}
         evaluate_recurrence(run, data, split, options, out, as_json, strict, device)
@@ -316,8 +321,8 @@ def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_
         say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
 
 
-def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], precision: str, out: Path | None,
-                      as_json: bool, strict: bool, device: str | None) -> None:
+def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], document_tokens: int | None,
+                      precision: str, out: Path | None, as_json: bool, strict: bool, device: str | None) -> None:
     """Score the same tokens at several contexts and print the losses."""
     from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import load_with_split
@@ -325,7 +330,8 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], pr
     model, stream, facts = load_with_split(run, data, split, strict=strict)
     picked = pick_device(device)
     with connected(picked.type) as ranks, Terminal() as terminal:
-        use = measure_context_use(model.to(picked), stream, contexts, precision=precision, ranks=ranks,
+        use = measure_context_use(model.to(picked), stream, contexts, document_tokens=document_tokens,
+                                  precision=precision, ranks=ranks,
                                   progress=terminal.counting("tokens read"))
     scores = {**facts, "split": split, "trained_context": model.config.context, **use.to_dict()}
     show_or_print(scores, describe(use), out, as_json)

@@ -154,6 +154,12 @@ def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Pa
     assert written["contexts"] == [16, 32, 64] and written["split"] == "validation" and written["trained_context"] == 32
     _, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--json")
     assert json.loads(out) == written
+    assert written["n_tokens"] == 541 - 32 and None not in written["gain_errors"]
+    first = ["--document-tokens", 64]
+    _, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", *first)
+    assert out.startswith("32 tokens of 1 documents") and " +- " not in out
+    code, _, err = call("evaluate", run, "--data", data, *first)
+    assert_refused(code, err, 2, "--document-tokens goes with --contexts")
     code, out, _ = call("plot", f"FLASH={scores}", "--out", tmp_path / "contexts.png")
     assert code == 0 and (tmp_path / "contexts.png").exists()
 

@@ -20,7 +20,7 @@ APP = typer.main.get_command(verbs.app)
 
 
 @pytest.mark.parametrize("arguments", [["models"], ["config"], ["config", "transformer++", "--size", "tiny"],
-                                       ["--version"], *(verb.split() + ["--help"] for verb in EXAMPLES)])
+                                       ["--version"], *([*verb.split(), "--help"] for verb in EXAMPLES)])
 def test_torch_is_not_imported(arguments: list[str], call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, err = call(*arguments)
@@ -29,7 +29,8 @@ def test_torch_is_not_imported(arguments: list[str], call: Call, monkeypatch: py
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_the_parameters_that_are_printed_are_those_of_the_models(model: str) -> None:
-    counts = [n_parameters(run_config({"model": model, "size": size, "data": "-", "out": "-"}).model) for size in SIZES]
+    runs = [run_config({"model": model, "size": size, "data": "-", "out": "-"}) for size in SIZES]
+    counts = [n_parameters(run.model) for run in runs]
     assert MODELS[model][1] == tuple(round(count / 1e6, 1) for count in counts)
 
 
@@ -53,7 +54,8 @@ def test_every_field_is_described(call: Call) -> None:
 
 
 def test_wrong_names_are_refused(call: Call) -> None:
-    for arguments, words in ((["config", "flush"], "did you mean flash"), (["config", "--size", "huge"], "unknown size"),
+    for arguments, words in ((["config", "flush"], "did you mean flash"),
+                             (["config", "--size", "huge"], "unknown size: huge"),
                              (["config", "--task", "c5"], "did you mean c4")):
         code, _, err = call(*arguments)
         assert_refused(code, err, 2, words)
