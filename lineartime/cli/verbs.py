@@ -2,8 +2,12 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,12 +99,15 @@ def options(context: typer.Context,
 def prepare(
     given: typer.Context,
     inputs: Annotated[list[Path] | None, typer.Argument(
-        help="Text: .txt, .jsonl(.gz), .json.gz, .parquet, or folders of them.")] = None,
+        help="Text: .txt, .md, .txt.gz, .jsonl(.gz), .json.gz, .parquet, folders of them, or `-`, one document on "
+             "stdin.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
     sample: Annotated[bool, typer.Option("--sample", help="Prepare the book that ships with the package.")] = False,
     tokenizer: Annotated[str, typer.Option(help="train, bytes, or the path of a tokenizer.json.")] = "train",
     vocab_size: Annotated[int, typer.Option(help="Size of a trained tokenizer's vocabulary.")] = 32_000,
-    held_out: Annotated[float | None, typer.Option(help="Last fraction of the text, kept for validation.")] = None,
+    held_out: Annotated[float | None, typer.Option(
+        help="Fraction of the text, at least, that is kept for validation: whole documents at equal distances, or the "
+             "end of a single one.")] = None,
     validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
     test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
@@ -127,15 +134,32 @@ def prepare(
                              "leave it out: the parts know it")
     from lineartime.data.prepare import join, prepare
 
-    with Terminal(stay=True) as terminal:
+    with Terminal(stay=True) as terminal, saved_stdin(inputs or [], out) as inputs:
         if joined:
-            manifest = join(inputs or [], out, progress=terminal.count)
+            manifest = join(inputs, out, progress=terminal.count)
             say_prepared(manifest, out)
             return
-        manifest = prepare(inputs or [], out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
+        manifest = prepare(inputs, out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
                            held_out=held_out, validation=validation or [], test=test or [], field=text_field, task=task,
                            hub=hub, documents=documents, mlm=mlm, jobs=jobs, part=part, progress=terminal.count)
     say_prepared(manifest, out, part)
+
+
+@contextmanager
+def saved_stdin(inputs: list[Path], out: Path) -> Iterator[list[Path]]:
+    """The inputs, with a file beside `out` in the place of `-`: text is read several times. It goes with the block."""
+    if Path("-") not in inputs:
+        yield inputs
+        return
+    if inputs.count(Path("-")) > 1:
+        raise UsageError("stdin is read once", "-", "name it once")
+    parent = Path(os.path.realpath(out)).parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".lineartime-stdin-", dir=parent) as folder:
+        path = Path(folder) / "stdin.txt"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield [path if each == Path("-") else each for each in inputs]
 
 
 def say_counts(manifest: "Manifest") -> None:

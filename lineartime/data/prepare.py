@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,6 +51,8 @@ from lineartime.data.workers import Run, reader_of, worker_pool
 from lineartime.errors import DataError, ResourceError
 from lineartime.settings import require, require_name
 
+logger = logging.getLogger(__name__)
+
 SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 """The book that ships with the package."""
 JOURNAL = "units.jsonl"
@@ -67,16 +70,17 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
     inputs, validation, test: files or folders; `find_sources` finds the split of each file. sample: read the book that
-    ships with the package instead of inputs. held_out: the last fraction of the documents, at least one, becomes the
-    validation split; of a single document the last fraction of its characters, from the next line on if one begins
-    within 65,536 characters. tokenizer: "train" (byte-level BPE of `vocab_size`, trained on at most about
-    `train_characters` from evenly spread pieces of the train split), "bytes", or the path of a tokenizer.json. field:
-    the JSON field or parquet column. task: one of the paper's data sets, which decides how its text is read
-    (`corpora`). hub: read the task from the hub instead of inputs, of each split the first `documents`. mlm: add the
-    tokens "[MASK]" and "[SEP]" to the tokenizer; the task "c4" implies it. jobs: processes that read and tokenise, by
-    default one for each core that this process may use; they do not change the result. part: "2/8" prepares the second
-    of eight shares of the files, for `join`; it takes a tokenizer that is there, and the manifest is not written.
-    unit_characters: what a process takes at once, and what is done again after a kill; it does not change the result.
+    ships with the package instead of inputs. held_out: at least this fraction of the text becomes the validation split,
+    as whole documents at equal distances over the input (`splits.spread_documents`); of a single document the last
+    fraction of its characters, from the next line on if one begins within 65,536 characters. tokenizer: "train" (byte-
+    level BPE of `vocab_size`, trained on at most about `train_characters` from evenly spread pieces of the train
+    split), "bytes", or the path of a tokenizer.json. field: the JSON field or parquet column. task: one of the paper's
+    data sets, which decides how its text is read (`corpora`). hub: read the task from the hub instead of inputs, of
+    each split the first `documents`. mlm: add the tokens "[MASK]" and "[SEP]" to the tokenizer; the task "c4" implies
+    it. jobs: processes that read and tokenise, by default one for each core that this process may use; they do not
+    change the result. part: "2/8" prepares the second of eight shares of the files, for `join`; it takes a tokenizer
+    that is there, and the manifest is not written. unit_characters: what a process takes at once, and what is done
+    again after a kill; it does not change the result.
     progress is called with a description, the amount done and the total (None if unknown): files hashed and checked,
     characters tokenised, ids written.
     `out` appears only when it is complete. What a killed or interrupted call has tokenised stays in a hidden folder
@@ -153,7 +157,7 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
             _refuse_shared_text(hashed)
             with unfinished_folder(out, JOURNAL) as folder:
                 key = {"out": out.name, "settings": settings, "text": hashed, "part": part, "all": all_files,
-                       "unit_characters": unit_characters}
+                       "unit_characters": unit_characters} | ({} if held_out is None else {"held_out": "spread"})
                 files = _resumed(folder, key, sources)
                 if files is None:
                     tasks = [{"do": "check", "reading": reading, "slice_characters": unit_characters} | source._asdict()
@@ -407,6 +411,11 @@ def _write_folder(folder: Path, manifest: Manifest, files: list[CheckedFile], pa
         manifest.splits[name].tokens = _write_split(folder, name, (block for _, block in group), manifest)
     first = next(name for name in parts)
     split = first if parts[first].unit == "characters" else parts[first].files[0].source.split
+    if manifest.settings.get("held_out"):
+        train, held = (manifest.splits[name] for name in ("train", "validation"))
+        what = ("the end of the only document" if parts["validation"].unit == "characters" else
+                f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances")
+        logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
     _add_notes(manifest, tokenizer, next(unit.keeps for of, unit, _ in units if of == split and unit.rows))
     (folder / DATA_MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 

@@ -99,6 +99,17 @@ def test_a_toml_file_and_overrides(data: Path, tmp_path: Path, warm_command: lis
     assert stored["steps"] == 2 and stored["learning_rate"] == 1e-3 and stored["clip"] is None
 
 
+def test_prepare_reads_stdin_and_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
+    prepare = ["prepare", "-", "--out", tmp_path / "data", "--tokenizer", "bytes", "--held-out", 0.2]
+    code, out, _ = call(*prepare, stdin=TEXT)
+    assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
+    assert "train flash --data" in out and [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert json.loads((tmp_path / "data" / "manifest.json").read_text())["sources"][0]["name"] == "stdin.txt"
+    assert "nothing to do" in call(*prepare, stdin=TEXT)[1]
+    code, _, err = call("prepare", "-", "-", "--out", tmp_path / "twice", stdin=TEXT)
+    assert_refused(code, err, 2, "stdin is read once")
+
+
 def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> None:
     code, out, _ = call("evaluate", run, "--data", data)
     assert code == 0 and "bits per byte" in out and "position" in out
