@@ -184,8 +184,9 @@ class Terminal:
         """Show how far a step is; called before each micro-batch."""
         bar, where = self.begin("step", steps), f"micro-batch {number + 1}/{of}"
         if of > 1:
-            bar.update(self.task, completed=step, description="  ".join(filter(None, (self.words, where))))
-        self.say_now_and_then("  ".join(filter(None, (f"step {step}/{steps}", where, self.words))))
+            shown = f"{self.words}  {number + 1}/{of}" if self.words else where
+            bar.update(self.task, completed=step, description=shown)
+        self.say_now_and_then(f"step {step}/{steps}  {where}  {self.words}".rstrip())
 
 
 class TextStreamer:
