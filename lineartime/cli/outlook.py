@@ -84,10 +84,11 @@ def say_plan(config: RunConfig, manifest: "Manifest", size: str, device: str | N
     model, train, on = config.model, config.train, pick_device(device)
     n_tokens, n_train = train.steps * train.tokens_per_step, manifest.splits["train"].tokens
     held_out = manifest.splits["validation"].tokens if "validation" in manifest.splits else 0
-    layers = f"{model.n_layers} {'layers' if model.ffn == 'gau' else 'pairs of layers'} of width {model.d_model}"
+    layers = f"{model.n_layers} {'layer' if model.ffn == 'gau' else 'pair'}{'s' * (model.n_layers > 1)}"
     chunks = "" if model.chunk_size is None else f", chunks of {model.chunk_size:,}"
     say(f"size     {size}")
-    say(f"model    {config.preset}, {n_parameters(model) / 1e6:,.1f} M parameters: {layers}{chunks}")
+    say(f"model    {config.preset}, {n_parameters(model) / 1e6:,.1f} M parameters: {layers} of width {model.d_model}"
+        f"{chunks}")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
         f"{n_tokens:,} tokens, {words_of(n_tokens / n_train)} epochs")
@@ -129,7 +130,7 @@ class Pace:
             self.began.append(time.perf_counter())
             if len(self.began) == TIMED + 1:
                 each = statistics.median(b - a for a, b in zip(self.began, self.began[1:], strict=False))
-                say(f"time     about {duration(self.seconds_left(step, each))}"
+                say(f"time     {duration(self.seconds_left(step, each))}"
                     + (f" for the {train.steps - step:,} steps that are left" if self.first else ""))
         self.terminal.micro_batch(step, train.steps, number, n)
 
@@ -149,7 +150,9 @@ def words_of(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """A time in words, to one unit."""
+    if seconds < 10:
+        return "a few seconds"
     for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
-            return f"{seconds / length:,.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+            return f"about {seconds / length:,.0f} {unit}"
+    return f"about {seconds:.0f} seconds"

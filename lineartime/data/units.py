@@ -21,6 +21,8 @@ from lineartime.data.tokens import Split
 from lineartime.errors import DataError
 
 UNIT_CHARACTERS = 1 << 23
+BLOCK_BYTES = 1 << 22
+"""Bytes of a unit's file that are in memory at once."""
 ROW_BYTES = 24
 
 
@@ -196,7 +198,7 @@ def _ids_of_file(path: Path, unit: Encoded, dtype: str, wanted: list[tuple[int, 
     digest, at, next_span = hashlib.sha256(), 0, 0
     try:
         with path.open("rb") as file:
-            while block := file.read(1 << 22):
+            while block := file.read(BLOCK_BYTES):
                 digest.update(block)
                 if len(block) % np.dtype(dtype).itemsize:
                     raise _damaged(path)

@@ -287,6 +287,15 @@ def test_a_large_file_among_small_ones_does_not_leave_too_little(tmp_path):
     assert manifest.splits["validation"].tokens >= 0.2 * (2000 + 50)
 
 
+def test_held_out_documents_may_lie_anywhere_in_a_file_of_ids(tmp_path, monkeypatch):
+    """Also across two of the blocks that it is read in."""
+    make(tmp_path, {"a.jsonl": [f"document {i} " * (i % 5 + 1) for i in range(40)]})
+    for name, n_bytes in (("large", 1 << 22), ("small", 10)):
+        monkeypatch.setattr(lineartime.data.units, "BLOCK_BYTES", n_bytes)
+        prepare([tmp_path / "a.jsonl"], tmp_path / name, tokenizer="bytes", held_out=0.3, jobs=1)
+    assert contents(tmp_path / "large") == contents(tmp_path / "small")
+
+
 def test_plain_text_is_read_in_any_form(tmp_path, caplog):
     """What is skipped is said; beside records, and about the folder, an .md or .txt.gz is skipped as ever."""
     caplog.set_level("INFO", "lineartime")
