@@ -120,7 +120,7 @@ class Terminal:
 
         self.console, self.stay = Console(file=getattr(sys.stderr, "stream", sys.stderr)), stay
         self.bar: Progress | None = None
-        self.what, self.last_line, self.held_out, self.words, self.stepped = "", 0.0, "", "", False
+        self.what, self.last_line, self.held_out, self.words, self.stepped = "", time.time(), "", "", False
 
     def __enter__(self) -> "Terminal":
         return self
@@ -148,7 +148,7 @@ class Terminal:
                                 transient=not self.stay and what != "step", disable=not self.console.is_terminal)
             self.task = self.bar.add_task("", total=total)
             self.bar.start()
-            self.what, self.last_line = what, time.time()
+            self.what = what
         return self.bar
 
     def count(self, what: str, done: int, total: int | None) -> None:

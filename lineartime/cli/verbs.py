@@ -180,6 +180,9 @@ def say_prepared(manifest: "Manifest", out: Path, part: str | None = None) -> No
     if part is not None:
         say("next        lineartime prepare --join PART1 PART2 ... --out DATA, when all parts are there")
         return
+    if "validation" not in manifest.splits:
+        say(f"note: {out} has nothing held out, which training needs: prepare with --held-out 0.05 or --validation FILE")
+        return
     task, mlm = manifest.settings.get("task"), manifest.settings.get("mlm")
     named = task or ("c4" if mlm else None)
     how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")

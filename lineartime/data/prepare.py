@@ -258,7 +258,8 @@ def _trained(reader: Reader, part: Part, vocab_size: int, train_characters: int,
     every = -(-n_train // train_characters)
     sampled = itertools.islice(pieces_of(reader, part), 0, None, every)
     shown = show("training the tokenizer", sampled, n_train // every, lambda piece: len(piece.text))
-    return train_tokenizer((piece.text for piece in shown), vocab_size, mlm=mlm)
+    texts = itertools.chain((piece.text for piece in shown), show("learning its vocabulary", (), vocab_size))
+    return train_tokenizer(texts, vocab_size, mlm=mlm)  # the last takes as long as reading
 
 
 def _tokenizer(folder: Path, ready: Tokenizer | None, train: Callable[[], Tokenizer]) -> Tokenizer:

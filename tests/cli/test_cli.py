@@ -106,6 +106,8 @@ def test_prepare_reads_stdin_and_says_what_it_held_out(tmp_path: Path, call: Cal
     assert "train flash --data" in out and [path.name for path in tmp_path.iterdir()] == ["data"]
     assert json.loads((tmp_path / "data" / "manifest.json").read_text())["sources"][0]["name"] == "stdin.txt"
     assert "nothing to do" in call(*prepare, stdin=TEXT)[1]
+    code, out, _ = call("prepare", "-", "--out", tmp_path / "whole", "--tokenizer", "bytes", stdin=TEXT)
+    assert code == 0 and "which training needs: prepare with --held-out" in out and "next" not in out
     code, _, err = call("prepare", "-", "-", "--out", tmp_path / "twice", stdin=TEXT)
     assert_refused(code, err, 2, "stdin is read once")
 

@@ -159,6 +159,19 @@ def test_a_line_comes_off_a_terminal_while_a_step_takes_long(data: Path, capsys:
         "a few seconds", "about 119 seconds", "about 2 minutes", "about 2 hours", "about 12 days"]
 
 
+def test_lines_come_off_a_terminal_in_any_work(capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds after the one before, whatever the work was then."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    with Terminal() as terminal:
+        for what, done, total in (("hashing", 1, 2), ("hashing", 2, 2), ("tokenising", 0, 9000),
+                                  ("tokenising", 5000, 9000), ("tokens read", 7000, None), ("tokens read", 8000, None)):
+            terminal.count(what, done, total)
+            now[0] += 6
+    assert capsys.readouterr().err.splitlines() == ["tokenising 0/9,000", "tokens read 7,000"]
+
+
 def test_a_signal_is_answered_while_an_operation_runs() -> None:
     """Python's own handler waits for the end of the operation; here one that takes a second or more."""
     heard: list[tuple[str, float]] = []
