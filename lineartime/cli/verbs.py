@@ -181,7 +181,7 @@ def say_prepared(manifest: "Manifest", out: Path, part: str | None = None) -> No
         say("next        lineartime prepare --join PART1 PART2 ... --out DATA, when all parts are there")
         return
     if "validation" not in manifest.splits:
-        say(f"note: {out} has nothing held out, which training needs: prepare with --held-out 0.05 or --validation FILE")
+        say(f"note: {out} has nothing held out, which training needs: prepare with --held-out 0.05 or --validation")
         return
     task, mlm = manifest.settings.get("task"), manifest.settings.get("mlm")
     named = task or ("c4" if mlm else None)
