@@ -359,9 +359,15 @@ class TrainConfig:
     steps: int = 125_000
     """Number of steps."""
     warmup_steps: int = 10_000
-    """Steps in which the learning rate rises to its peak."""
+    """Steps until the peak learning rate. Settings that do not name it take a fifth of the run if that is less."""
     learning_rate: float = 7e-4
-    """Peak learning rate; after the warm-up it decays linearly to zero at `steps`."""
+    """Peak learning rate."""
+    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
+    """What the learning rate does after the warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine":
+    it falls so along half a cosine. "constant": it stays. "wsd": it stays, and in the last `decay_share` of the steps
+    falls linearly to zero."""
+    decay_share: float = 0.2
+    """The part of the steps in which "wsd" lets the rate fall."""
     adam_epsilon: float = 1e-6
     """Added to the root of the second moment."""
     adam_beta1: float = 0.9
@@ -423,6 +429,13 @@ class TrainConfig:
                 f"clip = {self.clip}", 'say "none" for off')
         require(self.warmup_steps <= self.steps, "warm-up is longer than the run",
                 f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
+        require(self.schedule == "wsd" or self.decay_share == TrainConfig.decay_share,
+                'decay_share is for schedule "wsd"', f"schedule = {self.schedule}", "leave it out")
+        require(0 < self.decay_share <= 1, "decay_share is a share of the steps", f"decay_share = {self.decay_share}",
+                "it lies above 0, up to 1")
+        require(self.schedule != "wsd" or self.warmup_steps <= self.decay_from, "the warm-up reaches into the decay",
+                f"warmup_steps = {self.warmup_steps}, the decay begins at step {self.decay_from}",
+                "lower warmup_steps or decay_share")
         require(not self.shard or self.clip is None or self.clip_scope == "global",
                 "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
                 "set clip_scope = global")
@@ -432,6 +445,11 @@ class TrainConfig:
         require(self.tokens_per_step % self.micro_batch_tokens == 0,
                 "tokens_per_step must be a multiple of micro_batch_tokens",
                 f"{self.tokens_per_step} and {self.micro_batch_tokens}")
+
+    @property
+    def decay_from(self) -> int:
+        """The first step at which "wsd" lowers the learning rate; at least one step does."""
+        return self.steps - max(round(self.decay_share * self.steps), 1)
 
     @property
     def n_tiles(self) -> int:
@@ -462,6 +480,15 @@ def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
 
 
 @dataclass(frozen=True)
+class Source:
+    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped model, by the name that
+    was given, and the specification of their own model."""
+
+    name: str
+    model: ModelConfig
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to this and stores it.
 
@@ -473,6 +500,8 @@ class RunConfig:
     task: str
     data: str
     out: str
+    source: Source | None = None
+    """None: the initial values are drawn from the seed."""
 
     def __post_init__(self) -> None:
         context, micro = self.model.context, self.train.micro_batch_tokens
@@ -493,7 +522,7 @@ class RunConfig:
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
-RUN_FIELDS = ("model", "task", "size", "data", "out")
+RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 SOURCES = {
     "Tables 8-10": ("n_heads", "attn_kernel", "attn_type", "ffn", "activation", "norm", "abs_pos", "rel_pos",
                     "n_layers", "d_model", "expansion_factor", "chunk_size"),
@@ -554,27 +583,62 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
     return {name: value for name, value in own.items() if name not in given}
 
 
-def run_config(settings: dict[str, Any]) -> RunConfig:
-    """The run described by a flat table of settings: `model`, `task`, `data`, `out`, any field of `ModelConfig` and
-    `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from, by default "paper".
+def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
+    """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any field of
+    `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from, by
+    default "paper"; with `from` those of training alone, without the rate.
 
-    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a wrong value."""
+    source: the model of the weights that `from` names; its fields stand for those of a preset. Without chunks, n of
+    relu(q k / n + b)^2 keeps its value, so that the weights give what they gave. Raises UsageError for an unknown name
+    (with the nearest valid one), a wrong type or a wrong value."""
+    check_names(settings)
+    model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
+    if source is not None:
+        preset, task = nearest_preset(source), "wiki40b"
+        kept = {"attn_scale_len": source.scale_len} if source.has_bias and source.chunk_size is None else {}
+        config = replace_fields(source, kept | model)
+        sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
+        # A size's rate is for weights that are drawn: trained ones would first lose much of what they know.
+        sized = {k: v for k, v in sized.items() if k in TRAIN_FIELDS and k != "learning_rate"}
+        settings = sized | settings
+    else:
+        preset, task = settings["model"], settings.get("task", "wiki40b")
+        settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
+        config = model_config(preset, task, **{k: v for k, v in settings.items() if k in MODEL_FIELDS})
+    steps = settings.get("steps", TrainConfig.steps)
+    train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
+    if isinstance(steps, int):
+        train_defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
+    train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
+    return RunConfig(config, replace_fields(TrainConfig(), train), preset, task, settings["data"], settings["out"],
+                     None if source is None else Source(settings["from"], source))
+
+
+def check_names(settings: dict[str, Any]) -> None:
+    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for a model, data or a folder
+    that is not named, and for a model of which there are two."""
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
-    require("model" in settings, "no model is named", "model", f"one of {', '.join(PRESETS)}")
+    require("model" in settings or "from" in settings, "no model is named", "model",
+            f"one of {', '.join(PRESETS)}, or weights: --from RUN")
+    for other in ("model", "task"):
+        require(not {other, "from"} <= settings.keys(), "weights have their own model",
+                f"{other} = {settings.get(other)}, from = {settings.get('from')}", "leave one out")
     require(settings.get("data", "") != "", "no data is named", "data",
             "give --data a folder made by `lineartime prepare`")
     require(settings.get("out", "") != "", "no folder for the run is named", "out", "give --out a folder")
-    for name in ("data", "out"):
-        require(isinstance(settings[name], str) and "\0" not in settings[name], "wrong value",
-                f"{name} = {settings[name]!r}", "it takes a folder's path")
-    preset, task = settings["model"], settings.get("task", "wiki40b")
-    settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
-    train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
-    train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
-    model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
-    return RunConfig(model=model_config(preset, task, **model), train=replace_fields(TrainConfig(), train),
-                     preset=preset, task=task, data=settings["data"], out=settings["out"])
+    for name in ("data", "out", "from"):
+        value = settings.get(name, "-")
+        require(isinstance(value, str) and value != "" and "\0" not in value, "wrong value", f"{name} = {value!r}",
+                "it takes a folder's path")
+
+
+def nearest_preset(config: ModelConfig) -> str:
+    """The preset that a model differs from in the fewest fields."""
+    def n_different(name: str) -> int:
+        return sum(getattr(config, field) != getattr(PRESETS[name], field) for field in MODEL_FIELDS)
+
+    return min(PRESETS, key=n_different)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

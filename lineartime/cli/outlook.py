@@ -27,12 +27,14 @@ def sized_config(given: dict[str, Any], *, is_whole: bool, device: str | None) -
 
     Wrong settings are refused before torch is imported. Raises as `config_for_data` and `pick_device` do, and
     CheckpointError for a damaged run in the folder."""
-    from lineartime.data.tokens import config_for_data
+    from lineartime.data.run_settings import config_for_data
 
     shapes = [name for name in SHAPE_FIELDS if name in given]
     if "size" in given or shapes or is_whole:
         rest = f", but for {', '.join(shapes)}" if shapes else ""
         return config_for_data(given), f"{given.get('size', 'paper')}{rest}"
+    if "from" in given and given.keys() & {"steps", "tokens_per_step"}:
+        return config_for_data(given), "that of the weights"
     config_for_data({"size": next(iter(SIZES)), **given})
     stored = stored_sizes(given)
     if stored:
@@ -47,15 +49,17 @@ def stored_sizes(given: dict[str, Any]) -> dict[str, Any]:
     """The fields that a size has, of the run in the folder `out` that has the same preset and task; without one none.
 
     Raises CheckpointError for a damaged description."""
-    from lineartime.run import RUN_FILE, read_run
+    from lineartime.data.run_settings import RUN_FILE
+    from lineartime.run import read_run
 
     if not (Path(given["out"]) / RUN_FILE).exists():
         return {}
     run = read_run(Path(given["out"]))
-    if (run["preset"], run["task"]) != (given["model"], given.get("task", "wiki40b")):
+    preset = given.get("model", run["preset"])
+    if run.get("from") != given.get("from") or (run["preset"], run["task"]) != (preset, given.get("task", "wiki40b")):
         return {}
-    fields = {**run["model"], **run["train"]}
-    return {name: fields[name] for size in SIZES for name in size_settings(size, given["model"], {})}
+    fields = {**run["train"], **({} if "from" in given else run["model"])}
+    return {name: fields[name] for size in SIZES for name in size_settings(size, preset, {}) if name in fields}
 
 
 def fitting_size(device: "torch.device") -> tuple[str, str]:
@@ -73,17 +77,17 @@ def fitting_size(device: "torch.device") -> tuple[str, str]:
     return "small" if n_cores >= 8 and enough else "tiny", f"a processor with {n_cores} cores{memory_words}"
 
 
-def say_plan(config: RunConfig, manifest: "Manifest", size: str, device: str | None) -> None:
+def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: str | None) -> None:
     """Print what a run will read, make and take, unless it is complete."""
+    from lineartime.data.run_settings import RESULT_FILE
     from lineartime.info import n_parameters
-    from lineartime.run import RESULT_FILE
     from lineartime.runtime import available_bytes, pick_device
 
     if (Path(config.out) / RESULT_FILE).exists():
         return
     model, train, on = config.model, config.train, pick_device(device)
-    n_tokens, n_train = train.steps * train.tokens_per_step, manifest.splits["train"].tokens
-    held_out = manifest.splits["validation"].tokens if "validation" in manifest.splits else 0
+    n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
+    held_out = tokens_of(manifests, "validation")
     layers = f"{model.n_layers} {'layer' if model.ffn == 'gau' else 'pair'}{'s' * (model.n_layers > 1)}"
     chunks = "" if model.chunk_size is None else f", chunks of {model.chunk_size:,}"
     say(f"size     {size}")
@@ -113,13 +117,18 @@ def n_micro_batches(config: RunConfig) -> int:
     return max(config.rows_per_step // config.micro_batch_rows * config.train.context_parallel // launched().size, 1)
 
 
+def tokens_of(manifests: "list[Manifest]", split: str) -> int:
+    """The tokens of a split of all texts."""
+    return sum(manifest.splits[split].tokens for manifest in manifests if split in manifest.splits)
+
+
 class Pace:
     """Shows how far a step is, and tells the time of the run once after its first micro-batches; the `on_micro_batch`
     of training."""
 
-    def __init__(self, config: RunConfig, manifest: "Manifest", terminal: Terminal):
+    def __init__(self, config: RunConfig, manifests: "list[Manifest]", terminal: Terminal):
         self.config, self.terminal = config, terminal
-        self.held_out = manifest.splits["validation"].tokens if "validation" in manifest.splits else 0
+        self.held_out = tokens_of(manifests, "validation")
         self.began: list[float] = []
         self.first: int | None = None
 

@@ -7,7 +7,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +43,7 @@ from lineartime.cli.terminal import (
     shown_log,
     summary,
 )
+from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
 from lineartime.config import PRESETS, SIZES, TASKS, model_config, parse_setting, run_config
 from lineartime.distributed.ranks import TIMEOUT_S, WITH_RANKS, connected, launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
@@ -103,7 +104,10 @@ def prepare(
              "stdin.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
     sample: Annotated[bool, typer.Option("--sample", help="Prepare the book that ships with the package.")] = False,
-    tokenizer: Annotated[str, typer.Option(help="train, bytes, or the path of a tokenizer.json.")] = "train",
+    tokenizer: Annotated[str, typer.Option(
+        help="train, bytes, the path of a tokenizer.json, or what has one: a run, an export, small.")] = "train",
+    add_tokens: Annotated[Path | None, typer.Option(
+        help="Further tokens for this tokenizer, one in each line of a file.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Size of a trained tokenizer's vocabulary.")] = 32_000,
     held_out: Annotated[float | None, typer.Option(
         help="Fraction of the text, at least, that is kept for validation: whole documents at equal distances, or the "
@@ -139,7 +143,8 @@ def prepare(
             manifest = join(inputs, out, progress=terminal.count)
             say_prepared(manifest, out)
             return
-        manifest = prepare(inputs, out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
+        manifest = prepare(inputs, out, sample=sample, tokenizer=tokenizer, add_tokens=add_tokens,
+                           vocab_size=vocab_size,
                            held_out=held_out, validation=validation or [], test=test or [], field=text_field, task=task,
                            hub=hub, documents=documents, mlm=mlm, jobs=jobs, part=part, progress=terminal.count)
     say_prepared(manifest, out, part)
@@ -191,9 +196,14 @@ def say_prepared(manifest: "Manifest", out: Path, part: str | None = None) -> No
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(
-        help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.", autocompletion=complete_from(PRESETS))],
-    data: Annotated[str | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
+    model: Annotated[str | None, typer.Argument(
+        help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.",
+        autocompletion=complete_from(PRESETS))] = None,
+    data: Annotated[str | None, typer.Option(
+        help="Folder made by `lineartime prepare`, or several with their shares: books:0.7,wiki:0.3.")] = None,
+    weights: Annotated[str | None, typer.Option(
+        "--from", metavar="RUN", help="Begin with the weights of a run, a checkpoint, an exported folder, or small.")
+        ] = None,
     out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
     size: Annotated[str | None, typer.Option(
         autocompletion=complete_from(SIZES), help=f"{', '.join(SIZES)}; by default what fits the machine, but paper "
@@ -203,27 +213,40 @@ def train(
     context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    log: Annotated[str | None, typer.Option(
+        help=f"Write the metrics by a library too, in files: {', '.join(TRACKERS)}.")] = None,
     settings: Setting = None,
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Train a model, or continue a run; then evaluate it, write a sample and a plot."""
+    """Train a model, continue a run, or begin anew with its weights; then evaluate it, write a sample and a plot."""
     results_are_files()
-    given: dict[str, Any] = read_toml(Path(model)) if model.endswith(".toml") else {"model": model}
-    for name, value in (("data", data), ("out", out), ("size", size), ("task", task), ("context", context),
+    if log is not None:
+        require_tracker(log)
+    given: dict[str, Any] = read_toml(Path(model)) if model and model.endswith(".toml") else {}
+    if model and not given:
+        given["model"] = model
+    for name, value in (("from", weights), ("data", data), ("out", out), ("size", size), ("task", task),
+                        ("context", context),
                         ("tokens_per_step", tokens_per_step), ("steps", steps)):
         if value is not None:
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
-    config, size_words = sized_config(given, is_whole=model.endswith(".toml"), device=device)
-    from lineartime.data.tokens import read_manifest
+    config, size_words = sized_config(given, is_whole=bool(model and model.endswith(".toml")), device=device)
+    from lineartime.data.tokens import read_manifests
     from lineartime.training import StopSignal, train
 
-    manifest = read_manifest(Path(config.data))
-    say_plan(config, manifest, size_words, device)
-    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
-        done = train(config, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
-                     on_micro_batch=Pace(config, manifest, terminal), rank_timeout=rank_timeout)
+    manifests = read_manifests(config.data)
+    say_plan(config, manifests, size_words, device)
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, (
+            tracked(log, config) if log is not None and launched().is_first else nullcontext()) as track:
+        def on_step(record: dict[str, Any]) -> None:
+            terminal.step(record)
+            if track is not None:
+                track(record)
+
+        done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
+                     on_micro_batch=Pace(config, manifests, terminal), rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
@@ -234,10 +257,14 @@ def train(
 
 def say_trained(done: "TrainResult") -> None:
     """Print the scores, the sample and the files of a run."""
-    from lineartime.data.tokens import read_manifest
+    from lineartime.data.mixture import read_mixture
+    from lineartime.data.tokens import read_manifests
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
-    say(summary("held-out", scores, read_manifest(Path(config.data)).settings.get("task")))
+    tasks = [manifest.settings.get("task") for manifest in read_manifests(config.data)]
+    say(summary("held-out", scores, tasks[0] if len(set(tasks)) == 1 else None))
+    for folder, each in done.scores.get("by_source", {}).items():
+        say(f"         {folder}: {each['loss']:.3f} nats per {'masked ' * ('masked' in each)}token")
     if "xz_bits_per_byte" in done.scores:
         xz = done.scores["xz_bits_per_byte"]
         say(f"         xz -9e, which has seen the training text: {xz:.3f} bits per byte; the model is "
@@ -254,7 +281,7 @@ def say_trained(done: "TrainResult") -> None:
     say(f"plot     {out / 'loss.png'}")
     say(f"metrics  {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
-    say(f"next     {generate}lineartime evaluate {out} --data {config.data} --split validation")
+    say(f"next     {generate}lineartime evaluate {out} --data {read_mixture(config.data)[0].folder} --split validation")
 
 
 @app.command()
@@ -453,7 +480,8 @@ def finetune(
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Teach a model to find answers in documents, once per learning rate; keep the best by F1."""
+    """Teach a masked model to find answers in documents, once per learning rate; keep the best by F1.
+    To teach a causal model more text: `lineartime train --from RUN`."""
     results_are_files()
     if not questions or not validation or out is None:
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")

@@ -135,7 +135,7 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
 @pytest.mark.parametrize("model", ["flash", "combiner", "transformer"])
 def test_the_memory_of_a_run_is_counted(model: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = run_config({"model": model, "size": "tiny", "vocab_size": 257, "causal": model != "flash", **PLACE})
-    outlook.say_plan(config, read_manifest(data), "tiny", "cpu")
+    outlook.say_plan(config, [read_manifest(data)], "tiny", "cpu")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
     assert 0.3 < float(line.split()[2]) < 3
 
@@ -147,7 +147,7 @@ def test_a_line_comes_off_a_terminal_while_a_step_takes_long(data: Path, capsys:
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     with Terminal() as terminal:
-        pace = Pace(config, read_manifest(data), terminal)
+        pace = Pace(config, [read_manifest(data)], terminal)
         for number in range(16):
             pace(7, number)
             now[0] += 6

@@ -626,10 +626,10 @@ def test_evaluation_reads_every_target_once_in_order(prepared):
 @settings(max_examples=50)
 def test_rows_are_a_pure_function_of_seed_and_step(pure_stream, seed, steps, rows):
     """Whatever was read before, from however many rows at once: row n of all is the same."""
-    tokens.epoch_order.cache_clear()
+    tokens.orders.cache_clear()
     in_order = [row for n in range(max(steps) * rows + rows) if n >= min(steps) * rows
                 for row in batch_rows(pure_stream, seed=seed, step=n, rows_per_step=1, context=9).tolist()]
-    tokens.epoch_order.cache_clear()
+    tokens.orders.cache_clear()
     for step in steps:
         got = batch_rows(pure_stream, seed=seed, step=step, rows_per_step=rows, context=9).tolist()
         first = (step - min(steps)) * rows
