@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -163,7 +162,12 @@ def saved_stdin(inputs: list[Path], out: Path) -> Iterator[list[Path]]:
     with tempfile.TemporaryDirectory(prefix=".lineartime-stdin-", dir=parent) as folder:
         path = Path(folder) / "stdin.txt"
         with path.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+            while block := (b"" if sys.stdin is None else sys.stdin.buffer.read(1 << 20)):
+                if b"\0" in block:  # and not the endless copy of a device
+                    raise DataError("a NUL byte: this is no text", "stdin")
+                file.write(block)
+        if not path.stat().st_size:
+            raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")
         yield [path if each == Path("-") else each for each in inputs]
 
 
