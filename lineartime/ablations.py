@@ -96,13 +96,13 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
     def make_heads(self, z_BTS: Tensor, near_BTS: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
         """heads_NBTS made from z: q and k of the quadratic half, then with chunks those of the linear half, then those
         of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads. near_BTS: z, or with
-        `key_conv` its convolution, for the linear half's key, without chunks for the only one."""
+        `key_conv` its convolution, for the linear half's key, without chunks for the only one, see `local_key_conv`."""
         config, h = self.config, self.config.n_heads
         assert info.rotary is not None
         sin, cos = (angle[..., None, :] for angle in info.rotary)
         heads = list(self.scale_offset(z_BTS).unflatten(-1, (h, -1)))
-        if self.key_conv is not None:
-            key = 1 if config.chunk_size is None else 3
+        local = config.chunk_size is None or config.local_key_conv
+        for key in (1,) * local + (3,) * (config.chunk_size is not None) if self.key_conv is not None else ():
             k_BTS = near_BTS * self.scale_offset.gamma[key] + self.scale_offset.beta[key]
             heads[key] = k_BTS.unflatten(-1, (h, -1))
         not_turned = () if config.linear_rope else (2, 3)

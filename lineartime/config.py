@@ -92,6 +92,8 @@ class ModelConfig:
     key_conv: int = 0
     """Tokens in the window of a depthwise convolution of z, or of a Transformer's keys, that keys are made from: a
     token and those before it, or when not causal those around it. With chunks the linear half's keys alone. 0: none."""
+    local_key_conv: bool = False
+    """The local half's keys are made from this convolution too."""
     linear_scale_init: float | None = None
     """Initial value of the scales of the linear half's queries and keys; None: the paper's normal(0, 0.02)."""
     linear_rope: bool = True
@@ -194,11 +196,15 @@ class ModelConfig:
                 f"chunk_pooling = {self.chunk_pooling}, linear_divisor = {self.linear_divisor}")
         require(self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
                 f"linear_gate = {self.linear_gate}", "set linear_gate = true")
+        require(not self.local_key_conv or (self.key_conv > 0 and self.attn_type == "mixed_chunk"
+                                            and self.chunk_parts != "global"),
+                "local_key_conv is for the local half of mixed chunk attention, with key_conv",
+                f"key_conv = {self.key_conv}, attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}")
         require(not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer",
                 f"ffn = {self.ffn}", "leave it out: a GAU makes queries and keys from one base")
         if self.key_conv:
             require(self.key_conv >= 2, "key_conv is 0 or at least 2", f"key_conv = {self.key_conv}")
-            require(self.attn_type == "quadratic" or self.has_linear_half,
+            require(self.attn_type == "quadratic" or self.has_linear_half or self.local_key_conv,
                     "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
                     f"attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}", "leave it out")
             require(self.causal or self.key_conv % 2 == 1, "a window around a token is odd",

@@ -45,14 +45,15 @@ class MixedChunk:
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, near_BTD: Tensor,
                    info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
         """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`, and the linear keys'
-        gates, gate_BT. near_BTD: k, or with `key_conv` its convolution, for the linear half."""
+        gates, gate_BT. near_BTD: k, or with `key_conv` its convolution, for the linear half, see `local_key_conv`."""
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
         q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], near_BTD * gamma[1] + beta[1]
         q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
         if config.linear_rope:
             q_lin_BTHK, k_lin_BTHK = rotate_heads(q_lin_BTHK, info), rotate_heads(k_lin_BTHK, info)
         q_lin_BTHK, k_lin_BTHK, gate_BT = linear_heads(q_lin_BTHK, k_lin_BTHK, near_BTD, config, self.linear_gate)
-        heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), q_lin_BTHK, k_lin_BTHK)
+        k_quad_BTHK = near_BTD.view_as(k_BTHK) if config.local_key_conv else k_BTHK
+        heads = (rotate_heads(q_BTHK, info), rotate_heads(k_quad_BTHK, info), q_lin_BTHK, k_lin_BTHK)
         return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:

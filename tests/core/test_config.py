@@ -186,6 +186,9 @@ REFUSED = [
                           ("linear_norm", True), ("linear_divisor", 2))),
     ({"chunk_parts": "local", "linear_gate": True}, "linear_gate is for the linear half of mixed chunk attention: "
      "attn_type = mixed_chunk, chunk_parts = local; leave it out"),
+    *((given, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_conv = ")
+      for given in ({"local_key_conv": True}, {"local_key_conv": True, "key_conv": 3, "chunk_parts": "global"},
+                    {"model": "flash-quad", "local_key_conv": True, "key_conv": 3})),
     ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU "
      "makes queries and keys from one base"),
     ({"linear_scale_init": 0}, "linear_scale_init must be positive: linear_scale_init = 0.0"),

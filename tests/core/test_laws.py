@@ -92,6 +92,10 @@ def reachable(config: ModelConfig, segment_ids_T: Tensor) -> Tensor:
         chunk = position // config.chunk_size
         if config.chunk_parts == "local":
             one_layer &= (chunk[:, None] - chunk).abs() <= config.overlap
+        if config.chunk_parts == "local" and config.local_key_conv:  # a key has been made from others too
+            distance = position[:, None] - position if config.causal else 2 * (position[:, None] - position).abs()
+            window = document & (distance >= 0) & (distance < config.key_conv)
+            one_layer = one_layer.double() @ window.double() > 0
         if config.chunk_parts == "global" and config.causal:
             one_layer &= (chunk[:, None] > chunk) | (position[:, None] == position)
         if config.first_to_all:

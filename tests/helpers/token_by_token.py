@@ -151,7 +151,8 @@ def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor
     near_TS = convolved(config, w, z_TS, ids)
     made = []
     for n, (gamma, beta) in enumerate(zip(w["scale_offset.gamma"], w["scale_offset.beta"], strict=True)):
-        x_TS = (near_TS if n == (1 if config.chunk_size is None else 3) else z_TS) * gamma + beta
+        of_near = {1} if config.chunk_size is None else {1, 3} if config.local_key_conv else {3}
+        x_TS = (near_TS if n in of_near else z_TS) * gamma + beta
         base = config.rope_base if config.linear_rope or n not in (2, 3) else None
         made.append([x_TK if base is None else torch.stack([turned(x_K, t, base) for t, x_K in enumerate(x_TK)])
                      for x_TK in x_TS.split(s // n_heads, dim=1)])
@@ -190,7 +191,7 @@ def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) ->
     near_TD = convolved(config, w, k_TD, ids)
     if config.chunk_size is None:
         k_TD = near_TD
-    qs, ks, vs = heads(q_TD), heads(k_TD), heads(v_TD, rotate=False)
+    qs, ks, vs = heads(q_TD), heads(near_TD if config.local_key_conv else k_TD), heads(v_TD, rotate=False)
     if config.attn_type == "rowmajor_axial":
         attended_TD = combiner(config, w, xn_TD, qs, ks, vs, ids)
         return x_TD + dense(attended_TD, w, "out_proj")
