@@ -48,8 +48,8 @@ class Tokenizer:
     `json` is the text of the tokenizer.json, `sha256` its hash. `end_of_document` is the id of "<|endoftext|>"; `mask`
     and `separator` are those of "[MASK]" and "[SEP]", or None. The constructor adds a missing "<|endoftext|>", and with
     `mlm` the other two. `special` are the ids that no text has: special tokens and unused ids. `vocab_size` is the
-    largest id plus one. `name` is for messages. Raises DataError if `json` is not a tokenizer, or its vocabulary has no
-    room for one of these tokens."""
+    largest id plus one; `has_gaps` says whether an id below it is unused. `name` is for messages. Raises DataError if
+    `json` is not a tokenizer, or its vocabulary has no room for one of these tokens."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         self.name = name
@@ -74,6 +74,7 @@ class Tokenizer:
         self.end_of_document = special[END_OF_DOCUMENT]
         self.mask, self.separator = special.get(MASK), special.get(SEPARATOR)
         self.vocab_size = max(used) + 1
+        self.has_gaps = len(used) < self.vocab_size
         self.special = sorted({*range(self.vocab_size)} - used.keys() | {*special.values()})
         self.json = json
         self.sha256 = hashlib.sha256(json.encode()).hexdigest()
