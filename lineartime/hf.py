@@ -131,9 +131,8 @@ class LineartimeTokenizer(TokenizersBackend):
             ids = tokenizer.get_vocab().values()
             pad = padding_token(tokenizer.mask_token is not None, len({*ids}) <= max(ids))
             tokenizer.add_special_tokens({} if pad is None else {"pad_token": pad})
-        for name, default in (("add_bos_token", True), ("padding_side", cls.padding_side)):
-            tokenizer.init_kwargs.setdefault(name, default)  # which are saved, for a plain class to read
-        tokenizer.add_bos_token = tokenizer.init_kwargs["add_bos_token"]
+        tokenizer.init_kwargs.setdefault("padding_side", cls.padding_side)  # saved, for a plain class to read
+        tokenizer.add_bos_token = kwargs.get("add_bos_token", True)
         return tokenizer
 
     @classmethod

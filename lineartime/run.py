@@ -349,7 +349,8 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
     try:
         config = model_config_from_json(files[CONFIG_FILE])
-        kind = SpanModel if QUESTION_ANSWERING in files[CONFIG_FILE] else LanguageModel
+        classes = json.loads(files[CONFIG_FILE]).get("architectures") or []
+        kind = SpanModel if QUESTION_ANSWERING in classes else LanguageModel
         tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None

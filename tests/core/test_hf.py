@@ -1,6 +1,7 @@
 """A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel` gives."""
 
 import copy
+import json
 import logging
 import os
 
@@ -20,6 +21,7 @@ from lineartime.errors import CheckpointError, UsageError
 from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.model import LanguageModel, token_losses
+from lineartime.release.folder import tokenizer_files
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_models import LONG_MEMORY
 
@@ -596,6 +598,38 @@ def test_a_tokenizer_from_elsewhere_keeps_its_own_tokens(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer("abba b")["input_ids"] == [ours.end_of_document, *ours.encode("abba b")]
     assert (tokenizer.bos_token, tokenizer.eos_token) == (END_OF_DOCUMENT, "<|turn|>")
+    # A plain class would heed the post-processor: nothing but this class, imported or trusted, opens such an export.
+    files = tokenizer_files(ours)
+    assert files["tokenizer.json"] == ours.json
+    assert json.loads(files["tokenizer_config.json"])["auto_map"]["AutoTokenizer"][1].endswith(".LineartimeTokenizer")
+    (tmp_path / "tokenizer_config.json").write_text(files["tokenizer_config.json"])
+    assert type(AutoTokenizer.from_pretrained(tmp_path)) is LineartimeTokenizer
+
+
+def test_the_likelihood_of_a_text_as_a_harness_rolls_it(ours, hf, folder):
+    """lm_eval with add_bos_token=False: it puts the beginning before the text itself, once, and scores every token."""
+    plain, text = byte_tokenizer(), "Reader, I married him."
+    tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer(text)["input_ids"] == ids == plain.encode(text) and tokenizer.bos_token_id == EOD
+    rows_BT = torch.tensor([[tokenizer.bos_token_id, *ids]])
+    log_p = hf(rows_BT[:, :-1]).logits.log_softmax(-1).gather(2, rows_BT[:, 1:, None]).sum()
+    assert torch.allclose(-log_p, token_losses(ours, rows_BT).sum(), rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == [EOD, *ids]
+
+
+def test_tokenizers_that_older_versions_saved(folder, tmp_path):
+    """Their padding is the end of a document, and they have no post-processor."""
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())
+                                                     | {"pad_token_id": EOD}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "LineartimeTokenizer", "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,
+        "pad_token": END_OF_DOCUMENT}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(tokenizer) is LineartimeTokenizer and tokenizer.pad_token_id == EOD
+    assert tokenizer(["a", "bc"], padding=True)["input_ids"] == [[EOD, EOD, 97], [EOD, 98, 99]]
+    assert AutoConfig.from_pretrained(tmp_path).pad_token_id == EOD
 
 
 def test_text_generation_pipeline(hf64, folder):
