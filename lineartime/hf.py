@@ -49,7 +49,7 @@ from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel, in_order, init_span_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.release.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer
+from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer, weight_files
 from lineartime.settings import require
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
@@ -377,7 +377,7 @@ class LineartimeModel(PreTrainedModel):
         missing in `LanguageModel`."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
-            check_shared(folder, [CONFIG_FILE, WEIGHTS_FILE])
+            check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
             place = folder / WEIGHTS_FILE
         model, found = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True,
                                                ignore_mismatched_sizes=True, **kwargs)
@@ -474,6 +474,7 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         """The same modules as a `LineartimeModel`, which returns hidden states."""
         trunk = copy.copy(self)
         trunk.__class__ = LineartimeModel
+        trunk.__dict__.pop("forward", None)  # of a library that put its own there
         return trunk
 
     def get_output_embeddings(self) -> Any:

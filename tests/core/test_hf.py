@@ -22,6 +22,7 @@ from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.model import LanguageModel, token_losses
 from lineartime.release.folder import tokenizer_files
+from lineartime.run import load_model
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_models import LONG_MEMORY
 
@@ -133,6 +134,26 @@ def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, hf, tmp_path,
     assert_same_weights(again, ours)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path).model, ours)
     assert not said, [record.getMessage() for record in said]
+
+
+def test_weights_in_several_files(ours, hf, tmp_path):
+    hf.save_pretrained(tmp_path, max_shard_size="8KB")
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1 and not (tmp_path / "model.safetensors").exists()
+    assert_same_weights(load_model(tmp_path)[0], ours)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path).model, ours)
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_text()
+    for text, words in (("{}", "it has no file of each tensor"), (whole.replace('"model-', '"../model-'), "no file"),
+                        (whole.replace(shards[0].name, shards[1].name), "head_bias is missing|embed.weight is missing")):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=words):
+            load_model(tmp_path)
+    index.write_text(whole)
+    shards[0].unlink()
+    with pytest.raises(CheckpointError, match=shards[0].name):
+        load_model(tmp_path)
 
 
 def test_names_with_and_without_the_prefix_load_and_save(ours, hf, tmp_path):
@@ -531,6 +552,8 @@ def test_generation_stops_at_a_string(hf64, folder):
 def test_what_trl_asks_of_a_model(hf):
     """Its trainers take the trunk and the head apart."""
     ids_BT = packed_ids()
+    forward = hf.forward
+    hf.forward = lambda *arguments, **more: forward(*arguments, **more)  # it calls the trunk from one of its own
     trunk, head = hf.base_model, hf.get_output_embeddings()
     states = trunk(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False,
                    output_router_logits=False).last_hidden_state
