@@ -318,8 +318,8 @@ class LineartimeModel(PreTrainedModel):
             require(mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                     f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
             valid_BT = mask[:, mask.shape[1] - n_new :].bool()
-        # Where the mask calls padding a token, as `generate` does in rows that have ended, it is an end of document.
-        ids_BT = ids_BT.masked_fill(padding_BT, self.config.end_of_document or 0)
+        # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
+        ids_BT = ids_BT.masked_fill(padding_BT | ~valid_BT, self.config.end_of_document or 0)
         seq_lens_B = ids_BT.new_zeros(n_rows) if cache is None or cache.state is None else cache.state.seq_lens_B
         segment_ids_BT = self.documents(position_ids, ids_BT, valid_BT, seq_lens_B, cache)
         refuse(kwargs, heeded=said_already(kwargs, n_past, n_new, position_ids))
@@ -374,7 +374,8 @@ class LineartimeModel(PreTrainedModel):
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
         not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
-        missing in `LanguageModel`."""
+        missing in `LanguageModel`; UsageError for a device_map of several places: layers are not called as modules,
+        so hooks that move weights do not see them."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -388,6 +389,9 @@ class LineartimeModel(PreTrainedModel):
                       for name, stored, own in sorted(found["mismatched_keys"])]
         if wrong:
             raise CheckpointError("the checkpoint's tensors are not this model's", f"{place}: {first_five(wrong)}")
+        places = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+        require(places != {"disk"} and len(places) <= 1, "the weights of this model stay on one device",
+                f"device_map: {', '.join(sorted(places))}", "name one device")
         readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor and not p.is_meta}
         check_finite(readable, place)  # quantised and offloaded weights are not
         return (model, found) if output_loading_info else model
