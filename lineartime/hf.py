@@ -30,6 +30,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -484,14 +485,15 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
     def get_output_embeddings(self) -> Any:
         return Head(self.model.embed.weight, self.model.head_bias)
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
-                                      **kwargs: Any) -> Any:
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
+                                      *args: Any, **kwargs: Any) -> Any:
         """Give `generate` a `LineartimeCache` instead of its key-value cache."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             cache = model_kwargs["past_key_values"] = LineartimeCache()
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+                cache.activate_past_recording()  # versions before 5.17 do not
+                generation_config.cache_implementation = None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """Processors that never see the padding token: some look up the logits of each token of the prompt."""

@@ -525,11 +525,11 @@ def test_an_assistant_and_the_prompt_propose_tokens(hf64, folder):
     expected = hf64.generate(repeated, max_new_tokens=40, **options)
     for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}, {"assistant_model": hf64}):
         output = hf64.generate(repeated, max_new_tokens=40, return_dict_in_generate=True, **options, **how)
-        assert torch.equal(output.sequences, expected), how
-        cache = output.past_key_values
+        sequences, cache = output.sequences, output.past_key_values
+        assert torch.equal(sequences[:, : expected.shape[1]], expected), how  # before 5.14 there may be one more
         n = cache.get_seq_length()
-        next_BV = hf64(expected[:, n : n + 1], past_key_values=cache).logits[:, 0]
-        assert (next_BV - hf64(expected).logits[:, n]).abs().max() < 1e-11
+        next_BV = hf64(sequences[:, n : n + 1], past_key_values=cache).logits[:, 0]
+        assert (next_BV - hf64(sequences).logits[:, n]).abs().max() < 1e-11
 
 
 def test_a_cache_goes_back(hf64):

@@ -116,7 +116,8 @@ def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) 
     for folder, how in ((exported, "trust"), (saved, "trust"), (exported, "plain"), (saved, "plain")):
         done = subprocess.run([sys.executable, "-c", OPEN, folder, how, saved], capture_output=True, text=True,
                               cwd=tmp_path,
-                              env=os.environ | {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)})
+                              env=os.environ | {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(
+                                  [str(ROOT), os.environ.get("PYTHONPATH", "")])})
         assert done.stdout == expected, done.stderr
     assert (saved / "modeling_lineartime.py").read_text() == (exported / "modeling_lineartime.py").read_text()
     assert not (saved / "hf.py").exists()
