@@ -495,10 +495,13 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
                 generation_config.cache_implementation = None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+    def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> LogitsProcessorList:
         """Processors that never see the padding token: some look up the logits of each token of the prompt."""
-        processors = WithoutPadding(super()._get_logits_processor(*args, **kwargs))
-        processors.padding, processors.instead = self.padding, self.config.end_of_document or 0
+        pad, instead = self.padding, self.config.end_of_document or 0
+        if encoder_input_ids is not None:
+            encoder_input_ids = encoder_input_ids.masked_fill(encoder_input_ids == pad, instead)
+        processors = WithoutPadding(super()._get_logits_processor(*args, encoder_input_ids=encoder_input_ids, **kwargs))
+        processors.padding, processors.instead = pad, instead
         return processors
 
 
