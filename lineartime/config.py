@@ -674,6 +674,11 @@ def model_config_json(config: ModelConfig, kind: str | None = None) -> str:
                        "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
 
 
+def answers_questions(config_json: str) -> bool:
+    """Whether a `config.json`, which is JSON, is that of a model fine-tuned on questions."""
+    return QUESTION_ANSWERING in (json.loads(config_json).get("architectures") or [])
+
+
 def model_config_from_json(text: str) -> ModelConfig:
     """The model that a `config.json` describes. Raises UsageError for invalid JSON, another library's model, or wrong
     fields."""

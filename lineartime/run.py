@@ -18,10 +18,10 @@ from torch import Tensor
 from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
 from lineartime.config import (
-    QUESTION_ANSWERING,
     ModelConfig,
     RunConfig,
     TrainConfig,
+    answers_questions,
     model_config_from_json,
     model_config_json,
     to_dict,
@@ -370,8 +370,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
     try:
         config = model_config_from_json(files[CONFIG_FILE])
-        classes = json.loads(files[CONFIG_FILE]).get("architectures") or []
-        kind = SpanModel if QUESTION_ANSWERING in classes else LanguageModel
+        kind = SpanModel if answers_questions(files[CONFIG_FILE]) else LanguageModel
         tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
