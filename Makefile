@@ -85,8 +85,8 @@ ecosystem:
 	for library in $(or $(LIBRARIES),accelerate peft torchao trl lm_eval); do \
 		$(PYTHON) -m venv --clear out/ecosystem/$$library && \
 		out/ecosystem/$$library/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt \
-			-c tests/ecosystem/constraints.txt $$library accelerate pytest . && \
-		out/ecosystem/$$library/bin/python -m pytest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
+			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest . && \
+		out/ecosystem/$$library/bin/python -m pytest --noconftest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
 
 clean:
 	rm -rf .venv .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
