@@ -4,7 +4,6 @@ The public names are below; each is imported when it is first used, so that the 
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,9 +41,11 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version  # of tens of milliseconds
+
         try:
-            return importlib.metadata.version(__name__)
-        except importlib.metadata.PackageNotFoundError:
+            return version(__name__)
+        except PackageNotFoundError:
             return "unknown"  # a checkout that is not installed
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
