@@ -166,7 +166,7 @@ def draw(made: Path, random: Random) -> list[str]:
             if not arguments[at].startswith("--"):
                 name = spelled.get(arguments[at - 1], "") if at else ""
                 arguments[at] = odd_value(verb, name or "", made, random)
-        elif how < 0.85:
+        elif how < 0.85 and known:
             name, spelling, flag = random.choice(known)
             more = [spelling] if flag else [spelling, odd_value(verb, name, made, random)]
             at = random.choice([0, len(arguments)])
