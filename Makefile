@@ -12,6 +12,8 @@ help:
 	@echo "make drills  processes killed, files damaged, odd command lines: hours on one core, resumable; DRILLS='kills=100'"
 	@echo "make campaign  tests that are too long for a push: ranks killed thirty times, plans of memory against runs"
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
+	@echo "make wheel   build the source archive and the wheel, install it where nothing else is, and try it; in out/wheel"
+	@echo "make ecosystem  fine-tuning, quantisation and evaluation by other libraries, each in an environment of its own"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove environments and caches, not what was trained (out/)"
 
@@ -70,8 +72,24 @@ env: .venv/installed
 		.venv/bin/python -m pip install --disable-pip-version-check --no-input '$(TRITON)'
 	@touch $@
 
+# From the source archive to reports of the installed package, outside the checkout.
+wheel:
+	rm -rf out/wheel && $(PYTHON) -m venv out/wheel/env
+	out/wheel/env/bin/pip install --disable-pip-version-check --no-input -q build
+	out/wheel/env/bin/python -m build --outdir out/wheel .
+	out/wheel/env/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt "$$(ls out/wheel/*.whl)[report]"
+	cd out/wheel && PATH=$(CURDIR)/out/wheel/env/bin:$$PATH PYTHONPATH= sh -e $(CURDIR)/tools/try_wheel
+
+# What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.
+ecosystem:
+	for library in $(or $(LIBRARIES),accelerate peft torchao trl lm_eval); do \
+		$(PYTHON) -m venv --clear out/ecosystem/$$library && \
+		out/ecosystem/$$library/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt \
+			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest . && \
+		out/ecosystem/$$library/bin/python -m pytest --noconftest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
+
 clean:
 	rm -rf .venv .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types bench bench-all gpu docs drills campaign env clean
+.PHONY: help train test lint types bench bench-all gpu docs drills campaign wheel ecosystem env clean

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lineartime.run import load_model, load_span_model
     from lineartime.training import train
 
+    __version__: str
+
 __all__ = ["PRESETS", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
            "MultiHeadAttention", "TrainConfig", "evaluate", "evaluate_questions", "finetune", "generate", "load_model",
            "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder", "open_split",
@@ -38,6 +40,17 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version  # of tens of milliseconds
+
+        try:
+            return version(__name__)
+        except PackageNotFoundError:
+            return "unknown"  # a checkout that is not installed
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -673,10 +673,16 @@ def model_config_json(config: ModelConfig, kind: str | None = None) -> str:
     """A model's `config.json`: its fields, and the fields that `transformers` requires.
 
     kind: the class that `transformers` loads, by default that of the language model."""
-    special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document}
+    special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document,
+               "pad_token_id": config.vocab_size if config.causal else config.end_of_document}
     kind = kind or ("LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM")
     return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
                        "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
+
+
+def answers_questions(config_json: str) -> bool:
+    """Whether a `config.json`, which is JSON, is that of a model fine-tuned on questions."""
+    return QUESTION_ANSWERING in (json.loads(config_json).get("architectures") or [])
 
 
 def model_config_from_json(text: str) -> ModelConfig:

@@ -1,10 +1,13 @@
 """The models as `transformers` classes: `import lineartime.hf`, then `AutoModelForCausalLM.from_pretrained(DIR)`, or
-`AutoModelForMaskedLM` for a model that is not causal.
+`AutoModelForMaskedLM` for a model that is not causal. With `trust_remote_code=True` an exported folder needs no import.
 
 `LanguageModel` does the arithmetic; this module adds the names, arguments and the cache that `transformers` expects."""
 
+import copy
+import dataclasses
+import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +18,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationMixin,
+    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     TokenizersBackend,
@@ -24,12 +30,16 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from lineartime.checkpoint import MANIFEST, check_finite, first_five, has_manifest, reshaped
@@ -37,14 +47,18 @@ from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE
 from lineartime.decoding.cache import DecodingState
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.model import LanguageModel, SpanModel, init_span_head, init_weights
+from lineartime.model import LanguageModel, SpanModel, in_order, init_span_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer
+from lineartime.release.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
+from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer, weight_files
 from lineartime.settings import require
+
+__all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
 
 class LineartimeConfig(PreTrainedConfig):
-    """The fields of `ModelConfig` and of transformers; bos, eos and pad are the end-of-document token by default.
+    """The fields of `ModelConfig` and of transformers; bos and eos are the end-of-document token by default, and pad
+    the id behind the vocabulary, in a masked model the end-of-document token: see `release.folder.padding_token`.
 
     Raises UsageError as `ModelConfig` does."""
 
@@ -58,9 +72,23 @@ class LineartimeConfig(PreTrainedConfig):
         model = ModelConfig(**{name: fields.pop(name) for name in MODEL_FIELDS if name in fields})
         for name, value in to_dict(model).items():
             setattr(self, name, value)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in ("bos_token_id", "eos_token_id"):
             fields.setdefault(name, model.end_of_document)
+        pad = fields.pop("pad_token_id", model.vocab_size if model.causal else model.end_of_document)
         super().__init__(**fields)
+        self.pad_token_id, self.auto_map = pad, AUTO_MAP
+
+    def validate(self) -> None:
+        """The checks of transformers, which would warn of padding outside the vocabulary."""
+        pad, self.pad_token_id = self.pad_token_id, None
+        try:
+            super().validate()
+        finally:
+            self.pad_token_id = pad
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: transformers would save a copy of this module beside the weights."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -93,15 +121,24 @@ class LineartimeTokenizer(TokenizersBackend):
         if folder.is_dir():
             check_shared(folder, [TOKENIZER_FILE])
         tokenizer = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        for name in ("bos_token", "eos_token", "pad_token"):
+        for name in ("bos_token", "eos_token"):
             if getattr(tokenizer, name) is None:
                 setattr(tokenizer, name, END_OF_DOCUMENT)
         there = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
         for name, content in (("mask_token", MASK), ("sep_token", SEPARATOR)):
             if getattr(tokenizer, name) is None and content in there:
                 setattr(tokenizer, name, there[content])
-        tokenizer.add_bos_token = True
+        if tokenizer.pad_token is None:
+            ids = tokenizer.get_vocab().values()
+            pad = padding_token(tokenizer.mask_token is not None, len({*ids}) <= max(ids))
+            tokenizer.add_special_tokens({} if pad is None else {"pad_token": pad})
+        tokenizer.init_kwargs.setdefault("padding_side", cls.padding_side)  # saved, for a plain class to read
+        tokenizer.add_bos_token = kwargs.get("add_bos_token", True)
         return tokenizer
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoTokenizer") -> None:
+        """Nothing, as in `LineartimeConfig`."""
 
 
 class Reshaped(ConversionOps):
@@ -118,33 +155,65 @@ class Reshaped(ConversionOps):
         return Reshaped()
 
 
-class LineartimeCache(Cache):
-    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size."""
+class Columns(NamedTuple):
+    """What a cache was given: the ids of columns, which are no padding, and vectors instead of embeddings or None."""
 
-    is_croppable = False
+    ids_BN: Tensor
+    valid_BN: Tensor
+    embeds_BND: Tensor | None
+
+
+class LineartimeCache(Cache):
+    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size.
+
+    After `activate_past_recording` it can forget its last tokens: it keeps a copy of the state and what came since."""
+
+    is_croppable = False  # not without recording
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        self.is_recording = False
         self.reset()
 
     def reset(self) -> None:
         self.state: DecodingState | None = None
         self.n_columns = 0
         """Tokens given to each row, padding included; transformers calls this the sequence length."""
+        self.forget_past()
 
-    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor) -> Tensor:
+    def forget_past(self) -> None:
+        self.before: DecodingState | None = None
+        self.since: list[Columns] = []
+        """While recording the state when it began, and what came since."""
+        self.model: Any = lambda: None
+        """A weak reference to the model: a copy of the cache is no copy of the model."""
+
+    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, embeds_BND: Tensor | None = None,
+               collected: list[Tensor] | None = None) -> Tensor:
         """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND."""
         if self.state is None:
             self.state = model.decoding_state(len(ids_BN))
         require(len(self.state.seq_lens_B) == len(ids_BN), "the cache holds another batch",
                 f"{len(self.state.seq_lens_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
+        if self.is_recording:
+            if not self.since:
+                self.before, self.model = self.state.snapshot(), weakref.ref(model)
+            self.since.append(Columns(ids_BN, valid_BN, embeds_BND))
         order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
-        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state)
+        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state,
+                             None if embeds_BND is None else in_order(embeds_BND, order_BN), collected)
         self.n_columns += ids_BN.shape[1]
-        return x_BND.gather(1, order_BN.argsort(1)[..., None].expand_as(x_BND))
+        back_BN = order_BN.argsort(1)
+        if collected is not None:
+            collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]
+        return in_order(x_BND, back_BN)
+
+    def activate_past_recording(self) -> None:
+        self.is_recording = True
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; a row may occur more than once."""
+        self.forget_past()
         if self.state is not None:
             self.state.select(indices)
 
@@ -162,7 +231,23 @@ class LineartimeCache(Cache):
         return -1
 
     def crop(self, max_length: int) -> None:
-        raise UsageError("this cache cannot forget its last tokens", "crop", "decode without an assistant model")
+        """Forget the last -`max_length` columns, or with a positive number all but the first `max_length`; then, and
+        with 0, forget how to go back further. Raises UsageError for columns from before recording."""
+        n_kept = self.n_columns + max_length if max_length <= 0 else min(max_length, self.n_columns)
+        n_before = self.n_columns - sum(columns.ids_BN.shape[1] for columns in self.since)
+        require(n_kept >= n_before, "this cache cannot forget these tokens", f"crop({max_length})",
+                "call activate_past_recording before it reads them")
+        model, since, n_all = self.model(), self.since, self.n_columns
+        if n_kept < n_all:
+            self.state, self.n_columns = self.before, n_before
+            recording, self.is_recording = self.is_recording, False
+            for ids_BN, valid_BN, embeds_BND in since:
+                n = min(n_kept - self.n_columns, ids_BN.shape[1])
+                if n > 0:
+                    self.extend(model, ids_BN[:, :n], valid_BN[:, :n],
+                                None if embeds_BND is None else embeds_BND[:, :n])
+            self.is_recording = recording
+        self.forget_past()
 
 
 class LineartimeModel(PreTrainedModel):
@@ -175,8 +260,7 @@ class LineartimeModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _input_embed_layer = "embed"
-    _no_split_modules = ("LanguageModel",)
-    _is_stateful = True
+    _no_split_modules = ("GatedAttentionUnit", "AblatedGatedAttentionUnit", "MultiHeadAttention", "FeedForward")
     _trunk: ClassVar[type[LanguageModel]] = LanguageModel
 
     def __init__(self, config: LineartimeConfig):
@@ -192,38 +276,91 @@ class LineartimeModel(PreTrainedModel):
             with torch.no_grad():
                 for p, value in loaded:
                     p.copy_(value)
-        if isinstance(module, torch.nn.Linear) and module is getattr(self.model, "span_head", None):
+        if isinstance(module, torch.nn.Linear) and module in (getattr(self.model, "span_head", None),
+                                                              getattr(self, "score", None)):
             init_span_head(module)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
-                **kwargs: Any) -> BaseModelOutputWithPast:
+                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
+                output_hidden_states: bool | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
-        attention_mask: 0 for padding, which may be anywhere and changes nothing. With a cache it covers the new tokens,
-        or all. Raises UsageError for an unknown argument."""
-        refuse(kwargs)
-        x_BTD, cache = self.hidden(input_ids, attention_mask, past_key_values, use_cache)
-        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache)
+        attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the padding token is
+        padding. With a cache it covers the new tokens, or all. inputs_embeds: `[B, T, D]` instead of input_ids.
+        position_ids: the positions that the mask gives, or positions that begin at 0 with each document of a packed
+        row, which only say where documents begin. output_hidden_states: whether to return the input of every block
+        and the last states too. Raises UsageError for other positions and for an unknown argument."""
+        x_BTD, cache, states = self.hidden(input_ids, attention_mask, past_key_values, use_cache, inputs_embeds,
+                                           position_ids, output_hidden_states, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
 
-    def hidden(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None,
-               use_cache: bool | None) -> tuple[Tensor, LineartimeCache | None]:
-        """The hidden states and the cache: computed in parallel without a cache, by decoding with one."""
+    def hidden(self, ids_BT: Tensor | None, mask: Tensor | None, cache: LineartimeCache | None = None,
+               use_cache: bool | None = None, embeds_BTD: Tensor | None = None, position_ids: Tensor | None = None,
+               output_hidden_states: bool | None = None,
+               **kwargs: Any) -> tuple[Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
+        """The hidden states, the cache, and the states of all blocks if asked for: computed in parallel without a
+        cache, by decoding with one."""
         if cache is None and use_cache:
             cache = LineartimeCache()
         require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
                 "use a LineartimeCache")
+        require((ids_BT is None) != (embeds_BTD is None), "tokens or vectors", "input_ids, inputs_embeds",
+                "give one of them")
+        n_past = 0 if cache is None else cache.n_columns
+        if ids_BT is None:
+            assert embeds_BTD is not None
+            ids_BT = torch.full(embeds_BTD.shape[:2], -1, device=embeds_BTD.device)  # no token begins a document
         n_rows, n_new = ids_BT.shape
-        valid_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        padding_BT = ids_BT == self.padding
+        valid_BT = ~padding_BT
         if mask is not None:
-            n_columns = n_new + (0 if cache is None else cache.n_columns)
-            require(mask.shape in ((n_rows, n_new), (n_rows, n_columns)), "wrong attention_mask",
+            require(mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                     f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
             valid_BT = mask[:, mask.shape[1] - n_new :].bool()
+        # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
+        ids_BT = ids_BT.masked_fill(padding_BT | ~valid_BT, self.config.end_of_document or 0)
+        seq_lens_B = ids_BT.new_zeros(n_rows) if cache is None or cache.state is None else cache.state.seq_lens_B
+        segment_ids_BT = self.documents(position_ids, ids_BT, valid_BT, seq_lens_B, cache)
+        refuse(kwargs, heeded=said_already(kwargs, n_past, n_new, position_ids))
+        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        collected: list[Tensor] | None = [] if asked else None
         if cache is None:
-            return self.model.hidden(ids_BT, padding_mask_BT=None if valid_BT.all() else valid_BT), None
-        return cache.extend(self.model, ids_BT, valid_BT), cache
+            x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if valid_BT.all() else valid_BT,
+                                      embeds_BTD=embeds_BTD, collected=collected)
+        else:
+            x_BTD = cache.extend(self.model, ids_BT, valid_BT, embeds_BTD, collected)
+        return x_BTD, cache, None if collected is None else (*collected, x_BTD)
+
+    @property
+    def padding(self) -> int:
+        """The padding token if it is outside the vocabulary, else -1: there it is a token like any other."""
+        pad = self.config.pad_token_id
+        return pad if pad is not None and pad >= self.config.vocab_size else -1
+
+    def documents(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor, seq_lens_B: Tensor,
+                  cache: LineartimeCache | None) -> Tensor | None:
+        """Segment ids of documents that begin where positions are 0 again, and at end-of-document tokens; None if
+        positions say no more than the mask. Raises UsageError for positions that this model does not take."""
+        if position_ids is None:
+            return None
+        position_BT, expected_BT = position_ids.expand_as(ids_BT), seq_lens_B[:, None] + valid_BT.cumsum(1) - 1
+        if ((position_BT == expected_BT) | ~valid_BT).all():
+            return None
+        begins_BT = valid_BT & (position_BT == 0)
+        first_BT = torch.where(begins_BT, expected_BT, 0).cummax(1).values
+        packed = cache is None and bool(((position_BT == expected_BT - first_BT) | ~valid_BT).all())
+        require(packed, "positions that this model does not take", "position_ids",
+                "leave them out: tokens are counted from 0, without padding, and from 0 again where a document begins, "
+                "if there is no cache")
+        if self.config.end_of_document is not None:
+            begins_BT = begins_BT | (valid_BT & (ids_BT == self.config.end_of_document))
+        return begins_BT.cumsum(1)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing, as in `LineartimeConfig`."""
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -238,10 +375,11 @@ class LineartimeModel(PreTrainedModel):
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
         not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
-        missing in `LanguageModel`."""
+        missing in `LanguageModel`; UsageError for a device_map of several places: layers are not called as modules,
+        so hooks that move weights do not see them."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
-            check_shared(folder, [CONFIG_FILE, WEIGHTS_FILE])
+            check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
             place = folder / WEIGHTS_FILE
         model, found = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True,
                                                ignore_mismatched_sizes=True, **kwargs)
@@ -252,6 +390,9 @@ class LineartimeModel(PreTrainedModel):
                       for name, stored, own in sorted(found["mismatched_keys"])]
         if wrong:
             raise CheckpointError("the checkpoint's tensors are not this model's", f"{place}: {first_five(wrong)}")
+        places = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+        require(places != {"disk"} and len(places) <= 1, "the weights of this model stay on one device",
+                f"device_map: {', '.join(sorted(places))}", "name one device")
         readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor and not p.is_meta}
         check_finite(readable, place)  # quantised and offloaded weights are not
         return (model, found) if output_loading_info else model
@@ -262,21 +403,43 @@ class LineartimeModel(PreTrainedModel):
         own_names = {name.removeprefix("model."): value for name, value in (state_dict or self.state_dict()).items()}
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
         folder = Path(save_directory)
+        if is_main_process:
+            (folder / CODE_FILE).write_text(CODE)
         if is_main_process and has_manifest(folder) and not has_optimizer(folder):
             (folder / MANIFEST).unlink()  # of an export whose files were replaced
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """Load weights by their names in a checkpoint or in `state_dict()`; Trainer resumes with this method."""
-        names = {f"model.{name.removeprefix('model.')}": value for name, value in state_dict.items()}
         own = self.state_dict()
+        names = {name if name in own else f"model.{name.removeprefix('model.')}": value
+                 for name, value in state_dict.items()}
         names = {name: reshaped(value, own[name].shape) if name in own else value for name, value in names.items()}
         return super().load_state_dict(names, *args, **kwargs)
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Raise UsageError for a new size, because the head's bias has an entry per token too."""
-        require(new_num_tokens in (None, self.config.vocab_size), "the vocabulary cannot be resized",
-                f"{self.config.vocab_size} -> {new_num_tokens}", "train with the vocabulary you need")
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
+                                mean_resizing: bool = True) -> torch.nn.Module:
+        """Change the number of tokens, of the head's bias too. Old tokens keep their bits; new ones get what
+        `PreTrainedModel` gives them and the mean bias. Raises UsageError if the end-of-document token would go."""
+        step, n_old = pad_to_multiple_of or 1, self.model.embed.num_embeddings
+        n = -(-(new_num_tokens or n_old) // step) * step
+        require(n > (self.config.end_of_document or 0), "no room for the end-of-document token", f"{n} tokens",
+                f"its id is {self.config.end_of_document}")
+        if n != n_old:
+            self.model.embed = self._get_resized_embeddings(self.model.embed, n, None, mean_resizing)
+            bias_V = self.model.head_bias
+            kept_V = bias_V.detach()[:n]
+            bias_V = torch.nn.Parameter(torch.cat([kept_V, kept_V.mean().expand(n - len(kept_V))]),
+                                        requires_grad=bias_V.requires_grad)
+            self.model.head_bias, self.config.vocab_size = bias_V, n
+            self.model.config = dataclasses.replace(self.model.config, vocab_size=n)
         return self.model.embed
+
+
+class Head(NamedTuple):
+    """The head of a language model, tied to the embedding."""
+
+    weight: Tensor
+    bias: Tensor
 
 
 class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
@@ -288,31 +451,67 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         super().__init__(config)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
-                labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
-                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
+                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
+                output_hidden_states: bool | None = None, labels: Tensor | None = None,
+                logits_to_keep: int | Tensor = 0, num_items_in_batch: Tensor | int | None = None,
+                **kwargs: Any) -> CausalLMOutputWithPast:
         """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns unless it is 0.
 
-        labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. The loss is the mean
-        in nats, or the sum over `num_items_in_batch`, and 0 without labels to learn. In training the logits, which
-        would take most of the memory, are returned only for a `logits_to_keep` other than 0."""
-        refuse(kwargs)
-        x_BTD, cache = self.hidden(input_ids, attention_mask, past_key_values, use_cache)
+        labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding is ignored
+        too. The loss is the mean in nats, or the sum over `num_items_in_batch`, and 0 without labels to learn. In
+        training the logits, which would take most of the memory, are returned only for a `logits_to_keep` other than
+        0."""
+        x_BTD, cache, states = self.hidden(input_ids, attention_mask, past_key_values, use_cache, inputs_embeds,
+                                           position_ids, output_hidden_states, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = loss = None
         if labels is not None:
-            loss = mean_loss(self.model, x_BTD[:, :-1], labels[:, 1:], num_items_in_batch)
+            labels_BT = labels.masked_fill(labels == self.padding, -100)
+            loss = mean_loss(self.model, x_BTD[:, :-1], labels_BT[:, 1:], num_items_in_batch)
         if labels is None or not self.training or kept != slice(0, None):
             logits_BTV = self.model.logits(x_BTD[:, kept])
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states)
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
-                                      **kwargs: Any) -> Any:
+    @property
+    def base_model(self) -> Any:
+        """The same modules as a `LineartimeModel`, which returns hidden states."""
+        trunk = copy.copy(self)
+        trunk.__class__ = LineartimeModel
+        trunk.__dict__.pop("forward", None)  # of a library that put its own there
+        return trunk
+
+    def get_output_embeddings(self) -> Any:
+        return Head(self.model.embed.weight, self.model.head_bias)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
+                                      *args: Any, **kwargs: Any) -> Any:
         """Give `generate` a `LineartimeCache` instead of its key-value cache."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = LineartimeCache()
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            cache = model_kwargs["past_key_values"] = LineartimeCache()
+            if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+                cache.activate_past_recording()  # versions before 5.17 do not
+                generation_config.cache_implementation = None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+
+    def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> LogitsProcessorList:
+        """Processors that never see the padding token: some look up the logits of each token of the prompt."""
+        pad, instead = self.padding, self.config.end_of_document or 0
+        if encoder_input_ids is not None:
+            encoder_input_ids = encoder_input_ids.masked_fill(encoder_input_ids == pad, instead)
+        processors = WithoutPadding(super()._get_logits_processor(*args, encoder_input_ids=encoder_input_ids, **kwargs))
+        processors.padding, processors.instead = pad, instead
+        return processors
+
+
+class WithoutPadding(LogitsProcessorList):
+    """Logits processors that see the token `instead` of padding."""
+
+    padding = instead = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return super().__call__(input_ids.masked_fill(input_ids == self.padding, self.instead), scores, **kwargs)
 
 
 class LineartimeForMaskedLM(LineartimeModel):
@@ -324,21 +523,26 @@ class LineartimeForMaskedLM(LineartimeModel):
         super().__init__(config)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
+                output_hidden_states: bool | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
-        """logits_BTV of the token at each place.
+        """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
 
-        attention_mask: 0 for padding, which may be anywhere and changes nothing. labels: the target tokens, -100
+        labels: the target tokens, -100
         elsewhere. The loss is their mean in nats, or their sum over `num_items_in_batch`, and 0 without targets. In
         training with labels no logits are returned, which would take most of the memory."""
-        refuse(kwargs, known="input_ids, attention_mask, labels")
-        x_BTD, _ = self.hidden(input_ids, attention_mask, None, False)
+        x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds, position_ids=position_ids,
+                                       output_hidden_states=output_hidden_states, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
             loss = mean_loss(self.model, x_BTD, labels, num_items_in_batch)
         if labels is None or not self.training:
             logits_BTV = self.model.logits(x_BTD)
-        return MaskedLMOutput(loss=loss, logits=logits_BTV)
+        return MaskedLMOutput(loss=loss, logits=logits_BTV, hidden_states=states)
+
+    def get_output_embeddings(self) -> Any:
+        return Head(self.model.embed.weight, self.model.head_bias)
 
 
 class LineartimeForQuestionAnswering(LineartimeModel):
@@ -355,10 +559,9 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an answer. With both the
         loss is the mean of their losses in nats. Positions outside the row and in its padding are ignored; if all are,
         the loss is 0."""
-        refuse(kwargs, known="input_ids, attention_mask, start_positions, end_positions")
         require((start_positions is None) == (end_positions is None), "an answer has two ends",
                 "start_positions, end_positions", "give both or none")
-        x_BTD, _ = self.hidden(input_ids, attention_mask, None, False)
+        x_BTD, _, _ = self.hidden(input_ids, attention_mask, **kwargs)
         assert isinstance(self.model, SpanModel)
         logits_BT2 = self.model.span_head(x_BTD)
         if attention_mask is not None:
@@ -369,6 +572,83 @@ class LineartimeForQuestionAnswering(LineartimeModel):
             valid_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             loss = (place_loss(start_BT, start_positions, valid_BT) + place_loss(end_BT, end_positions, valid_BT)) / 2
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT)
+
+
+class LineartimeForSequenceClassification(LineartimeModel):
+    """A class, classes or a number for each row: a linear layer, `score`, on the mean over the row's tokens.
+
+    `config.problem_type` is that of transformers: by default a number for one label, else one class."""
+
+    def __init__(self, config: LineartimeConfig):
+        super().__init__(config)
+        self.score = class_head(config)
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
+                output_hidden_states: bool | None = None, **kwargs: Any) -> SequenceClassifierOutput:
+        """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
+
+        labels: `[B]`, classes or numbers, or `[B, num_labels]`, 1 for each class of several. The loss is the mean in
+        nats, or of the squared error."""
+        x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds,
+                                       output_hidden_states=output_hidden_states, **kwargs)
+        valid_BT = torch.ones_like(x_BTD[..., 0], dtype=torch.bool) if input_ids is None else input_ids != self.padding
+        valid_BT = valid_BT if attention_mask is None else attention_mask.bool()
+        logits_BL = self.score(document_means(x_BTD, valid_BT.long() - 1)[:, 0])
+        loss = None
+        if labels is not None:
+            wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
+            if kind == "multi_label_classification":
+                loss = F.binary_cross_entropy_with_logits(wide_BL, labels.to(wide_BL.dtype))
+            elif kind == "regression" or (kind is None and wide_BL.shape[1] == 1):
+                loss = F.mse_loss(wide_BL.squeeze(1), labels.to(wide_BL.dtype))
+            else:
+                loss = F.cross_entropy(wide_BL, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
+
+
+class LineartimeForTokenClassification(LineartimeModel):
+    """A class for each token: a linear layer, `score`, on its last state."""
+
+    def __init__(self, config: LineartimeConfig):
+        super().__init__(config)
+        self.score = class_head(config)
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
+                labels: Tensor | None = None, output_hidden_states: bool | None = None,
+                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> TokenClassifierOutput:
+        """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.
+
+        labels: the class of each token, -100 elsewhere. The loss is their mean in nats, or their sum over
+        `num_items_in_batch`, and 0 without labels."""
+        x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds, position_ids=position_ids,
+                                       output_hidden_states=output_hidden_states, **kwargs)
+        logits_BTL = self.score(x_BTD)
+        loss = None
+        if labels is not None:
+            total = F.cross_entropy(at_least_float32(logits_BTL).flatten(0, 1), labels.flatten(), reduction="sum")
+            n_items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = total / torch.as_tensor(n_items).to(total.device).clamp(min=1)
+        return TokenClassifierOutput(loss=loss, logits=logits_BTL, hidden_states=states)
+
+
+def class_head(config: LineartimeConfig) -> torch.nn.Linear:
+    return torch.nn.Linear(config.d_model, config.num_labels)
+
+
+def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
+    """The mean of each document's vectors, `[B, N, D]`, N the largest number of documents in a row; 0 for a document
+    without tokens. segment_ids_BT: the document of each token, -1 for padding. Sums are in float32 at least.
+
+    With the attention mask minus 1 the only document is the row without its padding: an embedding of its text."""
+    n = max(int(segment_ids_BT.max()) + 1, 1)
+    of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
+    wide_BTD = at_least_float32(x_BTD)
+    sums_BND = of_BNT.to(wide_BTD.dtype) @ wide_BTD
+    return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
 
 def place_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:
@@ -387,12 +667,30 @@ def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: T
     return total / torch.as_tensor(len(at_K) if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
-def refuse(arguments: dict[str, Any], known: str = "input_ids, attention_mask, past_key_values, use_cache, labels, "
-                                                   "logits_to_keep") -> None:
+def refuse(arguments: dict[str, Any], heeded: set[str]) -> None:
     """Raise UsageError for an argument that would be ignored, unless transformers passes it as None or False."""
     for name, value in arguments.items():
-        require(value is None or value is False, "this model takes no such argument", name,
-                f"it takes {known}")
+        require(name in heeded or value is None or value is False, "this model takes no such argument", name,
+                "leave it out")
+
+
+def said_already(arguments: dict[str, Any], n_past: int, n_new: int, position_ids: Tensor | None) -> set[str]:
+    """The names of arguments that say what is known without them: `generate` with stop_strings hands its tokenizer on,
+    older versions of transformers number the columns, collators that pack give the bounds of documents beside
+    position_ids."""
+    names = {"tokenizer"}
+    columns = arguments.get("cache_position")
+    if columns is not None and columns.tolist() == [*range(n_past, n_past + n_new)]:
+        names.add("cache_position")
+    if position_ids is not None:
+        begins = (position_ids.flatten() == 0).nonzero().flatten().tolist()
+        names |= {"max_length_q", "max_length_k"}
+        names |= {name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if arguments.get(name) is not None
+                  and arguments[name].tolist() == [*begins, position_ids.numel()]}
+        seq_idx = arguments.get("seq_idx")
+        if seq_idx is not None and torch.equal((position_ids == 0).cumsum(1) - 1, seq_idx.long()):
+            names.add("seq_idx")
+    return names
 
 
 register_checkpoint_conversion_mapping(
@@ -402,4 +700,8 @@ AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenize
 AutoModel.register(LineartimeConfig, LineartimeModel, exist_ok=True)
 AutoModelForCausalLM.register(LineartimeConfig, LineartimeForCausalLM, exist_ok=True)
 AutoModelForMaskedLM.register(LineartimeConfig, LineartimeForMaskedLM, exist_ok=True)
+AutoModelForSequenceClassification.register(LineartimeConfig, LineartimeForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(LineartimeConfig, LineartimeForTokenClassification, exist_ok=True)
+# Trainer shifts the labels of label smoothing for classes with these names only.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["lineartime"] = LineartimeForCausalLM.__name__
 AutoModelForQuestionAnswering.register(LineartimeConfig, LineartimeForQuestionAnswering, exist_ok=True)

@@ -58,9 +58,13 @@ class LanguageModel(nn.Module):
         return self.logits(x) if targets is None else self.losses(x, targets)
 
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
-               padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
+               padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE, embeds_BTD: Tensor | None = None,
+               collected: list[Tensor] | None = None) -> Tensor:
         """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does, and for rows of
-        several documents in a model with learned chunk weights."""
+        several documents in a model with learned chunk weights.
+
+        embeds_BTD: vectors instead of the embeddings of ids_BT, which then only say where documents start; not for
+        ranks that share rows. collected: a list to which the input of each block is added, `[B, T, D]`."""
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
         check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
@@ -75,6 +79,7 @@ class LanguageModel(nn.Module):
             # Tokens move to the front of their row, so that padding shifts neither positions nor chunk boundaries.
             order_BT = padding_mask_BT.int().argsort(dim=1, descending=True, stable=True)
             ids_BT, valid_BT = ids_BT.gather(1, order_BT), padding_mask_BT.bool().gather(1, order_BT)
+            embeds_BTD = None if embeds_BTD is None else in_order(embeds_BTD, order_BT)
             segment_ids_BT = torch.zeros_like(ids_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
             segment_ids_BT = torch.where(valid_BT, segment_ids_BT, -1)
         if given and segment_ids_BT is not None:
@@ -91,15 +96,19 @@ class LanguageModel(nn.Module):
             if not ((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
                 raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
                                  "give each document its own row")
-        x_BTD, delta_BTD = self.embed(ids_BT) + self.abs_pos(position_1T), None
-        for layer in self.residual_layers():
+        embeds_BTD = self.embed(ids_BT) if embeds_BTD is None else embeds_BTD
+        x_BTD, delta_BTD = embeds_BTD + self.abs_pos(position_1T), None
+        for i, layer in enumerate(self.residual_layers()):
+            if collected is not None and i % self.layers_per_block == 0:
+                x_in_BTD = x_BTD if delta_BTD is None else x_BTD + delta_BTD
+                collected.append(x_in_BTD if order_BT is None else in_order(x_in_BTD, order_BT.argsort(1)))
             if self.activation_checkpointing and self.training:
                 x_BTD, delta_BTD = checkpoint(layer.add, x_BTD, delta_BTD, info, use_reentrant=False)
             else:
                 x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info)
         x_BTD = x_BTD + delta_BTD
         if order_BT is not None:
-            x_BTD = x_BTD.gather(1, order_BT.argsort(1)[..., None].expand_as(x_BTD))
+            x_BTD = in_order(x_BTD, order_BT.argsort(1))
         return self.norm(x_BTD)
 
     def compile_layers(self) -> None:
@@ -171,6 +180,11 @@ class LanguageModel(nn.Module):
             nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
         nn.init.zeros_(self.head_bias)
 
+    @property
+    def layers_per_block(self) -> int:
+        """Layers of one of the `config.n_layers` blocks: a GAU, or attention and a feed-forward layer."""
+        return len(self.layers) // self.config.n_layers
+
     def residual_layers(self) -> Iterable[ResidualLayer]:
         """All layers, in order."""
         return cast(Iterable[ResidualLayer], self.layers)
@@ -179,16 +193,17 @@ class LanguageModel(nn.Module):
         """The layers that have a cache, in order."""
         return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
 
-    def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState) -> Tensor:
+    def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, embeds_BND: Tensor | None = None,
+               collected: list[Tensor] | None = None) -> Tensor:
         """`hidden` for the next tokens of each row, `[B, N, D]`, whatever the number of calls; the state is updated.
 
-        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids. Raises UsageError past the end of a position
-        table."""
+        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids. embeds_BND, collected: see `hidden`. Raises
+        UsageError past the end of a position table."""
         if ids_BN.numel() == 0:
             return self.norm(self.embed(ids_BN))
         inputs = DecodeInputs(state.seq_lens_B, state.start_B, n_new_B, self.begins(ids_BN))
         self.check_length(inputs.longest)
-        x_BND = self.extend_layers(ids_BN, inputs, state.caches)
+        x_BND = self.extend_layers(ids_BN, inputs, state.caches, embeds_BND, collected)
         state.seq_lens_B = state.seq_lens_B + n_new_B
         state.start_B = torch.where(n_new_B > 0, inputs.start_BN.amax(1), state.start_B)
         return x_BND
@@ -199,19 +214,28 @@ class LanguageModel(nn.Module):
             return torch.zeros_like(ids_BN, dtype=torch.bool)
         return ids_BN == self.config.end_of_document
 
-    def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache]) -> Tensor:
+    def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
+                      embeds_BND: Tensor | None = None, collected: list[Tensor] | None = None) -> Tensor:
         """`extend` without the update of `DecodingState`; only the caches are updated."""
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
         info = SequenceInfo(self.rotary(position_BN))
-        x_BND, delta_BND = self.embed(ids_BN) + self.abs_pos(position_BN), None
+        embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
+        x_BND, delta_BND = embeds_BND + self.abs_pos(position_BN), None
         remaining = iter(caches)
-        for layer in self.residual_layers():
+        for i, layer in enumerate(self.residual_layers()):
+            if collected is not None and i % self.layers_per_block == 0:
+                collected.append(x_BND if delta_BND is None else x_BND + delta_BND)
             if isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
                 x_BND, delta_BND = layer.extend(x_BND, delta_BND, info, inputs, next(remaining))
             else:
                 x_BND, delta_BND = layer.add(x_BND, delta_BND, info)
         return self.norm(x_BND + delta_BND)
+
+
+def in_order(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
+    """The vectors of each row in another order: place t has that of place order_BT[b, t]."""
+    return x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD))
 
 
 def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:

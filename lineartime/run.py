@@ -18,10 +18,10 @@ from torch import Tensor
 from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
 from lineartime.config import (
-    QUESTION_ANSWERING,
     ModelConfig,
     RunConfig,
     TrainConfig,
+    answers_questions,
     model_config_from_json,
     model_config_json,
     to_dict,
@@ -37,6 +37,8 @@ from lineartime.settings import replace_fields
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
+SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
+"""What `save_pretrained` writes beside weights in several files: the file of each tensor."""
 OPTIMIZER = "optimizer"
 """Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
 MAX_TIME = 1e11
@@ -368,7 +370,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
     try:
         config = model_config_from_json(files[CONFIG_FILE])
-        kind = SpanModel if QUESTION_ANSWERING in files[CONFIG_FILE] else LanguageModel
+        kind = SpanModel if answers_questions(files[CONFIG_FILE]) else LanguageModel
         tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
@@ -412,7 +414,7 @@ def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel
 
 def is_exported(path: Path) -> bool:
     """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
-    here = (path / WEIGHTS_FILE).exists() or checkpoint.has_manifest(path)
+    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE)) or checkpoint.has_manifest(path)
     return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
 
 
@@ -437,25 +439,40 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     return None
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut them into. Raises
+    CheckpointError for a list of them that is none."""
+    if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
+        return [WEIGHTS_FILE]
+    places = read_json(folder / SHARDS_FILE).get("weight_map")
+    if not isinstance(places, dict) or not all(
+            isinstance(name, str) and checkpoint.FILE_NAME.fullmatch(name) for name in places.values()):
+        raise CheckpointError("damaged", folder / SHARDS_FILE, "it has no file of each tensor")
+    return sorted({*places.values()})
+
+
 def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor], int | None]:
     """The text files and the weights, converted to float32, of an exported folder; and the step, if it is a checkpoint
     without its optimizer. Raises CheckpointError, and ResourceError for weights that do not fit into memory."""
-    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
-    files = {}
+    names = weight_files(folder)
+    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
+    files: dict[str, str] = {}
+    weights: dict[str, Tensor] = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:
             files[name] = read_bytes(folder / name).decode()
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError("cannot read", folder / name, getattr(e, "strerror", None) or str(e)) from None
-    try:
-        open_regular(folder / WEIGHTS_FILE).close()  # the library would wait for a pipe
-        weights = safetensors.torch.load_file(folder / WEIGHTS_FILE)
-    except (OSError, ValueError, safetensors.SafetensorError) as e:
-        raise CheckpointError("damaged", folder / WEIGHTS_FILE, str(e)) from None
-    except MemoryError:
-        raise ResourceError("out of memory", folder / WEIGHTS_FILE) from None
-    wrong = [f"{name} is {weight.dtype}" for name, weight in weights.items() if not weight.is_floating_point()]
-    if wrong:
-        raise CheckpointError("weights of a wrong type", f"{folder / WEIGHTS_FILE}: "
-                              f"{checkpoint.first_five(wrong)}")
-    return files, {name: weight.float() for name, weight in weights.items()}, step
+    for name in names:
+        try:
+            open_regular(folder / name).close()  # the library would wait for a pipe
+            stored = safetensors.torch.load_file(folder / name)
+        except (OSError, ValueError, safetensors.SafetensorError) as e:
+            raise CheckpointError("damaged", folder / name, str(e)) from None
+        except MemoryError:
+            raise ResourceError("out of memory", folder / name) from None
+        wrong = [f"{each} is {weight.dtype}" for each, weight in stored.items() if not weight.is_floating_point()]
+        if wrong:
+            raise CheckpointError("weights of a wrong type", f"{folder / name}: {checkpoint.first_five(wrong)}")
+        weights |= {each: weight.float() for each, weight in stored.items()}
+    return files, weights, step

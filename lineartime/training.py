@@ -55,6 +55,7 @@ from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
+from lineartime.release.folder import tokenizer_files
 from lineartime.release.start import check_shapes, find_weights, first_weights
 from lineartime.run import Run, Wanted, read_result, result_or_none
 from lineartime.runtime import available_bytes, peak_bytes, pick_device
@@ -458,7 +459,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     def begin(ranks: Ranks) -> tuple[LanguageModel, Objective, dict[str, str]]:
         kind = NextToken if settings.model.causal else MaskedTokens
         objective = kind(settings, open_data(data, "train"), open_data(data, "validation"), ranks)
-        return new_model(settings), objective, {TOKENIZER_FILE: tokenizer.json}
+        return new_model(settings), objective, tokenizer_files(tokenizer)
 
     result, already = fit_once(settings, facts, device, stop, begin,
                                lambda run, model, ranks: finish(run, model, data, stop, ranks, progress),

@@ -38,12 +38,9 @@ add_examples(app)
 def say_version(asked: bool) -> None:
     """Print the version and exit."""
     if asked:
-        from importlib.metadata import PackageNotFoundError, version
+        from lineartime import __version__
 
-        try:
-            say(f"lineartime {version('lineartime')}")
-        except PackageNotFoundError:
-            say("lineartime, not installed")
+        say(f"lineartime {__version__}")
         raise typer.Exit
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from lineartime.atomic_io import read_bytes, read_json
 from lineartime.config import (
-    QUESTION_ANSWERING,
     ModelConfig,
     RunConfig,
+    answers_questions,
     check_names,
     model_config_from_json,
     run_config,
@@ -87,11 +87,11 @@ def read_source(name: str) -> tuple[ModelConfig, Tokenizer]:
         text = read_bytes(folder / "config.json").decode()
     except (OSError, UnicodeDecodeError) as e:
         raise CheckpointError("cannot read", folder / "config.json", getattr(e, "strerror", None) or str(e)) from None
-    require(QUESTION_ANSWERING not in text, "this model answers questions", name, "begin with a language model")
     try:
         config = model_config_from_json(text)
     except UsageError as e:
         raise UsageError(e.what, folder / "config.json", e.todo) from None
+    require(not answers_questions(text), "this model answers questions", name, "begin with a language model")
     return config, load_tokenizer(folder / TOKENIZER_FILE)
 
 

@@ -39,6 +39,7 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
 
 Between letters, digits, signs and spaces of ASCII the cuts are all of GPT-2's. The last alternative takes what has
 other characters, up to a space before a word (`read_text.cut` says why that is a cut)."""
+NO_PROCESSOR = re.compile(r'("post_processor":\s*)null')
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
 
@@ -46,11 +47,12 @@ CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 class Tokenizer:
     """A `tokenizers.Tokenizer` that neither truncates nor pads text, and never reads a special token from it.
 
-    `json` is the text of the tokenizer.json, `sha256` its hash. `end_of_document` is the id of "<|endoftext|>"; `mask`
-    and `separator` are those of "[MASK]" and "[SEP]", or None. The constructor adds a missing "<|endoftext|>", and with
-    `mlm` the other two. `special` are the ids that no text has: special tokens and unused ids. `vocab_size` is the
-    largest id plus one. `name` is for messages. Raises DataError if `json` is not a tokenizer, or its vocabulary has no
-    room for one of these tokens."""
+    `json` is the text of the tokenizer.json, `sha256` its hash, without what `json_with_beginning` adds.
+    `end_of_document` is the id of "<|endoftext|>"; `mask` and `separator` are those of "[MASK]" and "[SEP]", or None.
+    The constructor adds a missing "<|endoftext|>", and with `mlm` the other two. `special` are the ids that no text
+    has: special tokens and unused ids. `vocab_size` is the largest id plus one; `has_gaps` says whether an id below it
+    is unused. `name` is for messages. Raises DataError if `json` is not a tokenizer, or its vocabulary has no room for
+    one of these tokens."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         self.name = name
@@ -75,9 +77,10 @@ class Tokenizer:
         self.end_of_document = special[END_OF_DOCUMENT]
         self.mask, self.separator = special.get(MASK), special.get(SEPARATOR)
         self.vocab_size = max(used) + 1
+        self.has_gaps = len(used) < self.vocab_size
         self.special = sorted({*range(self.vocab_size)} - used.keys() | {*special.values()})
         self.json = json
-        self.sha256 = hashlib.sha256(json.encode()).hexdigest()
+        self.sha256 = hashlib.sha256(json.replace(_beginning(self.end_of_document), "null").encode()).hexdigest()
         self._inner = inner
 
     @contextlib.contextmanager
@@ -90,6 +93,13 @@ class Tokenizer:
             raise
         except BaseException as e:
             raise DataError(what, self.name, " ".join(str(e).split())) from None
+
+    def json_with_beginning(self) -> str | None:
+        """The tokenizer.json by which other programs begin each text with the end-of-document token, as training does;
+        `Tokenizer` does not heed it. None for a tokenizer that adds something of its own."""
+        beginning = _beginning(self.end_of_document)
+        changed = NO_PROCESSOR.sub(lambda found: found[1] + beginning, self.json)
+        return changed if beginning in changed else None
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without an end-of-document token. Raises DataError for text that the tokenizer lacks."""
@@ -146,6 +156,15 @@ class Tokenizer:
         """A function that takes ids one by one and returns the text that each completes, at constant cost."""
         stream = decoders.DecodeStream(skip_special_tokens=False)
         return lambda token: stream.step(self._inner, token) or ""
+
+
+def _beginning(end_of_document: int) -> str:
+    """A post-processor that puts the end-of-document token before a text, as it is in a tokenizer.json."""
+    token, texts = {"SpecialToken": {"id": END_OF_DOCUMENT, "type_id": 0}}, [
+        {"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    special = {END_OF_DOCUMENT: {"id": END_OF_DOCUMENT, "ids": [end_of_document], "tokens": [END_OF_DOCUMENT]}}
+    return json_module.dumps({"type": "TemplateProcessing", "single": [token, texts[0]], "pair": [token, *texts],
+                              "special_tokens": special}, separators=(",", ":"))
 
 
 def _cuts_as_gpt2(json: str) -> bool:

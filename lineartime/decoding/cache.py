@@ -3,6 +3,7 @@
 Rows of a batch may differ in length. As in training, attention does not cross documents.
 """
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -327,6 +328,17 @@ class DecodingState:
         for cache in self.caches:
             if isinstance(cache, KeyValueCache):
                 cache.reserve(n_tokens)
+
+    def snapshot(self) -> "DecodingState":
+        """The state as it is now, to go back to. Keys and values are shared with this one, which must then be given up:
+        new tokens write only behind those of the snapshot."""
+        caches = [copy.copy(cache) for cache in self.caches]
+        for cache in caches:
+            if not isinstance(cache, KeyValueCache):
+                vars(cache).update({name: tensor.clone() for name, tensor in cache.tensors().items()})
+            elif cache.z_BKS is not None:
+                cache.z_BKS = cache.z_BKS.clone()
+        return DecodingState(caches, self.seq_lens_B, self.start_B)
 
     def select(self, rows_B: Tensor) -> None:
         """Keep the rows rows_B, in this order; a row may occur more than once."""

@@ -22,7 +22,7 @@ from lineartime.atomic_io import hash_of, write_atomically, write_json
 from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
 from lineartime.config import to_dict as fields_of
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.errors import CheckpointError, DataError, UsageError
@@ -41,6 +41,7 @@ from lineartime.qa.spans import (
     stack_rows,
     training_rows,
 )
+from lineartime.release.folder import tokenizer_files
 from lineartime.run import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -292,7 +293,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
 
     def train_one(each: RunConfig) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all validation questions."""
-        files = {TOKENIZER_FILE: tokenizer.json, CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
+        files = {**tokenizer_files(tokenizer), CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
         answered = stop.watch("what is trained is saved; the same command resumes", progress, "answering",
                               len(validation), ranks)
 

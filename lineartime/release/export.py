@@ -13,13 +13,14 @@ from lineartime.benchmark.measure import provenance
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
 from lineartime.config import model_config_json
 from lineartime.data.mixture import read_mixture
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
 from lineartime.errors import ResourceError, UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
+from lineartime.release.folder import CODE, CODE_FILE, config_with_code, tokenizer_files
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
@@ -44,8 +45,8 @@ class Exported(NamedTuple):
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
            strict: bool = False, progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
-    `tokenizer.json`, the card, and a manifest of all but the card. `lineartime.load_model` and `transformers` open
-    it.
+    `tokenizer.json`, what `transformers` needs to open it without an import of ours (`release.folder`), the card, and a
+    manifest of all but the card. `lineartime.load_model` opens it too.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
     Markdown. prompt: the prompt of the card's sample. strict: see `load_model`. progress counts scored tokens. Raises
@@ -74,7 +75,9 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
     text = [(manifest, each.weight) for manifest, each in zip(manifests, read_mixture(named), strict=True)]
-    files = {CONFIG_FILE: model_config_json(model.config).encode(), TOKENIZER_FILE: tokenizer.json.encode()}
+    texts = {CONFIG_FILE: config_with_code(model_config_json(model.config)), CODE_FILE: CODE,
+             **tokenizer_files(tokenizer)}
+    files = {name: text.encode() for name, text in texts.items()}
     weights = dict(model.named_parameters())
     like = {name: torch.empty_like(weight, dtype=torch.bfloat16, device="meta") for name, weight in weights.items()}
     try:

@@ -2,8 +2,11 @@
 
 import json
 import logging
+import re
+import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import lineartime
 from lineartime.errors import DataError, UsageError
 from tiny_runs import SETTINGS
 
+ROOT = Path(__file__).parents[2]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 
 
@@ -100,6 +104,20 @@ assert {name for name in vars(lineartime) if not name.startswith("_")} & {*linea
     for order in ([], ["reversed"]):
         done = subprocess.run([sys.executable, "-c", code, *order], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
+
+
+def test_the_package_tells_its_version_and_names() -> None:
+    assert lineartime.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {*lineartime.__all__, "__version__", "__name__"} <= {*dir(lineartime)}
+
+
+def test_the_description_on_an_index_has_no_link_into_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **fields: given.update(fields))
+    runpy.run_path(str(ROOT / "setup.py"))
+    links = re.findall(r"\]\(([^)]*)\)", given["long_description"])
+    assert links and all(link.startswith("https://") for link in links)
+    assert "Read on" in given["long_description"] and "A small FLASH (6.4 M" in given["long_description"]
 
 
 def test_an_error_cannot_steer_a_terminal():

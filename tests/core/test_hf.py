@@ -1,6 +1,7 @@
 """A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel` gives."""
 
 import copy
+import json
 import logging
 import os
 
@@ -20,6 +21,8 @@ from lineartime.errors import CheckpointError, UsageError
 from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.model import LanguageModel, token_losses
+from lineartime.release.folder import tokenizer_files
+from lineartime.run import load_model
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_models import LONG_MEMORY
 
@@ -131,6 +134,44 @@ def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, hf, tmp_path,
     assert_same_weights(again, ours)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path).model, ours)
     assert not said, [record.getMessage() for record in said]
+
+
+def test_several_devices_are_refused(hf, folder, monkeypatch):
+    """accelerate moves weights when a module is called, and layers are not called as modules."""
+    assert {type(layer).__name__ for layer in hf.model.residual_layers()} <= {*hf._no_split_modules}
+    loaded = transformers.PreTrainedModel.from_pretrained.__func__
+
+    def placed(cls, *arguments, **more):
+        model, found = loaded(cls, *arguments, **more)
+        model.hf_device_map = {"model.embed": "cpu", "model.layers.0": places}
+        return model, found
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(placed))
+    places = "cpu"
+    AutoModelForCausalLM.from_pretrained(folder)
+    places = "disk"
+    with pytest.raises(UsageError, match="stay on one device: device_map: cpu, disk; name one device"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_weights_in_several_files(ours, hf, tmp_path):
+    hf.save_pretrained(tmp_path, max_shard_size="8KB")
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1 and not (tmp_path / "model.safetensors").exists()
+    assert_same_weights(load_model(tmp_path)[0], ours)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path).model, ours)
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_text()
+    for text, words in (("{}", "it has no file of each tensor"), (whole.replace('"model-', '"../model-'), "no file"),
+                        (whole.replace(shards[0].name, shards[1].name), "is missing")):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=words):
+            load_model(tmp_path)
+    index.write_text(whole)
+    shards[0].unlink()
+    with pytest.raises(CheckpointError, match=shards[0].name):
+        load_model(tmp_path)
 
 
 def test_names_with_and_without_the_prefix_load_and_save(ours, hf, tmp_path):
@@ -279,8 +320,8 @@ def test_rows_of_a_cache(hf64):
         cache.reset()
         assert cache.get_seq_length() == 0
         assert (hf64(ids_BT, past_key_values=cache).logits - expected_BTV).abs().max() < 1e-11
-        with pytest.raises(UsageError, match="forget"):
-            cache.crop(5)
+        with pytest.raises(UsageError, match=r"cannot forget these tokens: crop\(-5\)"):
+            cache.crop(-5)
         assert not cache.is_croppable and cache.get_max_length() == -1
 
 
@@ -336,7 +377,7 @@ def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(fol
     config = AutoConfig.from_pretrained(folder)
     assert config.model_config() == model_config_from_json((folder / "config.json").read_text())
     assert config == AutoConfig.from_pretrained(folder)
-    assert (config.eos_token_id, config.bos_token_id, config.pad_token_id) == (EOD, EOD, EOD)
+    assert (config.eos_token_id, config.bos_token_id, config.pad_token_id) == (EOD, EOD, config.vocab_size)
     assert (config.hidden_size, config.num_hidden_layers) == (config.d_model, config.n_layers) == (16, 2)
     assert config != AutoConfig.from_pretrained(folder, n_layers=3)
     assert type(config.keys_to_ignore_at_inference) is list  # Trainer adds a list to it
@@ -357,9 +398,205 @@ def test_only_a_causal_model_is_a_causal_model(tmp_path):
         assert torch.equal(AutoModel.from_pretrained(tmp_path)(ids_BT).last_hidden_state, model.hidden(ids_BT))
 
 
+def test_a_vocabulary_that_grows_keeps_the_bits_of_its_tokens(hf, ours, tmp_path):
+    ids_BT, n = packed_ids(), SIZES["vocab_size"]
+    hf.resize_token_embeddings(n + 2, pad_to_multiple_of=8)
+    assert (hf.config.vocab_size, hf.model.config.vocab_size, hf.get_output_embeddings().weight.shape[0]) == (264,) * 3
+    assert torch.equal(hf.model.embed.weight[:n], ours.embed.weight) and hf.model.embed.weight.requires_grad
+    assert torch.equal(hf.model.head_bias[:n], ours.head_bias) and hf.model.head_bias.requires_grad
+    assert torch.allclose(hf.model.head_bias[n:], ours.head_bias.mean())
+    assert hf.model.embed.weight[n:].std(0).min() > 0  # two new tokens differ
+    with torch.no_grad():
+        assert torch.allclose(hf(ids_BT).logits[..., :n], ours(ids_BT), atol=1e-5)
+    hf.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_weights(again.model, hf.model)
+    again.resize_token_embeddings(n)
+    assert_same_weights(again.model, ours)
+
+
+def test_positions_say_what_the_mask_says_or_where_documents_begin(hf64):
+    ids_BT, mask_BT = packed_ids(), torch.ones(2, 30, dtype=torch.long)
+    mask_BT[0, :4] = mask_BT[1, 25:] = 0
+    position_BT = mask_BT.cumsum(1) - 1
+    with torch.no_grad():
+        expected = hf64(ids_BT, attention_mask=mask_BT).logits
+        output = hf64(ids_BT, attention_mask=mask_BT, position_ids=position_BT.masked_fill(mask_BT == 0, 1)).logits
+        assert torch.equal(output, expected)
+        assert torch.equal(hf64(ids_BT, position_ids=torch.arange(30)[None]).logits, hf64(ids_BT).logits)
+        # Two documents, without a token between them: the second does not see the first.
+        ids_BT, begins = ids_BT.masked_fill(ids_BT == EOD, 5), torch.tensor([[*range(12), *range(18)]] * 2)
+        bounds = torch.tensor([0, 12, 30], dtype=torch.int32)
+        packed = hf64(ids_BT, position_ids=begins, seq_idx=torch.tensor([[0] * 12 + [1] * 18] * 2)).logits
+        segments_BT = torch.tensor([[0] * 12 + [1] * 18] * 2)
+        assert torch.equal(packed, hf64.model(ids_BT, segments_BT))
+        changed_BT = ids_BT.clone()
+        changed_BT[:, 3] = 9
+        output = hf64(changed_BT, position_ids=begins).logits
+        assert torch.equal(output[:, 12:], packed[:, 12:]) and not torch.equal(output[:, 3:12], packed[:, 3:12])
+        hf64(ids_BT[:1], position_ids=begins[:1], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=18,
+             max_length_k=18)
+        for wrong, more in ((begins + 1, {}), (begins * 2, {}), (begins, {"use_cache": True}),
+                            (torch.arange(30)[None], {"attention_mask": mask_BT})):
+            with pytest.raises(UsageError, match="positions that this model does not take: position_ids; leave them"):
+                hf64(ids_BT, position_ids=wrong, **more)
+        with pytest.raises(UsageError, match="cu_seq_lens_q"):
+            hf64(ids_BT[:1], position_ids=begins[:1], cu_seq_lens_q=bounds + 1)
+
+
+def test_columns_that_older_versions_number(hf):
+    """cache_position is heeded where it says what the cache knows."""
+    ids_BT, cache = packed_ids(), LineartimeCache()
+    with torch.no_grad():
+        expected_BTV = hf(ids_BT).logits
+        hf(ids_BT[:, :13], past_key_values=cache, cache_position=torch.arange(13))
+        logits = hf(ids_BT[:, 13:], past_key_values=cache, cache_position=torch.arange(13, 30)).logits
+        assert torch.allclose(logits, expected_BTV[:, 13:], atol=1e-4)
+        with pytest.raises(UsageError, match="cache_position"):
+            hf(ids_BT, past_key_values=cache, cache_position=torch.arange(30))
+
+
+def test_vectors_instead_of_tokens(hf64):
+    """In parallel, with padding, and by decoding: without ids no token begins a document."""
+    batch = left_padded([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]])
+    ids_BT, mask_BT = batch.values()
+    embeds_BTD = hf64.model.embed(ids_BT).detach()
+    with torch.no_grad():
+        expected = hf64(**batch).logits
+        for use_cache in (False, True):
+            got = hf64(inputs_embeds=embeds_BTD, attention_mask=mask_BT, use_cache=use_cache).logits
+            assert (got - expected)[mask_BT.bool()].abs().max() < 1e-11
+        sequences = hf64.generate(inputs_embeds=embeds_BTD, attention_mask=mask_BT, max_new_tokens=12, do_sample=False)
+        assert torch.equal(sequences, hf64.generate(**batch, max_new_tokens=12, do_sample=False)[:, 7:])
+
+
+def test_the_states_of_every_block(hf64):
+    batch = left_padded(PROMPTS)
+    valid_BT = batch["attention_mask"].bool()
+    with torch.no_grad():
+        output = hf64(**batch, output_hidden_states=True)
+        assert hf64(**batch).hidden_states is None
+        states = output.hidden_states
+        assert len(states) == hf64.config.n_layers + 1
+        assert torch.equal(hf64.model.logits(states[-1]), output.logits)
+        first_BTD = hf64.model.embed(batch["input_ids"]) + hf64.model.abs_pos(valid_BT.cumsum(1) - 1)
+        assert (states[0] - first_BTD)[valid_BT].abs().max() < 1e-11
+        layers = [*hf64.model.residual_layers()][: hf64.model.layers_per_block]
+        alone_BTD = hf64(torch.tensor(PROMPTS[:1]), output_hidden_states=True).hidden_states
+        if EOD not in PROMPTS[0][1:]:
+            x_BTD = alone_BTD[0]
+            for layer in layers:
+                x_BTD = layer(x_BTD)
+            assert (x_BTD - alone_BTD[1]).abs().max() < 1e-11
+        decoded = hf64(**batch, output_hidden_states=True, use_cache=True).hidden_states
+        for a, b in zip(states, decoded, strict=True):
+            assert (a - b)[valid_BT].abs().max() < 1e-11
+
+
+def test_padding_is_a_token_of_its_own(hf64, folder):
+    """Outside the vocabulary: the model takes it for padding with and without a mask, and never for a target."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(["once upon a time", "no"], padding=True, return_tensors="pt")
+    ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"]
+    assert (ids_BT == tokenizer.pad_token_id).sum() == 14 and hf64.config.pad_token_id == tokenizer.pad_token_id
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    ended = [{"input_ids": [EOD, 97, EOD]}, {"input_ids": [EOD, 98, 99, 100, EOD]}]
+    labels_BT = collator(ended)["labels"]
+    assert labels_BT.tolist() == [[-100, -100, EOD, 97, EOD], [EOD, 98, 99, 100, EOD]]
+    with torch.no_grad():
+        masked = hf64(ids_BT, attention_mask=mask_BT, labels=ids_BT)
+        assert torch.equal(hf64(ids_BT).logits, masked.logits)
+        assert torch.equal(hf64(ids_BT, labels=ids_BT.masked_fill(mask_BT == 0, -100)).loss, masked.loss)
+        alone = hf64(ids_BT[1:, -3:]).logits
+        assert (masked.logits[1:, -3:] - alone).abs().max() < 1e-11
+        # Some processors look up the logits of the tokens they are given.
+        options = {"do_sample": False, "max_new_tokens": 8, "repetition_penalty": 1.3,
+                   "encoder_repetition_penalty": 1.1,
+                   "logits_processor": [lambda ids_BT, scores_BV: scores_BV - scores_BV.gather(1, ids_BT[:, :1]) / 9]}
+        together = hf64.generate(**batch, **options)
+        assert torch.equal(together[1:, -8:], hf64.generate(ids_BT[1:, -3:], **options)[:, -8:])
+
+
+def test_an_assistant_and_the_prompt_propose_tokens(hf64, folder):
+    """The text is that without them; the cache goes back over tokens that were not taken."""
+    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        assistant.model.norm.weight += 0.3 * torch.randn(16, generator=torch.Generator().manual_seed(2))
+    repeated = torch.tensor([[EOD, *b"abcabcabcabcab"]])
+    options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    expected = hf64.generate(repeated, max_new_tokens=40, **options)
+    for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}, {"assistant_model": hf64}):
+        output = hf64.generate(repeated, max_new_tokens=40, return_dict_in_generate=True, **options, **how)
+        sequences, cache = output.sequences, output.past_key_values
+        assert torch.equal(sequences[:, : expected.shape[1]], expected), how  # before 5.14 there may be one more
+        n = cache.get_seq_length()
+        next_BV = hf64(sequences[:, n : n + 1], past_key_values=cache).logits[:, 0]
+        assert (next_BV - hf64(sequences).logits[:, n]).abs().max() < 1e-11
+
+
+def test_a_cache_goes_back(hf64):
+    """To any column since recording began, over closed chunks and documents, with padding in between."""
+    ids_BT, mask_BT = packed_ids(), torch.ones(2, 30, dtype=torch.long)
+    mask_BT[0, 5] = mask_BT[1, 20:22] = 0
+    with torch.no_grad():
+        expected_BTV = hf64(ids_BT, attention_mask=mask_BT).logits
+        for kept in (7, 10, 11, 19, 23):
+            cache = LineartimeCache()
+            hf64(ids_BT[:, :7], attention_mask=mask_BT[:, :7], past_key_values=cache)
+            cache.activate_past_recording()
+            for a, b in ((7, 11), (11, 12), (12, 24)):
+                noise_BT = ids_BT[:, a:b].clone()
+                noise_BT[:, max(kept - a, 0) :] = 9  # what will be forgotten is something else
+                hf64(noise_BT, attention_mask=mask_BT[:, a:b], past_key_values=cache)
+            cache.crop(kept - 24)
+            assert cache.get_seq_length() == kept
+            logits = hf64(ids_BT[:, kept:], attention_mask=mask_BT[:, kept:], past_key_values=cache).logits
+            valid_BT = mask_BT[:, kept:].bool()
+            assert (logits - expected_BTV[:, kept:])[valid_BT].abs().max() < 1e-11
+            cache.crop(0)
+            with pytest.raises(UsageError, match="cannot forget"):
+                cache.crop(-1)
+
+
+def test_generation_stops_at_a_string(hf64, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        hf64.model.head_bias[128:256] -= 100  # ASCII
+    batch, options = tokenizer("Once", return_tensors="pt"), {"max_new_tokens": 30, "do_sample": False}
+    text = tokenizer.decode(hf64.generate(**batch, **options)[0, 5:])
+    stop = text[7:9]
+    stopped = tokenizer.decode(hf64.generate(**batch, **options, stop_strings=[stop], tokenizer=tokenizer)[0, 5:])
+    assert stopped == text[: text.index(stop) + len(stop)]
+
+
+def test_what_trl_asks_of_a_model(hf):
+    """Its trainers take the trunk and the head apart."""
+    ids_BT = packed_ids()
+    forward = hf.forward
+    hf.forward = lambda *arguments, **more: forward(*arguments, **more)  # it calls the trunk from one of its own
+    trunk, head = hf.base_model, hf.get_output_embeddings()
+    states = trunk(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False,
+                   output_router_logits=False).last_hidden_state
+    logits = torch.nn.functional.linear(states, head.weight, head.bias)
+    assert torch.equal(logits, hf(ids_BT).logits) and trunk.base_model is trunk.model
+    assert hf.training == trunk.training and type(hf) is LineartimeForCausalLM
+
+
+def test_labels_of_smoothing_are_shifted(hf):
+    """As Trainer asks for it: by the name of the class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    ids_BT = packed_ids()
+    assert hf._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    smoothed = LabelSmoother(epsilon=0.0)(hf.train()(ids_BT), ids_BT, shift_labels=True)
+    assert torch.allclose(smoothed, hf(ids_BT, labels=ids_BT).loss, rtol=1e-5)
+
+
 def test_what_would_be_ignored_is_refused(hf):
     ids_BT = packed_ids()
-    for name, value in (("position_ids", ids_BT), ("output_hidden_states", True), ("segment_ids", ids_BT)):
+    for name, value in (("position_ids", ids_BT), ("output_attentions", True), ("segment_ids", ids_BT),
+                        ("cache_position", torch.arange(1, 31)), ("seq_idx", torch.zeros_like(ids_BT))):
         with pytest.raises(UsageError, match=name):
             hf(ids_BT, **{name: value})
     hf(ids_BT, output_attentions=False, token_type_ids=None)
@@ -367,23 +604,24 @@ def test_what_would_be_ignored_is_refused(hf):
         hf(ids_BT, past_key_values=transformers.DynamicCache())
     with pytest.raises(UsageError, match="wrong attention_mask"):
         hf(ids_BT, attention_mask=torch.ones(2, 31))
-    with pytest.raises(UsageError, match="vocabulary"):
-        hf.resize_token_embeddings(300)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        hf.generate(ids_BT[:1], prompt_lookup_num_tokens=2)
+    with pytest.raises(UsageError, match=r"no room for the end-of-document token: 256 tokens"):
+        hf.resize_token_embeddings(256)
+    with pytest.raises(UsageError, match="give one of them"):
+        hf(ids_BT, inputs_embeds=hf.model.embed(ids_BT))
 
 
 def test_the_tokenizer_begins_a_text_as_training_does(folder, tmp_path):
     tokenizer, plain = AutoTokenizer.from_pretrained(folder), byte_tokenizer()
     assert type(tokenizer) is LineartimeTokenizer
-    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_DOCUMENT
-    assert (tokenizer.eos_token_id, len(tokenizer)) == (EOD, plain.vocab_size)
+    assert tokenizer.eos_token == tokenizer.bos_token == END_OF_DOCUMENT
+    pad = plain.vocab_size  # not the end of a document, or a collator would take that out of what is learned
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (EOD, pad, pad + 1)
     text = "  Ein Bär .\n\n don't 漢字\t<end> "
     encoded = tokenizer(text)
     assert encoded["input_ids"] == [EOD, *plain.encode(text)] and set(encoded) == {"input_ids", "attention_mask"}
     assert tokenizer.decode(encoded["input_ids"], skip_special_tokens=True) == text
     batch = tokenizer(["a", "bcd"], padding=True)
-    assert batch["input_ids"] == [[EOD, EOD, EOD, 97], [EOD, 98, 99, 100]]
+    assert batch["input_ids"] == [[pad, pad, EOD, 97], [EOD, 98, 99, 100]]
     assert batch["attention_mask"] == [[0, 0, 1, 1], [1, 1, 1, 1]]
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
@@ -403,6 +641,38 @@ def test_a_tokenizer_from_elsewhere_keeps_its_own_tokens(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer("abba b")["input_ids"] == [ours.end_of_document, *ours.encode("abba b")]
     assert (tokenizer.bos_token, tokenizer.eos_token) == (END_OF_DOCUMENT, "<|turn|>")
+    # A plain class would heed the post-processor: nothing but this class, imported or trusted, opens such an export.
+    files = tokenizer_files(ours)
+    assert files["tokenizer.json"] == ours.json
+    assert json.loads(files["tokenizer_config.json"])["auto_map"]["AutoTokenizer"][1].endswith(".LineartimeTokenizer")
+    (tmp_path / "tokenizer_config.json").write_text(files["tokenizer_config.json"])
+    assert type(AutoTokenizer.from_pretrained(tmp_path)) is LineartimeTokenizer
+
+
+def test_the_likelihood_of_a_text_as_a_harness_rolls_it(ours, hf, folder):
+    """lm_eval with add_bos_token=False: it puts the beginning before the text itself, once, and scores every token."""
+    plain, text = byte_tokenizer(), "Reader, I married him."
+    tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer(text)["input_ids"] == ids == plain.encode(text) and tokenizer.bos_token_id == EOD
+    rows_BT = torch.tensor([[tokenizer.bos_token_id, *ids]])
+    log_p = hf(rows_BT[:, :-1]).logits.log_softmax(-1).gather(2, rows_BT[:, 1:, None]).sum()
+    assert torch.allclose(-log_p, token_losses(ours, rows_BT).sum(), rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == [EOD, *ids]
+
+
+def test_tokenizers_that_older_versions_saved(folder, tmp_path):
+    """Their padding is the end of a document, and they have no post-processor."""
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())
+                                                     | {"pad_token_id": EOD}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "LineartimeTokenizer", "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,
+        "pad_token": END_OF_DOCUMENT}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(tokenizer) is LineartimeTokenizer and tokenizer.pad_token_id == EOD
+    assert tokenizer(["a", "bc"], padding=True)["input_ids"] == [[EOD, EOD, 97], [EOD, 98, 99]]
+    assert AutoConfig.from_pretrained(tmp_path).pad_token_id == EOD
 
 
 def test_text_generation_pipeline(hf64, folder):

@@ -158,6 +158,7 @@ def test_wrong_class_and_what_would_be_ignored_are_refused(ours, folder, tmp_pat
     with pytest.raises(UsageError, match=r"causal = true; AutoModelForCausalLM opens it"):
         AutoModelForMaskedLM.from_pretrained(write_checkpoint(tmp_path, causal, TOKENIZER))
     hf = AutoModelForMaskedLM.from_pretrained(folder)
-    for name, value in (("position_ids", some_ids()), ("output_hidden_states", True), ("use_cache", True)):
-        with pytest.raises(UsageError, match=name):
+    for name, value, words in (("position_ids", some_ids(), "position_ids"), ("use_cache", True, "only a causal"),
+                               ("output_attentions", True, "output_attentions")):
+        with pytest.raises(UsageError, match=words):
             hf(some_ids(), **{name: value})

@@ -223,3 +223,21 @@ def test_missing_tokenizer_is_a_usage_error(tmp_path):
 def test_data_and_tokenizer_do_not_import_torch():
     code = "import sys, lineartime.data.prepare, lineartime.data.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("made", [lambda: byte_tokenizer(mlm=True), lambda: train_tokenizer(["a b a b abba"] * 9, 300)])
+def test_a_beginning_for_other_programs_is_not_heeded_here(made):
+    """The ids, their places, the hash and what prepared data says of it stay."""
+    tokenizer, text = made(), "abba a\n b"
+    begun = Tokenizer(tokenizer.json_with_beginning())
+    assert begun.json != tokenizer.json and begun.sha256 == tokenizer.sha256
+    assert begun.encode(text) == tokenizer.encode(text) and begun.packer("<u2")(text) == tokenizer.packer("<u2")(text)
+    for a, b in zip(begun.encode_with_offsets(text), tokenizer.encode_with_offsets(text), strict=True):
+        assert (a == b).all()
+    assert begun.json_with_beginning() == begun.json
+    others = tokenizers.Tokenizer.from_str(begun.json)
+    assert others.encode(text).ids == [tokenizer.end_of_document, *tokenizer.encode(text)]
+    assert others.encode("a", "b").ids == [tokenizer.end_of_document, *tokenizer.encode("a"), *tokenizer.encode("b")]
+    inner = tokenizers.Tokenizer.from_str(tokenizer.json)
+    inner.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    assert Tokenizer(inner.to_str()).json_with_beginning() is None  # it adds something of its own

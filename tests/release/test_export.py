@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import shutil
 import statistics
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -68,8 +71,9 @@ def card(exported: Path) -> str:
 
 
 def test_the_weights_are_the_runs_in_bfloat16(run: Path, exported: Path) -> None:
-    assert {path.name for path in exported.iterdir()} == {"MANIFEST.json", "README.md", "config.json",
-                                                          "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in exported.iterdir()} == {
+        "MANIFEST.json", "README.md", "config.json", "model.safetensors", "modeling_lineartime.py", "tokenizer.json",
+        "tokenizer_config.json"}
     assert {weight.dtype for weight in load_file(exported / "model.safetensors").values()} == {torch.bfloat16}
     ours, tokenizer, facts = lineartime.load_model(str(run))
     model, same_tokenizer, where = lineartime.load_model(str(exported))
@@ -85,6 +89,40 @@ def test_transformers_open_it(exported: Path) -> None:
     ids_BT = AutoTokenizer.from_pretrained(exported)(PROMPT, return_tensors="pt").input_ids
     assert ids_BT[0].tolist() == [tokenizer.end_of_document, *tokenizer.encode(PROMPT)]
     assert torch.equal(AutoModelForCausalLM.from_pretrained(exported)(ids_BT).logits, model(ids_BT))
+
+
+OPEN = """
+import sys, transformers
+folder, trust = sys.argv[1], sys.argv[2] == "trust"
+if trust:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__ == "lineartime.hf", type(model)
+    model.save_pretrained(sys.argv[3])
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+assert trust == (type(tokenizer).__name__ == "LineartimeTokenizer"), type(tokenizer)
+batch = tokenizer(["Reader, I", "I"], padding=True)
+print(batch["input_ids"], batch["attention_mask"], tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+assert trust == ("lineartime" in sys.modules)
+"""
+
+
+def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) -> None:
+    """With trust all of it; without, a plain tokenizer gives the same ids. What is saved again opens the same way."""
+    ours = AutoTokenizer.from_pretrained(exported)
+    batch = ours(["Reader, I", "I"], padding=True)
+    expected = (f"{batch['input_ids']} {batch['attention_mask']} {ours.bos_token} {ours.eos_token} {ours.pad_token}\n")
+    saved = tmp_path / "saved"
+    ours.save_pretrained(saved)
+    for folder, how in ((exported, "trust"), (saved, "trust"), (exported, "plain"), (saved, "plain")):
+        done = subprocess.run([sys.executable, "-c", OPEN, folder, how, saved], capture_output=True, text=True,
+                              cwd=tmp_path,
+                              env=os.environ | {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(
+                                  [str(ROOT), os.environ.get("PYTHONPATH", "")])})
+        assert done.stdout == expected, done.stderr
+    assert (saved / "modeling_lineartime.py").read_text() == (exported / "modeling_lineartime.py").read_text()
+    assert not (saved / "hf.py").exists()
+    again, _, _ = lineartime.load_model(saved)
+    assert torch.equal(again.head_bias, lineartime.load_model(exported)[0].head_bias)
 
 
 def test_the_cards_scores_are_of_what_is_in_the_folder(card: str, exported: Path, data: Path, call: Call) -> None:

@@ -32,7 +32,8 @@ def test_it_is_small_and_in_bfloat16() -> None:
 
 
 def test_its_files_are_those_of_its_manifest() -> None:
-    files = {name: (SMALL / name).read_bytes() for name in ("config.json", "tokenizer.json", "model.safetensors")}
+    files = {name: (SMALL / name).read_bytes() for name in (
+        "config.json", "modeling_lineartime.py", "tokenizer.json", "tokenizer_config.json", "model.safetensors")}
     assert (SMALL / "MANIFEST.json").read_bytes() == manifest_of(files, {})
 
 

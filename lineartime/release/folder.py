@@ -1,0 +1,54 @@
+"""What `transformers` reads in a folder of ours besides configuration, tokenizer and weights: the file of one import by
+which `trust_remote_code=True` finds the classes, and the settings of the tokenizer."""
+
+import json
+from typing import Any
+
+from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE, Tokenizer
+
+MODULE = "modeling_lineartime"
+CODE_FILE = f"{MODULE}.py"
+CODE = '''"""The classes are in the package: pip install lineartime."""
+
+from lineartime.hf import *  # noqa: F403
+'''
+CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
+           "AutoModelForCausalLM": "LineartimeForCausalLM", "AutoModelForMaskedLM": "LineartimeForMaskedLM",
+           "AutoModelForQuestionAnswering": "LineartimeForQuestionAnswering",
+           "AutoModelForSequenceClassification": "LineartimeForSequenceClassification",
+           "AutoModelForTokenClassification": "LineartimeForTokenClassification"}
+AUTO_MAP = {auto: f"{MODULE}.{name}" for auto, name in CLASSES.items()}
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+PAD = "<|pad|>"
+"""The padding of a causal model: the id behind its vocabulary, which no text has and the model never predicts. It is
+not the end-of-document token, for collators take padding out of what is learned."""
+
+
+def config_with_code(config_json: str) -> str:
+    """A `config.json` that names the classes in `CODE_FILE` too."""
+    return json.dumps({**json.loads(config_json), "auto_map": AUTO_MAP}, indent=1) + "\n"
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """`tokenizer.json` and `tokenizer_config.json`, with which any tokenizer class of `transformers` gives the ids of
+    `LineartimeTokenizer`: texts begin with the end-of-document token, padding goes left. A tokenizer that adds
+    something of its own is for that class alone, which then needs trust or an import."""
+    json_text = tokenizer.json_with_beginning()
+    settings: dict[str, Any] = {"tokenizer_class": "LineartimeTokenizer", "padding_side": "left",
+                                "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,
+                                "mask_token": MASK if tokenizer.mask is not None else None,
+                                "sep_token": SEPARATOR if tokenizer.separator is not None else None,
+                                "pad_token": padding_token(tokenizer.mask is not None, tokenizer.has_gaps)}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if json_text is None:
+        settings["auto_map"] = {"AutoTokenizer": [None, f"{MODULE}.LineartimeTokenizer"]}
+    return {TOKENIZER_FILE: json_text or tokenizer.json,
+            TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=1) + "\n"}
+
+
+def padding_token(masked: bool, has_gaps: bool) -> str | None:
+    """The padding of a tokenizer: `PAD`; in one with "[MASK]", whose models learn no end of a document, the
+    end-of-document token. None for ids with gaps, where a new token could get the id of another."""
+    if masked:
+        return END_OF_DOCUMENT
+    return None if has_gaps else PAD
