@@ -37,7 +37,9 @@ class ModelConfig:
     ffn: Literal["mlp", "glu", "gau"] = "mlp"
     """FFN type. "gau": one GAU replaces attention and FFN."""
     activation: Literal["gelu", "silu"] = "gelu"
+    """Activation of an MLP, a GLU or a GAU."""
     norm: Literal["layer_norm", "scale_norm"] = "layer_norm"
+    """Norm before each layer and before the head."""
     abs_pos: Literal["learned", "scaled_sin"] = "learned"
     """Absolute position embedding."""
     rel_pos: Literal["rope"] | None = None
@@ -54,11 +56,13 @@ class ModelConfig:
     query_key_dim: int = 128
     """Width of a GAU's queries and keys, the paper's s."""
     vocab_size: int = 32_000
+    """Tokens of the vocabulary."""
     context: int = 512
     """Tokens per training row: the size of a learned position table, and n of relu(q k / n + b)^2 without chunks."""
     attn_scale_len: int | None = None
     """n of relu(q k / n + b)^2 without chunks; None: `context`. n does not depend on the length of the input."""
     causal: bool = True
+    """Whether a token sees only those before it; otherwise the model fills in masks."""
     end_of_document: int | None = None
     """Token that starts a new document in a packed row; None: every row is one document."""
     document_mask: Literal["exact", "paper"] = "exact"
@@ -355,12 +359,23 @@ class TrainConfig:
     steps: int = 125_000
     """Number of steps."""
     warmup_steps: int = 10_000
+    """Steps until the peak learning rate. Settings that do not name it take a fifth of the run if that is less."""
     learning_rate: float = 7e-4
-    """Peak learning rate; after the warm-up it decays linearly to zero at `steps`."""
+    """Peak learning rate."""
+    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
+    """What the learning rate does after the warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine":
+    it falls so along half a cosine. "constant": it stays. "wsd": it stays, and in the last `decay_share` of the steps
+    falls linearly to zero."""
+    decay_share: float = 0.2
+    """The part of the steps in which "wsd" lets the rate fall."""
     adam_epsilon: float = 1e-6
+    """Added to the root of the second moment."""
     adam_beta1: float = 0.9
+    """Decay of the first moment."""
     adam_beta2: float = 0.999
+    """Decay of the second moment."""
     weight_decay: float = 0.01
+    """Decay of matrices and embeddings, times the learning rate; other parameters do not decay."""
     clip: float | None = 0.1
     """Largest norm of a gradient; None: no clipping, as in the table for the vanilla Transformer."""
     clip_scope: Literal["local", "global"] = "local"
@@ -370,6 +385,7 @@ class TrainConfig:
     micro_batch_tokens: int = 4096
     """Tokens per forward and backward pass, and the unit of local clipping (in the paper 2^18 / 64 cores)."""
     seed: int = 0
+    """Of the initial weights and of the order of the rows."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """"bfloat16": autocast; parameters and optimizer state stay in float32."""
     activation_checkpointing: bool = False
@@ -413,6 +429,13 @@ class TrainConfig:
                 f"clip = {self.clip}", 'say "none" for off')
         require(self.warmup_steps <= self.steps, "warm-up is longer than the run",
                 f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
+        require(self.schedule == "wsd" or self.decay_share == TrainConfig.decay_share,
+                'decay_share is for schedule "wsd"', f"schedule = {self.schedule}", "leave it out")
+        require(0 < self.decay_share <= 1, "decay_share is a share of the steps", f"decay_share = {self.decay_share}",
+                "it lies above 0, up to 1")
+        require(self.schedule != "wsd" or self.warmup_steps <= self.decay_from, "the warm-up reaches into the decay",
+                f"warmup_steps = {self.warmup_steps}, the decay begins at step {self.decay_from}",
+                "lower warmup_steps or decay_share")
         require(not self.shard or self.clip is None or self.clip_scope == "global",
                 "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
                 "set clip_scope = global")
@@ -422,6 +445,11 @@ class TrainConfig:
         require(self.tokens_per_step % self.micro_batch_tokens == 0,
                 "tokens_per_step must be a multiple of micro_batch_tokens",
                 f"{self.tokens_per_step} and {self.micro_batch_tokens}")
+
+    @property
+    def decay_from(self) -> int:
+        """The first step at which "wsd" lowers the learning rate; at least one step does."""
+        return self.steps - max(round(self.decay_share * self.steps), 1)
 
     @property
     def n_tiles(self) -> int:
@@ -452,6 +480,15 @@ def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
 
 
 @dataclass(frozen=True)
+class Source:
+    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped model, by the name that
+    was given, and the specification of their own model."""
+
+    name: str
+    model: ModelConfig
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to this and stores it.
 
@@ -463,6 +500,8 @@ class RunConfig:
     task: str
     data: str
     out: str
+    source: Source | None = None
+    """None: the initial values are drawn from the seed."""
 
     def __post_init__(self) -> None:
         context, micro = self.model.context, self.train.micro_batch_tokens
@@ -483,29 +522,123 @@ class RunConfig:
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
-RUN_FIELDS = ("model", "task", "data", "out")
+RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
+SOURCES = {
+    "Tables 8-10": ("n_heads", "attn_kernel", "attn_type", "ffn", "activation", "norm", "abs_pos", "rel_pos",
+                    "n_layers", "d_model", "expansion_factor", "chunk_size"),
+    "Tables 6-7": ("tokens_per_step", "steps", "warmup_steps", "learning_rate", "adam_epsilon", "adam_beta1",
+                   "adam_beta2", "weight_decay", "clip", "clip_scope", "context"),
+    "the paper's text or listings": ("query_key_dim", "vocab_size", "causal", "document_mask", "chunk_pooling",
+                                     "chunk_parts", "overlap", "gate", "prefix_sum", "first_to_all", "cls_softmax",
+                                     "init_std", "micro_batch_tokens")}
+"""Where the paper has a field."""
 
 
-def run_config(settings: dict[str, Any]) -> RunConfig:
-    """The run described by a flat table of settings:
-    `model`, `task`, `data`, `out` and any field of `ModelConfig` and `TrainConfig`.
+def source_of(field: str) -> str:
+    """Where the paper has a field, or that it is beyond the paper."""
+    return next((source for source, fields in SOURCES.items() if field in fields), "beyond the paper")
 
-    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a wrong value."""
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"n_layers": 6, "d_model": 192, "query_key_dim": 64, "chunk_size": 128, "context": 512,
+             "tokens_per_step": 4096, "micro_batch_tokens": 2048, "steps": 500, "learning_rate": 4e-3,
+             "eval_every": 50, "eval_tokens": 16_384, "save_every": 50},
+    "small": {"n_layers": 10, "d_model": 256, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
+              "tokens_per_step": 16_384, "micro_batch_tokens": 4096, "steps": 2000, "learning_rate": 4e-3,
+              "eval_every": 100, "eval_tokens": 65_536, "save_every": 100},
+    "base": {"n_layers": 24, "d_model": 512, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
+             "tokens_per_step": 131_072, "micro_batch_tokens": 16_384, "steps": 20_000, "learning_rate": 1e-3,
+             "eval_every": 500, "eval_tokens": 262_144, "save_every": 500},
+    "paper": {}}
+"""Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop, "small" hours; "base"
+is for one GPU; "paper" is the preset of the task, with the steps and rates of Tables 6-10."""
+SHAPE_FIELDS = ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "chunk_size")
+"""Fields that say how large a model is: where one is set, nobody chooses a size."""
+
+
+def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a size for a preset, next to those that are `given`, which rows, batches and warm-up fit: a pair
+    of attention and FFN counts as two GAUs, a head is 64 wide, and the warm-up is a twentieth of the steps. "paper" has
+    none.
+
+    Raises UsageError for an unknown size or model."""
+    require_name("size", size, SIZES)
+    require_name("model", model, PRESETS)
+    if not (own := dict(SIZES[size])):
+        return own
+    preset = PRESETS[model]
+    if preset.ffn != "gau":
+        own |= {"n_layers": own["n_layers"] // 2, "n_heads": own["d_model"] // 64}
+        del own["query_key_dim"]
+    if preset.chunk_size is None:
+        del own["chunk_size"]
+    both = own | given
+    numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
+    if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
+        context, micro, tokens, steps, width = numbers
+        micro = max(min(micro, tokens) // context, 1) * context
+        own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
+                "warmup_steps": min(max(steps // 20, 1), steps),
+                "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
+    return {name: value for name, value in own.items() if name not in given}
+
+
+def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
+    """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any field of
+    `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from, by
+    default "paper"; with `from` those of training alone, without the rate.
+
+    source: the model of the weights that `from` names; its fields stand for those of a preset. Without chunks, n of
+    relu(q k / n + b)^2 keeps its value, so that the weights give what they gave. Raises UsageError for an unknown name
+    (with the nearest valid one), a wrong type or a wrong value."""
+    check_names(settings)
+    model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
+    if source is not None:
+        preset, task = nearest_preset(source), "wiki40b"
+        kept = {"attn_scale_len": source.scale_len} if source.has_bias and source.chunk_size is None else {}
+        config = replace_fields(source, kept | model)
+        sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
+        # A size's rate is for weights that are drawn: trained ones would first lose much of what they know.
+        sized = {k: v for k, v in sized.items() if k in TRAIN_FIELDS and k != "learning_rate"}
+        settings = sized | settings
+    else:
+        preset, task = settings["model"], settings.get("task", "wiki40b")
+        settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
+        config = model_config(preset, task, **{k: v for k, v in settings.items() if k in MODEL_FIELDS})
+    steps = settings.get("steps", TrainConfig.steps)
+    train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
+    if isinstance(steps, int):
+        train_defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
+    train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
+    return RunConfig(config, replace_fields(TrainConfig(), train), preset, task, settings["data"], settings["out"],
+                     None if source is None else Source(settings["from"], source))
+
+
+def check_names(settings: dict[str, Any]) -> None:
+    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for a model, data or a folder
+    that is not named, and for a model of which there are two."""
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
-    require("model" in settings, "no model is named", "model", f"one of {', '.join(PRESETS)}")
+    require("model" in settings or "from" in settings, "no model is named", "model",
+            f"one of {', '.join(PRESETS)}, or weights: --from RUN")
+    for other in ("model", "task"):
+        require(not {other, "from"} <= settings.keys(), "weights have their own model",
+                f"{other} = {settings.get(other)}, from = {settings.get('from')}", "leave one out")
     require(settings.get("data", "") != "", "no data is named", "data",
             "give --data a folder made by `lineartime prepare`")
     require(settings.get("out", "") != "", "no folder for the run is named", "out", "give --out a folder")
-    for name in ("data", "out"):
-        require(isinstance(settings[name], str) and "\0" not in settings[name], "wrong value",
-                f"{name} = {settings[name]!r}", "it takes a folder's path")
-    preset, task = settings["model"], settings.get("task", "wiki40b")
-    train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
-    train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
-    model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
-    return RunConfig(model=model_config(preset, task, **model), train=replace_fields(TrainConfig(), train),
-                     preset=preset, task=task, data=settings["data"], out=settings["out"])
+    for name in ("data", "out", "from"):
+        value = settings.get(name, "-")
+        require(isinstance(value, str) and value != "" and "\0" not in value, "wrong value", f"{name} = {value!r}",
+                "it takes a folder's path")
+
+
+def nearest_preset(config: ModelConfig) -> str:
+    """The preset that a model differs from in the fewest fields."""
+    def n_different(name: str) -> int:
+        return sum(getattr(config, field) != getattr(PRESETS[name], field) for field in MODEL_FIELDS)
+
+    return min(PRESETS, key=n_different)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

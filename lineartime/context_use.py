@@ -24,7 +24,7 @@ class ContextUse:
 
     contexts: list[int]
     """At context L a token sees the last L / 2 + 1 to L tokens of its document, because rows overlap by half and only
-    their second half is scored. At the longest context a token sees everything before it in its document."""
+    their second half is scored. At the longest context L a document's first L tokens see everything before them."""
     after: int
     """Half of the longest context. Only tokens with more than `after` tokens of their document before them are scored;
     the end-of-document token at the document's start counts as one."""
@@ -34,6 +34,10 @@ class ContextUse:
     """Scored tokens of each document."""
     nll_DL: list[list[float]]
     """Sum of -ln p by document and context."""
+    stretch_S: list[int]
+    """Of a single document: its scored tokens by stretch of the longest context."""
+    nll_SL: list[list[float]]
+    """Of a single document: sum of -ln p by stretch and context."""
     loss_by_position: list[tuple[int, int, float, float]]
     """Blocks (first, last, loss at the shortest context, loss at the longest) in which positions double: the mean loss
     of the tokens with first..last tokens of their document before them."""
@@ -50,12 +54,16 @@ class ContextUse:
 
     @property
     def gain_errors(self) -> list[float | None]:
-        """Standard errors of `gains`, clustered by document; None for a single document.
+        """Standard errors of `gains`, clustered by document; of a single document by stretch, which takes stretches
+        side by side for independent; None for a single stretch.
 
         With D_i the gain summed over the n_i tokens of document i, of m documents:
         sqrt(m / (m - 1) sum (D_i - gain n_i)^2) / sum n_i."""
-        m, n_D, nll_DL = len(self.document_D), np.array(self.n_tokens_D), np.array(self.nll_DL)
-        if m == 1:
+        alone = len(self.document_D) == 1
+        n_D, nll_DL = ((np.array(self.stretch_S), np.array(self.nll_SL)) if alone
+                       else (np.array(self.n_tokens_D), np.array(self.nll_DL)))
+        m = len(n_D)
+        if m < 2:
             return [None] * len(self.contexts)
         rest_DL = (nll_DL[:, :1] - nll_DL) - n_D[:, None] * np.array(self.gains)
         return (np.sqrt(m / (m - 1) * (rest_DL**2).sum(0)) / n_D.sum()).tolist()
@@ -72,13 +80,14 @@ class ContextUse:
 
 @torch.inference_mode()
 def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Sequence[int], *,
-                        precision: str = "float32", ranks: Ranks = ALONE,
+                        document_tokens: int | None = None, precision: str = "float32", ranks: Ranks = ALONE,
                         progress: Callable[[int], None] | None = None) -> ContextUse:
     """Score the same tokens of a split at each context: those with half of the longest context before them.
 
     contexts: rising; each reads two tokens per scored token. Documents shorter than half of the longest context are not
-    read. For a model with chunks, half of each context must be whole chunks, or a token's chunk starts elsewhere at
-    another context. ranks: see `evaluate`. progress is called with the number of tokens read. Raises UsageError for
+    read. document_tokens: only the first so many tokens of each document are read, at least the longest context; by
+    default all. For a model with chunks, half of each context must be whole chunks, or a token's chunk starts elsewhere
+    at another context. ranks: see `evaluate`. progress is called with the number of tokens read. Raises UsageError for
     wrong contexts or a model that is not causal, DataError if no document is long enough, NumericsError for a loss that
     is not finite."""
     require_precision(precision)
@@ -86,17 +95,20 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
             "wrong contexts", ",".join(map(str, contexts)), "give two or more, rising, from 2")
+    require(document_tokens is None or document_tokens >= longest, "document_tokens is below the longest context",
+            f"document_tokens = {document_tokens}, contexts = {','.join(map(str, contexts))}")
     model.check_length(longest)
     after = longest - longest // 2
     starts = stream.document_positions.astype(int)
     lengths = np.diff(starts)
-    n_tokens, chosen = np.minimum(lengths, longest), np.flatnonzero(lengths > after).tolist()
+    n_tokens, chosen = np.minimum(lengths, document_tokens or lengths), np.flatnonzero(lengths > after).tolist()
     if not chosen:
         raise DataError(f"no document has more than {after:,} tokens, half of the longest context",
                         f"{stream.folder}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
     was_training, n_read = model.training, 0
     model.eval()
-    nll_DL, nll_2T, count_T = [], np.zeros((2, longest)), np.zeros(longest, dtype=np.int64)
+    n_most, stretch_S = int(n_tokens[chosen].max()), list[int]()
+    nll_DL, nll_LS, nll_2T, count_T = [], [], np.zeros((2, n_most)), np.zeros(n_most, dtype=np.int64)
     for i in chosen:
         ids = stream.read(starts[i], starts[i] + n_tokens[i] + 1)
         nll_L = []
@@ -115,6 +127,10 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
                 raise NumericsError("a held-out loss is not finite", f"document {i}, context {context}",
                                     "the weights are damaged or have diverged")
             nll_L.append(float(loss_T[after:].sum()))
+            if len(chosen) == 1:
+                cuts = np.arange(0, len(loss_T) - after, longest)
+                stretch_S = np.diff([*cuts, len(loss_T) - after]).tolist()
+                nll_LS.append(np.add.reduceat(loss_T[after:], cuts).tolist())
             if first == 0:
                 nll_2T[int(context == longest), : len(loss_T)] += loss_T
         nll_DL.append(nll_L)
@@ -122,7 +138,8 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     model.train(was_training)
     positions = [(a, b, short, long) for (a, b, short), (_, _, long)
                  in zip(*(by_position(nll_T, count_T) for nll_T in nll_2T), strict=True)]
-    return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL, positions)
+    return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL, stretch_S,
+                      [list(nll_L) for nll_L in zip(*nll_LS, strict=True)], positions)
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
@@ -146,7 +163,8 @@ def describe(use: ContextUse) -> list[str]:
     longest = use.contexts[-1]
     lines = [f"{sum(use.n_tokens_D):,} tokens of {len(use.document_D)} documents, each token with more than "
              f"{use.after:,} of its document before it",
-             "   context   nats per token   gain over the shortest"]
+             "   context   nats per token   gain over the shortest, and its standard error"
+             + (f", over {len(use.stretch_S)} stretches of one document" if len(use.document_D) == 1 else "")]
     for context, loss, gain, error in zip(use.contexts, use.losses, use.gains, use.gain_errors, strict=True):
         spread = "" if error is None else f" +- {error:.4f}"
         lines.append(f"{context:>10,}   {loss:>14.4f}   {gain:>+8.4f}{spread}")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.data.tokens import TokenStream, eval_rows, open_split
+from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split
 from lineartime.distributed.ordered import gather_rows
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError, UsageError
@@ -132,6 +132,48 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     share = n_tokens / stream.n_tokens
     return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share),
                       by_position(nll_T, count_T), None if causal else n_read, stream.word_count)
+
+
+def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_tokens: int | None = None,
+                  progress: Callable[[int], None] | None = None,
+                  **options: Any) -> tuple[Evaluation, dict[str, Evaluation]]:
+    """`evaluate` of one text, or of a text that is mixed as in training, and then of each of its texts by folder.
+
+    max_tokens: of all texts together, of each equally many. The other arguments, and what is raised, are those of
+    `evaluate`."""
+    if isinstance(held_out, TokenStream):
+        return evaluate(model, held_out, max_tokens=max_tokens, progress=progress, **options), {}
+    each: dict[str, Evaluation] = {}
+    before, most = 0, None if max_tokens is None else -(-max_tokens // len(held_out.streams))
+    for stream in held_out.streams:
+        def counted(n_read: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + n_read)
+
+        each[str(stream.folder)] = evaluate(model, stream, max_tokens=most, progress=counted, **options)
+        before += stream.n_tokens
+    return mixed(list(each.values()), held_out.weights), each
+
+
+def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluation:
+    """The evaluation of a text of which each of these has its share of the tokens, and as many as were scored: its loss
+    is the mean of theirs by weight. At a position the mean is of those that have tokens there."""
+    total = sum(weights)
+    n_tokens = sum(each.n_tokens for each in evaluations)
+
+    def share_of(name: str) -> float:
+        return sum(w * getattr(each, name) / max(each.n_tokens, 1)
+                   for w, each in zip(weights, evaluations, strict=True)) * n_tokens / total
+
+    blocks: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for weight, each in zip(weights, evaluations, strict=True):
+        for first, last, loss in each.loss_by_position:
+            blocks.setdefault((first, last), []).append((weight, loss))
+    by_block = [(*block, sum(w * loss for w, loss in found) / sum(w for w, _ in found))
+                for block, found in sorted(blocks.items())]
+    n_read = [each.n_read for each in evaluations if each.n_read is not None]
+    return Evaluation(n_tokens, share_of("nll"), round(share_of("n_words")), round(share_of("n_bytes")), by_block,
+                      sum(n_read) if n_read else None)
 
 
 def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,

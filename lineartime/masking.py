@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.data.tokens import TokenStream, require_mask, rows_of_step
+from lineartime.data.tokens import Mixture, TokenStream, require_mask, rows_of_step
 from lineartime.model import LanguageModel
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
@@ -43,16 +43,16 @@ def _share(probability: float) -> np.uint64:
     return np.uint64(round(probability * 2**64))
 
 
-def masked_batch(stream: TokenStream, *, seed: int, step: int, rows_per_step: int, context: int,
+def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
                  chosen: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The inputs and targets of one training step, int64 `[rows_per_step, context]` each, or of the rows `chosen`: a
     pure function of its arguments. An epoch takes every full row once; each epoch has its own order and its own masks.
 
     Raises UsageError for data without [MASK], DataError for data that does not fill one row."""
-    require_mask(stream.mask, stream.folder)
-    rows = rows_of_step(stream, len(stream), seed=seed, step=step, rows_per_step=rows_per_step, context=context)
-    masked = [mask_tokens(stream.read(row * context, (row + 1) * context), stream, seed=seed, epoch=epoch, row=row)
-              for epoch, row in (rows if chosen is None else [rows[r] for r in chosen])]
+    rows = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=0)
+    require_mask(rows[0][0].mask, rows[0][0].folder)
+    masked = [mask_tokens(own.read(row * context, (row + 1) * context), own, seed=seed, epoch=epoch, row=row)
+              for own, epoch, row in (rows if chosen is None else [rows[r] for r in chosen])]
     inputs_IT, targets_IT = (np.stack(part) for part in zip(*masked, strict=True))
     return inputs_IT, targets_IT
 

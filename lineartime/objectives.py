@@ -1,18 +1,20 @@
 """Training objectives: the batch of a step, the loss of a batch, and the held-out score."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
 from lineartime.config import RunConfig
-from lineartime.data.tokens import TokenStream, batch_rows
+from lineartime.data.tokens import Mixture, TokenStream, batch_rows
 from lineartime.distributed.ordered import own_rows
 from lineartime.distributed.ranks import ALONE, Ranks
-from lineartime.evaluation import Evaluation, evaluate
+from lineartime.evaluation import evaluate_data
 from lineartime.masking import NO_TARGET, masked_batch
 from lineartime.model import LanguageModel, masked_token_losses, token_losses
+
+Data = TokenStream | Mixture
 
 
 class Objective(Protocol):
@@ -42,7 +44,7 @@ class Objective(Protocol):
 class NextToken:
     """Language modelling: predict each token of a row from the tokens before it."""
 
-    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream, ranks: Ranks = ALONE):
+    def __init__(self, config: RunConfig, train_stream: Data, held_out: Data, ranks: Ranks = ALONE):
         self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
@@ -60,14 +62,13 @@ class NextToken:
         return token_losses(model, rows_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        result = _held_out(self.config, model, self.held_out, self.ranks, progress)
-        return {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
+        return _held_out(self.config, model, self.held_out, self.ranks, progress, ("loss", "bits_per_byte"))
 
 
 class MaskedTokens:
     """Masked language modelling, for models that are not causal: predict a row's masked tokens from all its tokens."""
 
-    def __init__(self, config: RunConfig, train_stream: TokenStream, held_out: TokenStream, ranks: Ranks = ALONE):
+    def __init__(self, config: RunConfig, train_stream: Data, held_out: Data, ranks: Ranks = ALONE):
         self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
@@ -86,11 +87,15 @@ class MaskedTokens:
         return masked_token_losses(model, inputs_BT, targets_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        return {"loss": _held_out(self.config, model, self.held_out, self.ranks, progress).loss}
+        return _held_out(self.config, model, self.held_out, self.ranks, progress, ("loss",))
 
 
-def _held_out(config: RunConfig, model: LanguageModel, stream: TokenStream, ranks: Ranks,
-              progress: Callable[[int], None] | None) -> Evaluation:
-    return evaluate(model, stream, context=config.model.context, max_tokens=config.train.eval_tokens,
-                    precision=config.train.precision, batch_rows=config.micro_batch_rows, ranks=ranks,
-                    progress=progress)
+def _held_out(config: RunConfig, model: LanguageModel, held_out: Data, ranks: Ranks,
+              progress: Callable[[int], None] | None, names: Sequence[str]) -> dict[str, Any]:
+    """The scores `names`; of a mixture those of each text too, "by_source"."""
+    whole, by_source = evaluate_data(model, held_out, context=config.model.context, max_tokens=config.train.eval_tokens,
+                                     precision=config.train.precision, batch_rows=config.micro_batch_rows, ranks=ranks,
+                                     progress=progress)
+    scores = {name: getattr(whole, name) for name in names}
+    each = {folder: {name: getattr(found, name) for name in names} for folder, found in by_source.items()}
+    return scores | ({"by_source": each} if each else {})

@@ -26,6 +26,7 @@ from lineartime.config import (
     model_config_json,
     to_dict,
 )
+from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.distributed.ordered import Part, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
@@ -33,9 +34,7 @@ from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.settings import replace_fields
 
-RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
-RESULT_FILE = "result.json"
 CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"
@@ -44,6 +43,9 @@ MAX_TIME = 1e11
 """Seconds since 1970 that a line of metrics may tell; the year is about 5100."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each parameter."""
+
+Wanted = dict[str, tuple[Sequence[int], int, int]]
+"""Elements of tensors by name: the shape of the whole tensor, the first element of it flattened, and the end."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,35 +87,65 @@ class Run:
             write_json(path, description)
             return description["id"]
         stored = read_run(out)
-        same_anyway = {"id": stored["id"], "data": config.data}  # the data's hash counts, not its folder
+        # The data's hash counts, not its folder; the name of the weights counts, not what they are now.
+        same_anyway = {"id": stored["id"], "data": config.data, "from_model": stored.get("from_model")}
         if replace_fields(TrainConfig(), stored["train"]).n_tiles == config.train.n_tiles:  # on any number of ranks
             stored["train"].update({name: description["train"][name] for name in ("context_parallel", "row_tiles")})
+        old, new = stored["train"]["steps"], config.train.steps
+        longer = stored | {"train": stored["train"] | {"steps": new}}
+        if new > old and not different({**longer, **same_anyway}, {**description, **same_anyway}):
+            self.lengthen(TrainConfig(**stored["train"]), new)
+            stored = longer
         changed = different({**stored, **same_anyway}, {**description, **same_anyway})
         if changed:
             todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
             raise UsageError("another run is here", out, todo)
         return stored["id"]
 
-    def resume(self, model: LanguageModel, parts: Sequence[Part], optimizer: torch.optim.AdamW) -> int:
+    def lengthen(self, train: TrainConfig, steps: int) -> None:
+        """Give the run more steps, if what it has trained is what it would have with these from the start. The result
+        of its old end is removed. Raises UsageError if the learning rate has fallen already."""
+        done = max((int(path.name.removeprefix("step-")) for path in self.out.glob("step-*")), default=0)
+        why = None if done else "no checkpoint is there to go on from. Give another --out"
+        if train.schedule in ("linear", "cosine") or (train.schedule == "wsd" and done > train.decay_from):
+            why = (f"its learning rate has already fallen, by schedule = {train.schedule}. Give another --out, and "
+                   f"begin anew with --from {self.out}")
+        if why is not None:
+            raise UsageError("another run is here", self.out, f"steps: {train.steps} -> {steps}; {why}")
+        (self.out / RESULT_FILE).unlink(missing_ok=True)  # before its steps are no longer those of the description
+        description = read_json(self.out / RUN_FILE)
+        description["train"]["steps"] = steps
+        write_json(self.out / RUN_FILE, description)
+        logger.info(f"the run of {train.steps:,} steps goes on to step {steps:,}")
+
+    def resume(self, model: LanguageModel, parts: Sequence[Part], optimizer: torch.optim.AdamW,
+               first: Callable[[Wanted], dict[str, Tensor]] | None = None) -> int:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
-        0 without a checkpoint. Raises CheckpointError, and DataError for damaged metrics.
+        0 without a checkpoint; then `first` gives the weights to begin with, or the model keeps its own. Raises
+        CheckpointError, and DataError for damaged metrics.
 
         parts: what the rank updates; it reads no other moments, whatever number of ranks has written them."""
         newest = checkpoint.newest(self.out, self.ranks)
+        held = parts if self.config.train.shard else parts_of(model)
+        wanted: Wanted = {part.name: (part.whole.shape, part.start, part.stop) for part in held}
+
+        def put(weights: dict[str, Tensor]) -> None:
+            with torch.no_grad():
+                for part in held:
+                    part.own.view(-1)[: part.stop - part.start] = weights[part.name].to(part.own.device)
+
         if newest is None:
+            if first is not None:
+                put(first(wanted))
             if self.ranks.is_first:
                 self.truncate_metrics(0)
             return 0
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
-        held = parts if self.config.train.shard else parts_of(model)
-        weights = checkpoint.read_parts(newest.path, WEIGHTS, {part.name: (part.whole.shape, part.start, part.stop)
-                                                               for part in held})
+        put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
             f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop) for part in parts for kind in MOMENTS})
         with torch.no_grad():
-            for part in held:
-                part.own.view(-1)[: part.stop - part.start] = weights[part.name].to(part.own.device)
             for part in parts:
                 state = {kind: torch.zeros_like(part.own) for kind in MOMENTS}
                 for kind in MOMENTS:
@@ -329,22 +361,9 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         files, weights, step = read_exported(folder)
         facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
     else:
-        run = None
         if not checkpoint.has_manifest(path):
-            run = read_run(path)["id"]
-            newest = checkpoint.newest(path)
-            if newest is None:
-                raise UsageError("no checkpoint yet", path, "let the training save one")
-            if newest.damaged and strict:
-                raise CheckpointError("newer checkpoints are damaged", newest.reasons(),
-                                      f"step {newest.step} is whole: name {newest.path}, or do not ask for strict")
-            if newest.damaged:
-                logger.warning(f"using step {newest.step} of {path}, newer checkpoints are damaged "
-                               f"({newest.reasons()})")
-            folder = newest.path
+            folder = newest_checkpoint(path, strict=strict)
         loaded = checkpoint.load(folder, WEIGHTS)
-        if run not in (None, loaded.run):
-            raise CheckpointError("a checkpoint of another run", folder, "move it away")
         facts = {"checkpoint": str(folder), "step": loaded.step}
         files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
     try:
@@ -364,6 +383,23 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer, facts
+
+
+def newest_checkpoint(run: Path, *, strict: bool = False) -> Path:
+    """A run's newest valid checkpoint, with a warning if a newer one is damaged, which with `strict` is an error.
+    Raises UsageError for another folder and without a checkpoint, CheckpointError for damage and for a checkpoint of
+    another run."""
+    id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
+    if newest is None:
+        raise UsageError("no checkpoint yet", run, "let the training save one")
+    if newest.damaged and strict:
+        raise CheckpointError("newer checkpoints are damaged", newest.reasons(),
+                              f"step {newest.step} is whole: name {newest.path}, or do not ask for strict")
+    if newest.damaged:
+        logger.warning(f"using step {newest.step} of {run}, newer checkpoints are damaged ({newest.reasons()})")
+    if newest.run != id_of_run:
+        raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+    return newest.path
 
 
 def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:

@@ -51,7 +51,7 @@ def check_fields(config: Any) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and float in _alternatives(kind):
             object.__setattr__(config, name, float(value))
         elif not _is_a(value, kind):
-            raise UsageError("wrong value", f"{name} = {value!r}", f"it takes {_describe(kind)}")
+            raise UsageError("wrong value", f"{name} = {value!r}", f"it takes {describe_kind(kind)}")
         elif isinstance(value, float) and not math.isfinite(value):
             raise UsageError("wrong value", f"{name} = {value!r}", "it takes a finite number")
 
@@ -70,7 +70,8 @@ def _is_a(value: Any, kind: Any) -> bool:
     return False
 
 
-def _describe(kind: Any) -> str:
+def describe_kind(kind: Any) -> str:
+    """What a field of a declared type takes, in words."""
     words = []
     for alternative in _alternatives(kind):
         if typing.get_origin(alternative) is Literal:
@@ -95,4 +96,4 @@ def parse_field(name: str, text: str, kind: Any) -> Any:
                 continue
     if any(typing.get_origin(a) is Literal for a in _alternatives(kind)):
         return text
-    raise UsageError("wrong value", f"{name} = {text!r}", f"it takes {_describe(kind)}")
+    raise UsageError("wrong value", f"{name} = {text!r}", f"it takes {describe_kind(kind)}")

@@ -1,7 +1,10 @@
 """The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
 
+import itertools
 import math
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,8 +20,10 @@ from torch import Tensor, nn
 from lineartime import checkpoint
 from lineartime.atomic_io import read_bytes, write_atomically, write_json
 from lineartime.config import RunConfig, TrainConfig, to_dict
+from lineartime.data.mixture import read_mixture
+from lineartime.data.run_settings import RESULT_FILE, config_for_data, saved_run
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.data.tokens import config_for_data, open_split, read_manifest
+from lineartime.data.tokens import Mixture, open_data, open_split, read_manifests, sha256_of
 from lineartime.distributed.ordered import (
     Part,
     exchange,
@@ -44,13 +49,14 @@ from lineartime.distributed.ranks import (
 from lineartime.distributed.shard import OrderedReduceScatter, local, padded, shard_model, sharded_parts, write_back
 from lineartime.distributed.tiles import by_tile, twins_of
 from lineartime.errors import NumericsError, ResourceError, Stopped
-from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate, xz_bits_per_byte
+from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate_data, xz_bits_per_byte
 from lineartime.generation.generate import generate
 from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
-from lineartime.run import RESULT_FILE, Run, read_result, result_or_none
+from lineartime.release.start import check_shapes, find_weights, first_weights
+from lineartime.run import Run, Wanted, read_result, result_or_none
 from lineartime.runtime import available_bytes, peak_bytes, pick_device
 
 Progress = Callable[[str, int, int | None], None]
@@ -61,10 +67,17 @@ SAVED = "the last step is saved; the same command evaluates"
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of update `step` (from 0): linear warm-up to the peak, then linear decay that ends above 0."""
+    """The learning rate of update `step` (from 0): linear warm-up to the peak, then `schedule`; it ends above 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    return config.learning_rate * (config.steps - step) / max(config.steps - config.warmup_steps, 1)
+    left, after_warmup = config.steps - step, max(config.steps - config.warmup_steps, 1)
+    if config.schedule == "linear":
+        return config.learning_rate * left / after_warmup
+    if config.schedule == "cosine":
+        return config.learning_rate * (1 - math.cos(math.pi * left / after_warmup)) / 2
+    if config.schedule == "wsd" and step > config.decay_from:
+        return config.learning_rate * left / (config.steps - config.decay_from)
+    return config.learning_rate
 
 
 def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.AdamW:
@@ -195,8 +208,9 @@ class StopSignal:
         return counted
 
     @contextmanager
-    def listening(self) -> Iterator["StopSignal"]:
-        """Handle the signals inside the block."""
+    def listening(self, tell: Callable[[str], None] = lambda name: None) -> Iterator["StopSignal"]:
+        """Handle the signals inside the block. tell is called at once with the name of the first, by a thread of its
+        own: Python handles a signal only when the operation that it came in has ended."""
         def asked(number: int, frame: FrameType | None) -> None:
             if self.number is not None:
                 return
@@ -205,7 +219,18 @@ class StopSignal:
             for each in old:
                 signal.signal(each, signal.SIG_DFL)
 
+        def answer() -> None:
+            while data := os.read(heard, 1):
+                if data[0] in old:
+                    tell(signal.Signals(data[0]).name)
+                    return
+
         old = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        heard, woken = os.pipe()
+        os.set_blocking(woken, False)
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        before = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         for each in old:
             signal.signal(each, asked)
         try:
@@ -213,6 +238,10 @@ class StopSignal:
         finally:
             for each, handler in old.items():
                 signal.signal(each, handler)
+            signal.set_wakeup_fd(before)
+            os.close(woken)
+            thread.join()
+            os.close(heard)
 
 
 def new_model(config: RunConfig) -> LanguageModel:
@@ -232,15 +261,17 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: dict[str, str], device: torch.device,
         stop: StopSignal, ranks: Ranks = ALONE, on_step: Callable[[dict[str, Any]], None] | None = None,
-        score_last: bool = True) -> LanguageModel:
+        on_micro_batch: Callable[[int, int], None] | None = None, score_last: bool = True,
+        first: Callable[[Wanted], dict[str, Tensor]] | None = None) -> LanguageModel:
     """Train `model` to the last step, from the newest checkpoint if there is one; returns it.
 
     Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
     `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
     steps `objective.evaluate` scores the model. extra_files: texts saved with every checkpoint, by file name. on_step
-    is called with each line of the metrics and the number of "steps". score_last: whether to score the last step too,
-    if it is a multiple of `eval_every`. Raises Stopped after saving if `stop` requests it, NumericsError before the
-    optimizer's update, ResourceError when memory runs out."""
+    is called with each line of the metrics and the number of "steps", on_micro_batch before each micro-batch of this
+    rank with the steps done and the micro-batch's number in its step. score_last: whether to score the last step too,
+    if it is a multiple of `eval_every`. first: the weights to begin with, see `Run.resume`. Raises Stopped after saving
+    if `stop` requests it, NumericsError before the optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model.activation_checkpointing = config.activation_checkpointing
     model = model if config.shard else model.to(device)
@@ -254,7 +285,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         reduce_scatter = shard_model(model, layers, model.init_outer_weights, config.seed, ranks, device)
     parts = parts_of(model, ranks) if reduce_scatter is None else sharded_parts(model, ranks)
     optimizer = make_optimizer(parts, config)
-    done = run.resume(model, parts, optimizer)
+    done = run.resume(model, parts, optimizer, first)
     if reduce_scatter is not None:
         write_back(parts)
     if done:
@@ -276,6 +307,11 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         if stop.agree(ranks):
             save(step)
             stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
+
+    def begin_micro_batch(step: int, numbers: Iterator[int]) -> None:
+        stop_if_asked(step)  # a step takes minutes
+        if on_micro_batch is not None:
+            on_micro_batch(step, next(numbers))
 
     def log(record: dict[str, Any]) -> None:
         run.log(record)
@@ -299,7 +335,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         try:
             loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
                                           ranks=ranks, twins=twins, reduce_scatter=reduce_scatter,
-                                          between=partial(stop_if_asked, step))  # a step takes minutes
+                                          between=partial(begin_micro_batch, step, itertools.count()))
             optimizer.step()
             if reduce_scatter is None:
                 gather_parts([part.whole.detach() for part in parts], ranks)
@@ -331,14 +367,17 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None, stop: StopSignal,
              begin: Callable[[Ranks], tuple[LanguageModel, Objective, dict[str, str]]],
              score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]], *,
-             on_step: Callable[[dict[str, Any]], None] | None, score_last: bool = True,
+             on_step: Callable[[dict[str, Any]], None] | None,
+             on_micro_batch: Callable[[int, int], None] | None = None, score_last: bool = True,
+             first: Callable[[Wanted], dict[str, Tensor]] | None = None,
              rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
     result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
     begin returns the new model, the objective and the `extra_files` of `fit`; score returns the content of the result
-    file. Raises as `in_rows`, `connected`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
+    file; first is that of `fit`. Raises as `in_rows`, `connected`, `require_fitting`, `Run`, `checkpoint.lock` and
+    `fit` do."""
     out = Path(config.out)
     picked = device if isinstance(device, torch.device) else pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel
@@ -356,7 +395,8 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
             pick_device(picked, tell=True, give_back=config.train.shard)
         model, objective, extra_files = begin(ranks)
         model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, ranks=ranks,
-                    on_step=on_step, score_last=score_last)
+                    on_step=on_step, on_micro_batch=on_micro_batch, score_last=score_last,
+                    first=first)
         if stop.agree(ranks):
             stop.check(SAVED)
         result = {"run": run.id, **score(run, model, ranks)}
@@ -385,32 +425,45 @@ class TrainResult:
 
 def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
           stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
-          progress: Progress | None = None, rank_timeout: float = TIMEOUT_S) -> TrainResult:
+          on_micro_batch: Callable[[int, int], None] | None = None, progress: Progress | None = None,
+          rank_timeout: float = TIMEOUT_S) -> TrainResult:
     """Train a model on prepared text, or continue an unfinished run; then score the held-out split, and write a sample,
     the result file and a plot into the run's folder `config.out`.
 
-    config: a run, or a flat table of settings (`model`, `data`, `out` and any field of the configurations, see
-    `config_for_data`). device: by default cuda if available. stop: requests a save and an end, see
-    `StopSignal.listening`. on_step is called with each line of the metrics and the number of "steps". progress is
-    called during the final evaluation, in tokens. Under `torchrun` every rank calls it with the same arguments, and a
-    rank that does not answer for `rank_timeout` seconds is lost.
+    config: a run, or a flat table of settings (`model` or `from`, `size`, `data`, `out` and any field of the
+    configurations, see `config_for_data`). A run whose source is there begins with those weights at step 0; when it
+    goes on it does not need them. device: by default cuda if available. stop: requests a save and an end, see
+    `StopSignal.listening`. on_step and on_micro_batch: see `fit`. progress is called during the final evaluation, in
+    tokens. Under `torchrun` every rank calls it with the same arguments, and a rank that does not answer for
+    `rank_timeout` seconds is lost.
     Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
     damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
     RankError for a rank that was lost, Stopped after saving."""
     settings = config if isinstance(config, RunConfig) else config_for_data(config)
     stop = stop or StopSignal()
-    data, out = Path(settings.data), Path(settings.out)
-    manifest = read_manifest(data)
-    facts = {"data_sha256": manifest.sha256, "tokenizer_sha256": manifest.tokenizer["sha256"]}
+    data, out = settings.data, Path(settings.out)
+    tokenizer = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE)
+    facts = {"data_sha256": sha256_of(data), "tokenizer_sha256": read_manifests(data)[0].tokenizer["sha256"]}
+    source, first = settings.source, None
+    if source is not None:
+        check_shapes(source.model, settings.model)
+        there = saved_run(out)
+        if there.get("from") == source.name:  # the run has its own weights
+            facts |= {name: there[name] for name in there if name.startswith("from")}
+        else:
+            folder, known = find_weights(source)
+            facts |= known
+            first = partial(first_weights, folder, source.model, tokenizer)
 
     def begin(ranks: Ranks) -> tuple[LanguageModel, Objective, dict[str, str]]:
         kind = NextToken if settings.model.causal else MaskedTokens
-        objective = kind(settings, open_split(data, "train"), open_split(data, "validation"), ranks)
-        return new_model(settings), objective, {TOKENIZER_FILE: read_bytes(data / TOKENIZER_FILE).decode()}
+        objective = kind(settings, open_data(data, "train"), open_data(data, "validation"), ranks)
+        return new_model(settings), objective, {TOKENIZER_FILE: tokenizer.json}
 
     result, already = fit_once(settings, facts, device, stop, begin,
                                lambda run, model, ranks: finish(run, model, data, stop, ranks, progress),
-                               on_step=on_step, rank_timeout=rank_timeout)
+                               on_step=on_step, on_micro_batch=on_micro_batch, first=first,
+                               rank_timeout=rank_timeout)
     drawn = already and (out / PLOT_FILE).exists()  # a kill may have come between the result and the picture
     if launched().is_first and not drawn:
         plot_run(out)
@@ -419,30 +472,36 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     return TrainResult(out, settings, result, sample, already)
 
 
-def finish(run: Run, model: LanguageModel, data: Path, stop: StopSignal, ranks: Ranks,
+def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: Ranks,
            progress: Progress | None) -> dict[str, Any]:
     """Score the held-out split and, unless the model is sharded, write a sample; returns the result file's content. Its
     "peak_mib" is the largest peak memory of a process in training; if the run was resumed, earlier processes do not
     count."""
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
-    held_out, tokenizer = open_split(data, "validation"), load_tokenizer(data / TOKENIZER_FILE)
-    evaluation = evaluate(model, held_out, context=config.model.context, precision=config.train.precision,
-                          batch_rows=config.micro_batch_rows, ranks=ranks,
-                          progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens, ranks))
+    held_out = open_data(data, "validation")
+    evaluation, by_source = evaluate_data(
+        model, held_out, context=config.model.context, precision=config.train.precision,
+        batch_rows=config.micro_batch_rows, ranks=ranks,
+        progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens, ranks))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
+                              **({"by_source": {name: each.to_dict() for name, each in by_source.items()}}
+                                 if by_source else {}),
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
     if not ranks.is_first:
         return result
-    if config.model.causal and open_split(data, "train").n_bytes + held_out.n_bytes <= XZ_LIMIT_BYTES:
-        result["xz_bits_per_byte"] = xz_bits_per_byte(data)
+    stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
+    small = open_split(stream.folder, "train").n_bytes + stream.n_bytes <= XZ_LIMIT_BYTES
+    if config.model.causal and not by_source and small:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(stream.folder)
     model.eval()
     if run.is_sharded:  # all weights would be gathered again for every token
         return result
+    tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
     if not config.model.causal:
-        write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, held_out))
+        write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, stream))
         return result
     length = min(200, (config.model.max_len or 201) - 1)
-    ids = generate(model, [[held_out.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+    ids = generate(model, [[stream.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
                    seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
     stop.check(SAVED)
     write_atomically(run.out / SAMPLE_FILE, tokenizer.decode(ids) + "\n")

@@ -56,11 +56,13 @@ class Case:
     documents: bool | None = True
     n_tokens: int = 1024
     """In a row."""
+    past: bool = False
+    """Whether a state enters the rows, which are parts of rows."""
 
     @property
     def default(self) -> bool:
         """What a training run has unless it asks for something else."""
-        return self.dtype == "bfloat16" and self.usual
+        return self.dtype == "bfloat16" and self.usual and not self.past
 
     @property
     def usual(self) -> bool:
@@ -137,7 +139,8 @@ def gated_attention(case: Case) -> Tensor:
     mask = {"causal": case.causal,
             "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long) if case.documents else None}
     if case.chunk:
-        return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, **mask)
+        exchange = (lambda leaving_DBF, passes_B: leaving_DBF) if case.past else None
+        return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, exchange=exchange, **mask)
     return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
 
 
@@ -174,7 +177,8 @@ def cases() -> list[Case]:
     both = (True, False)
     made = [Case("gated_chunk_attention", *rest) for rest in itertools.product(DTYPES, CHUNKS, both, both)]
     # Long rows sum their chunks in two levels.
-    made += [Case("gated_chunk_attention", dtype, 256, n_tokens=LONG_ROW) for dtype in DTYPES]
+    made += [Case("gated_chunk_attention", dtype, 256, n_tokens=n, past=past) for dtype in DTYPES
+             for n, past in ((LONG_ROW, False), (Case.n_tokens, True), (LONG_ROW, True))]
     made += [Case("gated_quadratic_attention", *rest) for rest in itertools.product(DTYPES, (None,), both, both)]
     made += [Case(op, dtype, None, None, None) for op in ("add_norm", "add_norm, one type") for dtype in DTYPES]
     made += [Case("chunk_decode_step", dtype, chunk, None, None) for dtype in DTYPES for chunk in CHUNKS]
@@ -221,7 +225,8 @@ def case_text(cases: Sequence[dict[str, Any]]) -> str:
     for name, yes, no in (("causal", "causal", "bidirectional"), ("documents", "documents", "one document")):
         found = {case[name] for case in cases}
         words += [yes] * (found == {True}) + [no] * (found == {False})
-    return ", ".join([*words, *["long rows"] * all(case["n_tokens"] >= LONG_ROW for case in cases)])
+    words += ["long rows"] * all(case["n_tokens"] >= LONG_ROW for case in cases)
+    return ", ".join([*words, *["parts of rows"] * all(case["past"] for case in cases)])
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -1,16 +1,42 @@
 """Arguments that several verbs share, and their parsers. Heavy modules are imported only when needed."""
 
+import typing
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lineartime.config import MODEL_FIELDS, PRESETS, RUN_FIELDS, SIZES, TASKS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.errors import UsageError
+from lineartime.settings import describe_kind
 
 if TYPE_CHECKING:
     import torch
 
-Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
-                                                   help="Any field; `none` switches one off.")]
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """For the shell: the fields of --set, and after "=" the values of a field that has few."""
+    name, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{field}=" for field in (*RUN_FIELDS, *MODEL_FIELDS, *TRAIN_FIELDS) if field.startswith(incomplete)]
+    named: dict[str, tuple[str, ...]] = {"model": tuple(PRESETS), "task": TASKS, "size": tuple(SIZES)}
+    kinds = typing.get_type_hints(ModelConfig) | typing.get_type_hints(TrainConfig)
+    choices = named.get(name) or (describe_kind(kinds[name]).split(" or ") if name in kinds else ())
+    return [f"{name}={choice}" for choice in choices if choice.startswith(value) and " " not in choice]
+
+
+def complete_from(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """For the shell: those of the names that begin as what is written."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+Model = Annotated[str, typer.Argument(help=f"A model: {', '.join(PRESETS)}.", autocompletion=complete_from(PRESETS))]
+Size = Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.", autocompletion=complete_from(SIZES))]
+Task = Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.",
+                                   autocompletion=complete_from(TASKS))]
+Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", autocompletion=complete_setting,
+                                                   help="Any field, see `lineartime config`; `none` switches one off.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 ShippedModel = Annotated[str | None, typer.Option("--model", metavar="NAME",
                                                   help="A model that ships with the package: small.")]

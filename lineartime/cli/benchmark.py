@@ -10,7 +10,7 @@ import typer
 from lineartime.atomic_io import append_json_lines
 from lineartime.benchmark import Row
 from lineartime.benchmark.cells import CELLS, measure_call, named_calls, run_calls, shape_named, shaped_config
-from lineartime.cli.arguments import Device, Setting, pick_device, whole_numbers
+from lineartime.cli.arguments import Device, Setting, Task, pick_device, whole_numbers
 from lineartime.cli.terminal import note
 from lineartime.config import PRESETS
 from lineartime.distributed.ranks import launched
@@ -24,7 +24,6 @@ Models = Annotated[list[str] | None, typer.Argument(help=f"Models: {', '.join(PR
 Labels = Annotated[list[str] | None, typer.Argument(
     help=f"Models ({', '.join(PRESETS)}, flash-pytorch), each with :compile, :checkpoint or "
          "for Transformers :unfused behind it.")]
-Task = Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg19.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of context, with commas.")]
 Tokens = Annotated[int, typer.Option(help="Tokens in a step or call; one row where the context is longer.")]
 Precision = Annotated[str, typer.Option(help="float32, bfloat16 or both with a comma.")]

@@ -9,7 +9,7 @@ import typer
 
 from lineartime.atomic_io import append_json_lines
 from lineartime.cli.arguments import Setting, ShippedModel, numbers
-from lineartime.cli.terminal import Terminal, note, results_are_files, say
+from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, parse_setting
 from lineartime.errors import UsageError
 from lineartime.release.pretrained import model_folder
@@ -62,7 +62,7 @@ def recall(
         return provenance() | {"command": shlex.join(words)}
 
     measured = []
-    with StopSignal().listening() as stop, Terminal() as terminal:
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         for run in runs:
             assert data is not None
             length = fields.get("context", about.length)

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from lineartime.cli.arguments import Device, pick_device
-from lineartime.cli.terminal import note, say
+from lineartime.cli.terminal import note, say, say_stopping
 from lineartime.errors import DataError
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require, require_name
@@ -65,7 +65,7 @@ def reproduce(
     where = pick_device(device).type
     at_once = jobs or (1 if where == "cuda" else max((os.cpu_count() or 1) // ranks, 1))
     place = runner.Place(texts, out, path, where, at_once, seeds, note, ranks)
-    with StopSignal().listening() as stop:
+    with StopSignal().listening(say_stopping) as stop:
         n_rows = (reproduce_recall(place, stop) if names == [RECALL] else
                   sum(runner.reproduce(name, size, place, stop) for name in names))
     say(f"{n_rows:,} rows added to {path}" if n_rows else f"complete: {path} has every row; nothing to do.")

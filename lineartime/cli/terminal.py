@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
@@ -78,6 +79,12 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def say_stopping(name: str) -> None:
+    """Say that a signal was heard; the `tell` of `StopSignal.listening`, which may be called at any moment."""
+    with suppress(OSError):
+        os.write(2, f"\n{name}: stops at the next safe moment and saves; another one ends it at once\n".encode())
+
+
 class Lines(logging.Handler):
     """Print the library's log, a line per record: information on stdout, warnings on stderr."""
 
@@ -105,7 +112,7 @@ def shown_log() -> Iterator[None]:
 
 class Terminal:
     """Progress of the library's functions on stderr: one live bar at a time on a terminal; elsewhere a line every ten
-    seconds, for training alone."""
+    seconds."""
 
     def __init__(self, *, stay: bool = False) -> None:
         """stay: whether finished bars stay visible, as those of training always do."""
@@ -113,7 +120,7 @@ class Terminal:
 
         self.console, self.stay = Console(file=getattr(sys.stderr, "stream", sys.stderr)), stay
         self.bar: Progress | None = None
-        self.what, self.last_line, self.held_out = "", 0.0, ""
+        self.what, self.last_line, self.held_out, self.words, self.stepped = "", time.time(), "", "", False
 
     def __enter__(self) -> "Terminal":
         return self
@@ -125,7 +132,7 @@ class Terminal:
         """End the live bar."""
         if self.bar is not None:
             self.bar.stop()
-        self.bar, self.what, self.last_line, self.held_out = None, "", 0.0, ""
+        self.bar, self.what, self.held_out, self.words = None, "", "", ""
 
     def begin(self, what: str, total: int | None) -> "Progress":
         """The live bar of `what`, which replaces any other bar."""
@@ -147,6 +154,13 @@ class Terminal:
     def count(self, what: str, done: int, total: int | None) -> None:
         """Show progress; the `progress` callback of functions that pass a description, an amount and a total."""
         self.begin(what, total).update(self.task, completed=done)
+        self.say_now_and_then(f"{what} {done:,}" + ("" if total is None else f"/{total:,}"))
+
+    def say_now_and_then(self, line: str) -> None:
+        """Print a line where there is no terminal, ten seconds after the one before."""
+        if not self.console.is_terminal and time.time() - self.last_line >= 10:
+            self.last_line = time.time()
+            note(line)
 
     def counting(self, what: str, total: int | None = None) -> "Callable[[int], None]":
         """The `progress` callback for a function that passes a count alone."""
@@ -159,11 +173,20 @@ class Terminal:
         if "held_out" in record:
             self.held_out = f"  held-out {record['held_out']['loss']:.3f}"
             return
-        words = f"loss {record['loss']:.3f}{self.held_out}  {clock['tokens_per_s']:,.0f} tokens/s"
-        bar.update(self.task, completed=step, description=words)
-        if not self.console.is_terminal and (clock["time"] - self.last_line >= 10 or step == steps):
-            self.last_line = clock["time"]
-            note(f"step {step}/{steps}  {words}")
+        self.words = f"loss {record['loss']:.3f}{self.held_out}  {clock['tokens_per_s']:,.0f} tokens/s"
+        bar.update(self.task, completed=step, description=self.words)
+        if step == steps or not self.stepped:
+            self.last_line = 0.0
+        self.stepped = True
+        self.say_now_and_then(f"step {step}/{steps}  {self.words}")
+
+    def micro_batch(self, step: int, steps: int, number: int, of: int) -> None:
+        """Show how far a step is; called before each micro-batch."""
+        bar, where = self.begin("step", steps), f"micro-batch {number + 1}/{of}"
+        if of > 1:
+            shown = f"{self.words}  {number + 1}/{of}" if self.words else where
+            bar.update(self.task, completed=step, description=shown)
+        self.say_now_and_then(f"step {step}/{steps}  {where}  {self.words}".rstrip())
 
 
 class TextStreamer:

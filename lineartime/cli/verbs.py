@@ -2,8 +2,12 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +15,7 @@ import typer
 
 from lineartime.atomic_io import MAX_BYTES, read_bytes, read_toml
 from lineartime.cli import benchmark as cli_speed
+from lineartime.cli import describe
 from lineartime.cli import recall as cli_recall
 from lineartime.cli import report as cli_report
 from lineartime.cli import reproduce as cli_reproduce
@@ -19,21 +24,27 @@ from lineartime.cli.arguments import (
     Setting,
     ShippedModel,
     Strict,
+    Task,
+    complete_from,
     numbers,
     pick_device,
     whole_numbers,
 )
+from lineartime.cli.examples import add_examples
+from lineartime.cli.outlook import Pace, say_plan, sized_config
 from lineartime.cli.terminal import (
     Terminal,
     TextStreamer,
     prompt_progress,
     results_are_files,
     say,
+    say_stopping,
     screens,
     shown_log,
     summary,
 )
-from lineartime.config import PRESETS, model_config, parse_setting, run_config
+from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
+from lineartime.config import PRESETS, SIZES, TASKS, model_config, parse_setting, run_config
 from lineartime.distributed.ranks import TIMEOUT_S, WITH_RANKS, connected, launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
 from lineartime.release.pretrained import model_folder
@@ -43,12 +54,14 @@ if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
     from lineartime.training import TrainResult
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 app.add_typer(cli_speed.benchmark, name="benchmark")
 app.command("recall")(cli_recall.recall)
 app.command("reproduce")(cli_reproduce.reproduce)
 app.command("report")(cli_report.report)
+app.command("models")(describe.models)
+app.command("config")(describe.config)
 
 QuestionFiles = Annotated[list[Path] | None, typer.Option(
     help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]
@@ -61,9 +74,23 @@ RankTimeout = Annotated[float, typer.Option(
 MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 
 
+def say_version(asked: bool) -> None:
+    """Print the version and exit."""
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            say(f"lineartime {version('lineartime')}")
+        except PackageNotFoundError:
+            say("lineartime, not installed")
+        raise typer.Exit
+
+
 @app.callback()
 def options(context: typer.Context,
-            debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
+            debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
+            version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True,
+                                                  callback=say_version)] = False) -> None:
     """The options before the verb."""
     if launched().size > 1 and context.invoked_subcommand not in (*WITH_RANKS, "benchmark"):
         raise UsageError("this verb runs in one process", context.invoked_subcommand, "leave out torchrun")
@@ -73,12 +100,18 @@ def options(context: typer.Context,
 def prepare(
     given: typer.Context,
     inputs: Annotated[list[Path] | None, typer.Argument(
-        help="Text: .txt, .jsonl(.gz), .json.gz, .parquet, or folders of them.")] = None,
+        help="Text: .txt, .md, .txt.gz, .jsonl(.gz), .json.gz, .parquet, folders of them, or `-`, one document on "
+             "stdin.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
     sample: Annotated[bool, typer.Option("--sample", help="Prepare the book that ships with the package.")] = False,
-    tokenizer: Annotated[str, typer.Option(help="train, bytes, or the path of a tokenizer.json.")] = "train",
+    tokenizer: Annotated[str, typer.Option(
+        help="train, bytes, the path of a tokenizer.json, or what has one: a run, an export, small.")] = "train",
+    add_tokens: Annotated[Path | None, typer.Option(
+        help="Further tokens for this tokenizer, one in each line of a file.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Size of a trained tokenizer's vocabulary.")] = 32_000,
-    held_out: Annotated[float | None, typer.Option(help="Last fraction of the text, kept for validation.")] = None,
+    held_out: Annotated[float | None, typer.Option(
+        help="Fraction of the text, at least, that is kept for validation: whole documents at equal distances, or the "
+             "end of a single one.")] = None,
     validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
     test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
@@ -105,15 +138,33 @@ def prepare(
                              "leave it out: the parts know it")
     from lineartime.data.prepare import join, prepare
 
-    with Terminal(stay=True) as terminal:
+    with Terminal(stay=True) as terminal, saved_stdin(inputs or [], out) as inputs:
         if joined:
-            manifest = join(inputs or [], out, progress=terminal.count)
+            manifest = join(inputs, out, progress=terminal.count)
             say_prepared(manifest, out)
             return
-        manifest = prepare(inputs or [], out, sample=sample, tokenizer=tokenizer, vocab_size=vocab_size,
+        manifest = prepare(inputs, out, sample=sample, tokenizer=tokenizer, add_tokens=add_tokens,
+                           vocab_size=vocab_size,
                            held_out=held_out, validation=validation or [], test=test or [], field=text_field, task=task,
                            hub=hub, documents=documents, mlm=mlm, jobs=jobs, part=part, progress=terminal.count)
     say_prepared(manifest, out, part)
+
+
+@contextmanager
+def saved_stdin(inputs: list[Path], out: Path) -> Iterator[list[Path]]:
+    """The inputs, with a file beside `out` in the place of `-`: text is read several times. It goes with the block."""
+    if Path("-") not in inputs:
+        yield inputs
+        return
+    if inputs.count(Path("-")) > 1:
+        raise UsageError("stdin is read once", "-", "name it once")
+    parent = Path(os.path.realpath(out)).parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".lineartime-stdin-", dir=parent) as folder:
+        path = Path(folder) / "stdin.txt"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield [path if each == Path("-") else each for each in inputs]
 
 
 def say_counts(manifest: "Manifest") -> None:
@@ -134,6 +185,9 @@ def say_prepared(manifest: "Manifest", out: Path, part: str | None = None) -> No
     if part is not None:
         say("next        lineartime prepare --join PART1 PART2 ... --out DATA, when all parts are there")
         return
+    if "validation" not in manifest.splits:
+        say(f"note: {out} has nothing held out, which training needs: prepare with --held-out 0.05 or --validation")
+        return
     task, mlm = manifest.settings.get("task"), manifest.settings.get("mlm")
     named = task or ("c4" if mlm else None)
     how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
@@ -142,33 +196,57 @@ def say_prepared(manifest: "Manifest", out: Path, part: str | None = None) -> No
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.")],
-    data: Annotated[str | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
+    model: Annotated[str | None, typer.Argument(
+        help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.",
+        autocompletion=complete_from(PRESETS))] = None,
+    data: Annotated[str | None, typer.Option(
+        help="Folder made by `lineartime prepare`, or several with their shares: books:0.7,wiki:0.3.")] = None,
+    weights: Annotated[str | None, typer.Option(
+        "--from", metavar="RUN", help="Begin with the weights of a run, a checkpoint, an exported folder, or small.")
+        ] = None,
     out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
-    task: Annotated[str | None, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = None,
+    size: Annotated[str | None, typer.Option(
+        autocompletion=complete_from(SIZES), help=f"{', '.join(SIZES)}; by default what fits the machine, but paper "
+        "for a file of settings and where layers or a width are set.")] = None,
+    task: Annotated[str | None, typer.Option(
+        autocompletion=complete_from(TASKS), help="Use the specification of c4, wiki40b or pg19.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    log: Annotated[str | None, typer.Option(
+        help=f"Write the metrics by a library too, in files: {', '.join(TRACKERS)}.")] = None,
     settings: Setting = None,
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Train a model, or continue a run; then evaluate it, write a sample and a plot."""
+    """Train a model, continue a run, or begin anew with its weights; then evaluate it, write a sample and a plot."""
     results_are_files()
-    given: dict[str, Any] = read_toml(Path(model)) if model.endswith(".toml") else {"model": model}
-    for name, value in (("data", data), ("out", out), ("task", task), ("context", context),
+    if log is not None:
+        require_tracker(log)
+    given: dict[str, Any] = read_toml(Path(model)) if model and model.endswith(".toml") else {}
+    if model and not given:
+        given["model"] = model
+    for name, value in (("from", weights), ("data", data), ("out", out), ("size", size), ("task", task),
+                        ("context", context),
                         ("tokens_per_step", tokens_per_step), ("steps", steps)):
         if value is not None:
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
-    from lineartime.data.tokens import config_for_data
-
-    config = config_for_data(given)  # raises for wrong settings before torch is imported
+    config, size_words = sized_config(given, is_whole=bool(model and model.endswith(".toml")), device=device)
+    from lineartime.data.tokens import read_manifests
     from lineartime.training import StopSignal, train
 
-    with StopSignal().listening() as stop, Terminal() as terminal:
-        done = train(config, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
-                     rank_timeout=rank_timeout)
+    manifests = read_manifests(config.data)
+    say_plan(config, manifests, size_words, device)
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, (
+            tracked(log, config) if log is not None and launched().is_first else nullcontext()) as track:
+        def on_step(record: dict[str, Any]) -> None:
+            terminal.step(record)
+            if track is not None:
+                track(record)
+
+        done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
+                     on_micro_batch=Pace(config, manifests, terminal), rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
@@ -179,10 +257,14 @@ def train(
 
 def say_trained(done: "TrainResult") -> None:
     """Print the scores, the sample and the files of a run."""
-    from lineartime.data.tokens import read_manifest
+    from lineartime.data.mixture import read_mixture
+    from lineartime.data.tokens import read_manifests
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
-    say(summary("held-out", scores, read_manifest(Path(config.data)).settings.get("task")))
+    tasks = [manifest.settings.get("task") for manifest in read_manifests(config.data)]
+    say(summary("held-out", scores, tasks[0] if len(set(tasks)) == 1 else None))
+    for folder, each in done.scores.get("by_source", {}).items():
+        say(f"         {folder}: {each['loss']:.3f} nats per {'masked ' * ('masked' in each)}token")
     if "xz_bits_per_byte" in done.scores:
         xz = done.scores["xz_bits_per_byte"]
         say(f"         xz -9e, which has seen the training text: {xz:.3f} bits per byte; the model is "
@@ -199,7 +281,7 @@ def say_trained(done: "TrainResult") -> None:
     say(f"plot     {out / 'loss.png'}")
     say(f"metrics  {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
-    say(f"next     {generate}lineartime evaluate {out} --data {config.data} --split validation")
+    say(f"next     {generate}lineartime evaluate {out} --data {read_mixture(config.data)[0].folder} --split validation")
 
 
 @app.command()
@@ -210,6 +292,8 @@ def evaluate(
     context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
     contexts: Annotated[str | None, typer.Option(
         help="Score the same tokens at each of these contexts, with commas: does the model use its context?")] = None,
+    document_tokens: Annotated[int | None, typer.Option(
+        help="With --contexts: only the first so many tokens of each document, at least the longest context.")] = None,
     recurrence: Annotated[bool, typer.Option(
         "--recurrence", help="Score by whether a token or a bigram was in its row before: what is recalled?")] = False,
     chunk: Annotated[int | None, typer.Option(
@@ -232,7 +316,8 @@ def evaluate(
 ) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
     With --questions: exact match and F1 of a fine-tuned model's answers."""
-    for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk)):
+    for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk),
+                          ("document_tokens", document_tokens)):
         if value is not None and value < 1:
             raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if contexts is None and not recurrence and out is not None:
@@ -240,6 +325,8 @@ def evaluate(
     if contexts is not None and (questions or context is not None or batch_rows is not None or recurrence):
         raise UsageError("too much is named", "evaluate --contexts",
                          "leave out --questions, --context, --batch-rows and --recurrence")
+    if document_tokens is not None and contexts is None:
+        raise UsageError("too much is named", "evaluate", "--document-tokens goes with --contexts")
     if (recurrence and questions) or (chunk is not None and not recurrence):
         raise UsageError("too much is named", "evaluate", "--chunk goes with --recurrence, and --questions does not")
     if out is not None and not out.parent.is_dir():
@@ -261,7 +348,7 @@ def evaluate(
         raise UsageError("too much or too little is named", "evaluate",
                          "name a run and --data, or --questions for a fine-tuned run")
     elif lengths:
-        evaluate_contexts(run, data, split, lengths, precision, out, as_json, strict, device)
+        evaluate_contexts(run, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
     elif recurrence:
         options = {"chunk": chunk, "context": context, "batch_rows": batch_rows, "precision": precision}
         evaluate_recurrence(run, data, split, options, out, as_json, strict, device)
@@ -288,8 +375,8 @@ def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_
         say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
 
 
-def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], precision: str, out: Path | None,
-                      as_json: bool, strict: bool, device: str | None) -> None:
+def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], document_tokens: int | None,
+                      precision: str, out: Path | None, as_json: bool, strict: bool, device: str | None) -> None:
     """Score the same tokens at several contexts and print the losses."""
     from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import load_with_split
@@ -297,7 +384,8 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], pr
     model, stream, facts = load_with_split(run, data, split, strict=strict)
     picked = pick_device(device)
     with connected(picked.type) as ranks, Terminal() as terminal:
-        use = measure_context_use(model.to(picked), stream, contexts, precision=precision, ranks=ranks,
+        use = measure_context_use(model.to(picked), stream, contexts, document_tokens=document_tokens,
+                                  precision=precision, ranks=ranks,
                                   progress=terminal.counting("tokens read"))
     scores = {**facts, "split": split, "trained_context": model.config.context, **use.to_dict()}
     show_or_print(scores, describe(use), out, as_json)
@@ -392,7 +480,8 @@ def finetune(
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Teach a model to find answers in documents, once per learning rate; keep the best by F1."""
+    """Teach a masked model to find answers in documents, once per learning rate; keep the best by F1.
+    To teach a causal model more text: `lineartime train --from RUN`."""
     results_are_files()
     if not questions or not validation or out is None:
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
@@ -403,7 +492,7 @@ def finetune(
 
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
                       max_answer_tokens, negatives, epochs, given, strict)
-    with StopSignal().listening() as stop, Terminal() as terminal:
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
                           rank_timeout=rank_timeout)
     if "already" in result:
@@ -580,8 +669,9 @@ def export(
 @app.command()
 def info(
     model: Annotated[str, typer.Argument(
-        metavar="MODEL|DATA", help=f"A model: {', '.join(PRESETS)}. Or a folder made by `lineartime prepare`.")],
-    task: Annotated[str, typer.Option(help="Use the specification of c4, wiki40b or pg19.")] = "wiki40b",
+        metavar="MODEL|DATA", help=f"A model: {', '.join(PRESETS)}. Or a folder made by `lineartime prepare`.",
+        autocompletion=complete_from(PRESETS))],
+    task: Task = "wiki40b",
     settings: Setting = None,
     verify: Annotated[bool, typer.Option(
         "--verify", help="Read all files of prepared data and compare their SHA-256.")] = False,
@@ -637,6 +727,9 @@ def plot(
         say(str(plot_run(Path(runs[0]))))
         return
     say(str((plot_context_use if files else plot_comparison)(named, out)))
+
+
+add_examples(app)
 
 
 def main() -> None:

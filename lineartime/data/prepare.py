@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ from lineartime.data.tokenizer import (
     load_tokenizer,
     require_vocab_size,
     train_tokenizer,
+    with_tokens,
 )
 from lineartime.data.tokens import (
     DATA_MANIFEST,
@@ -48,7 +50,10 @@ from lineartime.data.tokens import (
 from lineartime.data.units import UNIT_CHARACTERS, Encoded, Unit, joined_ids, unit_file, units_of
 from lineartime.data.workers import Run, reader_of, worker_pool
 from lineartime.errors import DataError, ResourceError
+from lineartime.release.pretrained import shipped_models, weights_folder
 from lineartime.settings import require, require_name
+
+logger = logging.getLogger(__name__)
 
 SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 """The book that ships with the package."""
@@ -58,25 +63,28 @@ Show = Callable[..., Iterator[Any]]
 
 
 def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenizer: str | Path = "train",
-            vocab_size: int = 32_000, held_out: float | None = None, validation: Iterable[Path] = (),
-            test: Iterable[Path] = (), field: str = "text", task: str | None = None, hub: bool = False,
-            documents: int | None = None, mlm: bool = False, jobs: int | None = None, train_characters: int = 1 << 28,
+            add_tokens: Path | None = None, vocab_size: int = 32_000, held_out: float | None = None,
+            validation: Iterable[Path] = (), test: Iterable[Path] = (), field: str = "text", task: str | None = None,
+            hub: bool = False, documents: int | None = None, mlm: bool = False, jobs: int | None = None,
+            train_characters: int = 1 << 28,
             shard_tokens: int = 1 << 27, max_line_bytes: int = MAX_LINE_BYTES, part: str | None = None,
             unit_characters: int = UNIT_CHARACTERS,
             progress: Callable[[str, int, int | None], None] | None = None) -> Manifest:
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
     inputs, validation, test: files or folders; `find_sources` finds the split of each file. sample: read the book that
-    ships with the package instead of inputs. held_out: the last fraction of the documents, at least one, becomes the
-    validation split; of a single document the last fraction of its characters, from the next line on if one begins
-    within 65,536 characters. tokenizer: "train" (byte-level BPE of `vocab_size`, trained on at most about
-    `train_characters` from evenly spread pieces of the train split), "bytes", or the path of a tokenizer.json. field:
-    the JSON field or parquet column. task: one of the paper's data sets, which decides how its text is read
-    (`corpora`). hub: read the task from the hub instead of inputs, of each split the first `documents`. mlm: add the
-    tokens "[MASK]" and "[SEP]" to the tokenizer; the task "c4" implies it. jobs: processes that read and tokenise, by
-    default one for each core that this process may use; they do not change the result. part: "2/8" prepares the second
-    of eight shares of the files, for `join`; it takes a tokenizer that is there, and the manifest is not written.
-    unit_characters: what a process takes at once, and what is done again after a kill; it does not change the result.
+    ships with the package instead of inputs. held_out: at least this fraction of the text becomes the validation split,
+    as whole documents at equal distances over the input (`splits.spread_documents`); of a single document the last
+    fraction of its characters, from the next line on if one begins within 65,536 characters. tokenizer: "train"
+    (byte-level BPE of `vocab_size`, trained on at most about `train_characters` from evenly spread pieces of the train
+    split), "bytes", the path of a tokenizer.json, or a run, a checkpoint, an exported folder or a shipped model that
+    has one. add_tokens: a file of further tokens for it, see `with_tokens`. field: the JSON field or parquet column.
+    task: one of the paper's data sets, which decides how its text is read (`corpora`). hub: read the task from the hub
+    instead of inputs, of each split the first `documents`. mlm: add the tokens "[MASK]" and "[SEP]" to the tokenizer;
+    the task "c4" implies it. jobs: processes that read and tokenise, by default one for each core that this process may
+    use; they do not change the result. part: "2/8" prepares the second of eight shares of the files, for `join`; it
+    takes a tokenizer that is there, and the manifest is not written. unit_characters: what a process takes at once, and
+    what is done again after a kill; it does not change the result.
     progress is called with a description, the amount done and the total (None if unknown): files hashed and checked,
     characters tokenised, ids written.
     `out` appears only when it is complete. What a killed or interrupted call has tokenised stays in a hidden folder
@@ -113,9 +121,12 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
     ready = None
     if tokenizer == "train":
         require_vocab_size(vocab_size, mlm=mlm)
+        require(add_tokens is None, "tokens are added to a tokenizer that is there", str(add_tokens),
+                "name it: --tokenizer RUN")
         settings |= {"tokenizer": "train", "vocab_size": vocab_size, "train_characters": train_characters}
     else:
-        ready = byte_tokenizer(mlm=mlm) if tokenizer == "bytes" else load_tokenizer(Path(tokenizer), mlm=mlm)
+        ready = byte_tokenizer(mlm=mlm) if tokenizer == "bytes" else load_tokenizer(tokenizer_file(tokenizer), mlm=mlm)
+        ready = ready if add_tokens is None else with_tokens(ready, Path(add_tokens))
         settings["tokenizer"] = ready.sha256
     out, shared = Path(os.path.realpath(out)), None if part is None else parse_part(part)
     if shared:
@@ -153,7 +164,7 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
             _refuse_shared_text(hashed)
             with unfinished_folder(out, JOURNAL) as folder:
                 key = {"out": out.name, "settings": settings, "text": hashed, "part": part, "all": all_files,
-                       "unit_characters": unit_characters}
+                       "unit_characters": unit_characters} | ({} if held_out is None else {"held_out": "spread"})
                 files = _resumed(folder, key, sources)
                 if files is None:
                     tasks = [{"do": "check", "reading": reading, "slice_characters": unit_characters} | source._asdict()
@@ -184,6 +195,14 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
     return manifest
+
+
+def tokenizer_file(name: str | Path) -> Path:
+    """The tokenizer.json that a person names: by its path, or by the folder or the shipped model that it belongs to."""
+    path = Path(name)
+    if str(name) in shipped_models() or (path.is_dir() and not (path / TOKENIZER_FILE).is_file()):
+        path = weights_folder(str(name))
+    return path / TOKENIZER_FILE if path.is_dir() else path
 
 
 def join(parts: Sequence[Path], out: Path, *,
@@ -254,7 +273,8 @@ def _trained(reader: Reader, part: Part, vocab_size: int, train_characters: int,
     every = -(-n_train // train_characters)
     sampled = itertools.islice(pieces_of(reader, part), 0, None, every)
     shown = show("training the tokenizer", sampled, n_train // every, lambda piece: len(piece.text))
-    return train_tokenizer((piece.text for piece in shown), vocab_size, mlm=mlm)
+    texts = itertools.chain((piece.text for piece in shown), show("learning its vocabulary", (), vocab_size))
+    return train_tokenizer(texts, vocab_size, mlm=mlm)  # the last takes as long as reading
 
 
 def _tokenizer(folder: Path, ready: Tokenizer | None, train: Callable[[], Tokenizer]) -> Tokenizer:
@@ -407,6 +427,11 @@ def _write_folder(folder: Path, manifest: Manifest, files: list[CheckedFile], pa
         manifest.splits[name].tokens = _write_split(folder, name, (block for _, block in group), manifest)
     first = next(name for name in parts)
     split = first if parts[first].unit == "characters" else parts[first].files[0].source.split
+    if manifest.settings.get("held_out"):
+        train, held = (manifest.splits[name] for name in ("train", "validation"))
+        what = ("the end of the only document" if parts["validation"].unit == "characters" else
+                f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances")
+        logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
     _add_notes(manifest, tokenizer, next(unit.keeps for of, unit, _ in units if of == split and unit.rows))
     (folder / DATA_MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """Documents read from text files, a piece at a time, so that memory does not grow with a file or a document.
 
-A `.txt` is one document; `.jsonl`, `.jsonl.gz` and `.json.gz` hold one per line (a JSON object), `.parquet` one per
-row."""
+A `.txt`, `.md` or `.txt.gz` is one document; `.jsonl`, `.jsonl.gz` and `.json.gz` hold one per line (a JSON object),
+`.parquet` one per row."""
 
 import codecs
 import gzip
@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from lineartime.errors import DataError
 
-ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+ENDINGS = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 PIECE = 1 << 16
 """Characters in a piece."""
 MAX_LINE_BYTES = 64 << 20
@@ -49,9 +49,9 @@ def ending_of(name: str) -> str:
 def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES,
                 convert: Convert | None = None, place: Place | None = None) -> Iterator[Piece]:
     """All documents of one file, in order, each as pieces of at most `PIECE` characters. A blank document is one empty
-    piece, or in a `.txt` pieces of white space. field: the JSON field or parquet column. convert: applied to the field.
-    place: where to begin. It moves along: after a document, and in a `.txt` after any piece, it is where the next one
-    begins. A compressed file has no place but its beginning, which does not move.
+    piece, or in a file that is one document pieces of white space. field: the JSON field or parquet column. convert:
+    applied to the field. place: where to begin. It moves along: after a document, and in a `.txt` after any piece, it
+    is where the next one begins. A compressed file has no place but its beginning, which does not move.
 
     Raises DataError, with the line, row or byte, for a file that cannot be read."""
     place = Place() if place is None else place
@@ -59,10 +59,13 @@ def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LI
         if path.stat().st_size == 0:
             raise DataError("empty file", path)
         ending = ending_of(path.name)
-        if ending == ".txt":
+        if ending in (".txt", ".md"):
             for piece in cut(_blocks(path, place)):
                 place.at += len(piece.text.encode())
                 yield piece
+            return
+        if ending == ".txt.gz":
+            yield from cut(_blocks(path, Place()))
             return
         found = (_parquet_texts(path, field, place) if ending == ".parquet"
                  else _json_texts(path, field, max_line_bytes, place))
@@ -107,7 +110,7 @@ def _blocks(path: Path, place: Place) -> Iterator[str]:
     """The text of a UTF-8 file from `place` on, without its byte order mark, which `place` is moved behind."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = place.at
-    with path.open("rb") as file:
+    with opened(path) as file:
         file.seek(position)
         while True:
             block = file.read(1 << 20)
@@ -128,6 +131,11 @@ def _blocks(path: Path, place: Place) -> Iterator[str]:
             position += len(block)
 
 
+def opened(path: Path) -> IO[bytes]:
+    """The bytes of a file, unpacked if it is a `.gz`."""
+    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+
+
 def check_gzip(path: Path) -> None:
     """Read a `.gz` to its end. Raises DataError if it is damaged."""
     with path.open("rb") as raw, gzip.open(raw) as file:
@@ -141,8 +149,7 @@ def check_gzip(path: Path) -> None:
 def _json_texts(path: Path, field: str, max_line_bytes: int, place: Place) -> Iterator[tuple[str, str]]:
     """The line, for errors, and the text of each document."""
     compressed = path.name.lower().endswith(".gz")
-    opened: Callable[[Path], IO[bytes]] = gzip.open if compressed else open  # type: ignore[assignment]
-    with opened(path, "rb") as file:  # type: ignore[call-arg]
+    with opened(path) as file:
         number = place.line
         if place.at:
             file.seek(place.at)

@@ -1,20 +1,30 @@
 """The split of every file, found from its name, and the part of the documents that is held out."""
 
+import logging
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from lineartime.data.read_text import ENDINGS, Piece, Place, check_gzip, ending_of
 from lineartime.errors import DataError, UsageError
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation",
                "dev": "validation", "test": "test"}
 SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?")
 """Names of a split's files: `train`, `train-00000-of-00001`, `c4-train.00000-of-01024`."""
+PLAIN = dict.fromkeys((".txt", ".md", ".txt.gz"), ".txt")
+"""Endings of files that are one document; a folder may mix them."""
+ABOUT = ("readme", "license", "notice", "contributing", "changelog")
+"""Names of `.md` files that are about the folder."""
 LINE_SEARCH = 1 << 16
 """A single document is cut at a line that begins within this many characters."""
 
@@ -84,6 +94,12 @@ def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
     readable = [name for name in names if ending_of(name)]
     if not readable:
         raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(ENDINGS)}")
+    _say_skipped(folder, [name for name in names if not ending_of(name)], f"it takes {', '.join(ENDINGS)}")
+    beside = [name for name in readable if ending_of(name) in (".md", ".txt.gz") and (
+        any(ending_of(other) not in PLAIN for other in readable) or Path(name).stem.lower() in ABOUT)]
+    if len(beside) < len(readable):
+        _say_skipped(folder, beside, "they lie beside text as records, or are about the folder")
+        readable = [name for name in readable if name not in {*beside}]
     top = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") if "/" in name else "" for name in readable}
     if "train" not in top.values():
         top = {name: "" if "/" in name else _split_of(name) for name in readable}
@@ -93,12 +109,13 @@ def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
             if not split and "/" not in name and ending_of(name) in endings:
                 raise UsageError("this file belongs to no split", folder / name, "leave it out or name the files")
         chosen = {name: split for name, split in top.items() if split}
+        _say_skipped(folder, [name for name in readable if name not in chosen], "they belong to no split")
     else:
         chosen = dict.fromkeys(readable, "")
         for name in readable:
             if "/" in name and (_split_of(name.split("/")[-1]) == "train" or "train" in name.lower().split("/")[:-1]):
                 raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
-    endings = {ending_of(name) for name in chosen}
+    endings = {PLAIN.get(ending_of(name), ending_of(name)) for name in chosen}
     unread: tuple[str, ...] = ()
     if preferred in endings:
         unread = tuple(sorted(endings - {preferred}))
@@ -111,6 +128,12 @@ def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
         if not source.path.is_file():
             raise DataError("not a regular file", source.path)
     return sources
+
+
+def _say_skipped(folder: Path, names: list[str], why: str) -> None:
+    if names:
+        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+        logger.info(f"skipped     {', '.join(names[:5])}{more} in {folder}: {why}")
 
 
 def _files_below(folder: Path) -> list[str]:
@@ -159,12 +182,12 @@ class CheckedFile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The text of a split: documents [first, stop) of its files, or characters [first, stop) of its only document."""
+    """The text of a split: spans [first, stop) of the "documents" of its files, or one of the "characters" of its only
+    document."""
 
     files: list[CheckedFile]
     unit: str
-    first: int
-    stop: int
+    spans: list[tuple[int, int]]
 
 
 Reader = Callable[..., Iterator[Piece]]
@@ -180,7 +203,7 @@ def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23
     if source.name.lower().endswith(".gz"):
         check_gzip(source.path)
     documents = blank = characters = before = n_pieces = 0
-    all_blank, place, in_one = True, Place(), ending_of(source.name) == ".txt"
+    all_blank, place, in_one = True, Place(), ending_of(source.name) in PLAIN
     begin, slices = (0, 0, False), list[Slice]()
     for text, last in reader(source.path, place=place):
         go_on()
@@ -198,7 +221,7 @@ def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23
 
 
 def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> dict[str, Part]:
-    """The text of each split; the fraction `held_out` at the end of train becomes validation, see `prepare`.
+    """The text of each split; the fraction `held_out` of train becomes validation, see `prepare`.
 
     Raises DataError for a split that would be empty."""
     parts = {}
@@ -208,41 +231,63 @@ def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> 
         if own and not n_documents:
             raise DataError("nothing but white space", own[0].source.path, f"the {split} split would be empty")
         if own:
-            parts[split] = Part([file for file in own if file.documents], "documents", 0, n_documents)
+            parts[split] = Part([file for file in own if file.documents], "documents", [(0, n_documents)])
     if held_out is None:
         return parts
     whole = parts["train"]
-    if whole.stop > 1:
-        cut = whole.stop - max(1, round(whole.stop * held_out))
+    ((_, stop),) = whole.spans
+    if stop > 1:
+        held = spread_documents(whole.files, held_out)
+        between = zip([0, *(i + 1 for i in held)], [*held, stop], strict=True)
+        spans = [span for span in between if span[0] < span[1]], [(i, i + 1) for i in held]
     else:
-        whole = whole._replace(unit="characters", stop=whole.files[0].characters)
-        cut = _line_after(reader, whole, whole.stop - int(whole.stop * held_out))
-    if not 0 < cut < whole.stop:
-        raise DataError("too little text to hold some out", whole.files[0].source.path, f"held_out = {held_out}")
-    return parts | {"train": whole._replace(stop=cut), "validation": whole._replace(first=cut)}
+        whole, stop = whole._replace(unit="characters"), whole.files[0].characters
+        cut = _line_after(reader, whole, stop - int(stop * held_out), stop)
+        spans = [(0, cut)], [(cut, stop)]
+        if not 0 < cut < stop:
+            raise DataError("too little text to hold some out", whole.files[0].source.path, f"held_out = {held_out}")
+    return parts | {"train": whole._replace(spans=spans[0]), "validation": whole._replace(spans=spans[1])}
 
 
-def _line_after(reader: Reader, whole: Part, start: int) -> int:
-    """The beginning of the first line after character `start` of a single document; `start` if none is near."""
-    window = "".join(text for text, _ in pieces_of(reader, whole._replace(first=start, stop=start + LINE_SEARCH)))
+def spread_documents(files: list[CheckedFile], share: float) -> list[int]:
+    """The numbers of documents that hold at least `share` of the characters, at equal distances over all files; at
+    least one, and not all. A document counts with the mean of its file, which is exact for a `.txt`."""
+    means, counts = [file.characters / file.documents for file in files], [file.documents for file in files]
+    characters_D = np.repeat(means, counts)
+    n, wanted = len(characters_D), share * sum(file.characters for file in files)
+    k = min(max(1, round(n * share)), n - 1)
+    while True:
+        chosen = (2 * np.arange(k) + 1) * n // (2 * k)
+        if k >= n - 1 or characters_D[chosen].sum() >= wanted * (1 - 1e-9):
+            return chosen.tolist()
+        k = min(k + 1 + k // 50, n - 1)
+
+
+def _line_after(reader: Reader, whole: Part, start: int, stop: int) -> int:
+    """The beginning of the first line after character `start` of a single document of `stop` characters; `start` if
+    none is near."""
+    window = "".join(text for text, _ in pieces_of(reader, whole._replace(spans=[(start, start + LINE_SEARCH)])))
     line = start + window.find("\n") + 1
-    return line if line < whole.stop else start
+    return line if line < stop else start
 
 
 def pieces_of(reader: Reader, part: Part) -> Iterator[Piece]:
     """The pieces of a split, without blank documents."""
-    at = 0
+    at, spans = 0, iter(part.spans)
+    first, stop = next(spans)
     for file in part.files:
-        if part.unit == "documents" and (at + file.documents <= part.first or at >= part.stop):
+        if part.unit == "documents" and at + file.documents <= first:
             at += file.documents
             continue
         for text, last in reader(file.source.path):
             if part.unit == "documents":
-                if text and part.first <= at < part.stop:
+                if text and at >= stop:
+                    first, stop = next(spans, (sys.maxsize, sys.maxsize))
+                if text and first <= at < stop:
                     yield Piece(text, last)
                 at += last and text != ""
             else:
-                kept = text[max(part.first - at, 0):max(part.stop - at, 0)]
+                kept = text[max(first - at, 0):max(stop - at, 0)]
                 at += len(text)
                 if kept:
-                    yield Piece(kept, at >= part.stop)
+                    yield Piece(kept, at >= stop)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from lineartime.atomic_io import hash_of, read_bytes, read_json, write_json
-from lineartime.config import LARGEST, RunConfig, run_config
+from lineartime.config import LARGEST
 from lineartime.data.corpora import published_words
+from lineartime.data.mixture import place_of, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE
 from lineartime.errors import CheckpointError, DataError, ResourceError
 from lineartime.settings import require
@@ -291,7 +292,49 @@ def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStrea
     return TokenStream(folder, split, manifest)
 
 
-def batch_rows(stream: TokenStream, *, seed: int, step: int, rows_per_step: int, context: int,
+@dataclass(frozen=True)
+class Mixture:
+    """One split of several prepared texts, of which each gives its share of the rows, see `data.mixture`."""
+
+    streams: tuple[TokenStream, ...]
+    weights: tuple[int, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(stream.n_tokens for stream in self.streams)
+
+
+def read_manifests(data: str) -> list[Manifest]:
+    """The manifest of each folder that `data` names, see `read_mixture`.
+
+    Raises UsageError for folders of different tokenizers, and as `read_manifest` and `read_mixture` do."""
+    folders = [each.folder for each in read_mixture(data)]
+    manifests = [read_manifest(folder) for folder in folders]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        require(manifest.tokenizer == manifests[0].tokenizer, "the data have different tokenizers",
+                f"{manifests[0].tokenizer['sha256'][:12]} of {folders[0]} and {manifest.tokenizer['sha256'][:12]} of "
+                f"{folder}", f"prepare {folder} with --tokenizer {folders[0]}")
+    return manifests
+
+
+def sha256_of(data: str) -> str:
+    """The hash of the prepared text that `data` names: its manifest's, or of several texts that of their hashes and
+    shares."""
+    hashes = [manifest.sha256 for manifest in read_manifests(data)]
+    if len(hashes) == 1:
+        return hashes[0]
+    weights = [each.weight for each in read_mixture(data)]
+    return hashlib.sha256(json.dumps([hashes, weights]).encode()).hexdigest()
+
+
+def open_data(data: str, split: str) -> TokenStream | Mixture:
+    """One split of what `data` names, see `read_mixture` and `open_split`."""
+    parts = read_mixture(data)
+    streams = tuple(open_split(each.folder, split) for each in parts)
+    return streams[0] if len(parts) == 1 else Mixture(streams, tuple(each.weight for each in parts))
+
+
+def batch_rows(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
                chosen: Sequence[int] | None = None) -> np.ndarray:
     """The rows of one training step, int64 [rows_per_step, context + 1], or those `chosen`: a pure function of its
     arguments.
@@ -299,57 +342,61 @@ def batch_rows(stream: TokenStream, *, seed: int, step: int, rows_per_step: int,
     Row r is `stream.read(r * context, (r + 1) * context + 1)`: the last target of a row is the first input of the next.
     An epoch reads every full row once, in an order drawn from (seed, epoch), and leaves an incomplete last row out.
     Raises DataError for a stream that does not fill one row."""
-    places = rows_of_step(stream, len(stream) - 1, seed=seed, step=step, rows_per_step=rows_per_step, context=context)
+    places = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=1)
     chosen = range(rows_per_step) if chosen is None else chosen
     rows_IT = np.empty((len(chosen), context + 1), np.int64)
-    for i, (_, row) in enumerate(places[r] for r in chosen):
-        rows_IT[i] = stream.read(row * context, (row + 1) * context + 1)
+    for i, (own, _, row) in enumerate(places[r] for r in chosen):
+        rows_IT[i] = own.read(row * context, (row + 1) * context + 1)
     return rows_IT
 
 
-def rows_of_step(stream: TokenStream, n_tokens: int, *, seed: int, step: int, rows_per_step: int,
-                 context: int) -> list[tuple[int, int]]:
-    """Epoch and number of each row of one step; rows are cut from the first `n_tokens` of the stream.
+def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
+                 n_shared: int) -> list[tuple[TokenStream, int, int]]:
+    """Stream, epoch and number of each row of one step. Rows share `n_shared` tokens with the next.
 
-    Raises DataError if these tokens do not fill one row."""
-    n_rows = n_tokens // context
-    if n_rows == 0:
-        raise DataError(f"too few tokens for a row of {context:,}", f"{stream.folder}, {stream.split}",
-                        f"the largest context that works is {n_tokens:,}")
-    return places_of_step(n_rows, seed=seed, step=step, rows_per_step=rows_per_step)
+    Each stream of a mixture has its own epochs. Raises DataError if the tokens of one do not fill one row."""
+    mixed = isinstance(stream, Mixture)
+    streams, weights = (stream.streams, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1,))
+    n_rows = [(len(each) - n_shared) // context for each in streams]
+    for each, n in zip(streams, n_rows, strict=True):
+        if n == 0:
+            raise DataError(f"too few tokens for a row of {context:,}", f"{each.folder}, {each.split}",
+                            f"the largest context that works is {len(each) - n_shared:,}")
+    places = []
+    for row in range(step * rows_per_step, (step + 1) * rows_per_step):
+        k, number = place_of(row, weights) if mixed else (0, row)
+        places.append((streams[k], *place_of_row(n_rows[k], number, seed)))
+    return places
 
 
 def places_of_step(n_rows: int, *, seed: int, step: int, rows_per_step: int) -> list[tuple[int, int]]:
     """Epoch and number of each row of a training step. Every epoch takes each row once, in its own order."""
-    places = (divmod(step * rows_per_step + i, n_rows) for i in range(rows_per_step))
-    return [(epoch, int(epoch_order(seed, epoch, n_rows)[index])) for epoch, index in places]
+    return [place_of_row(n_rows, row, seed) for row in range(step * rows_per_step, (step + 1) * rows_per_step)]
 
 
-@functools.lru_cache(maxsize=2)
+def place_of_row(n_rows: int, number: int, seed: int) -> tuple[int, int]:
+    """Epoch and number in the text of the row that training takes as its `number`-th."""
+    epoch, index = divmod(number, n_rows)
+    return epoch, int(epoch_order(seed, epoch, n_rows)[index])
+
+
 def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
     """A permutation: the order of raw Philox numbers, which numpy promises to keep, unlike its `permutation`."""
-    key = np.array([seed % 2**64, epoch], np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")
+    return orders(seed, n_rows)(epoch)
+
+
+@functools.lru_cache(maxsize=64)
+def orders(seed: int, n_rows: int) -> Callable[[int], np.ndarray]:
+    """`epoch_order` of one text, which keeps those of two epochs."""
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray:
+        key = np.array([seed % 2**64, epoch], np.uint64)
+        return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")
+
+    return order
 
 
 def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:
     """All rows in order, int64 [context + 1]; the last may be shorter. Every token but the first is a target once."""
     for start in range(0, len(stream) - 1, context):
         yield stream.read(start, min(start + context + 1, len(stream)))
-
-
-def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
-    """The run of a flat table of settings (see `run_config`). The prepared data give the vocabulary's size and the
-    end-of-document token if the settings do not.
-
-    Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, and for data without [MASK] if the
-    model is not causal; UsageError and DataError as `read_manifest` does."""
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    run_config(settings)  # wrong settings are refused before the data are looked for
-    manifest = read_manifest(Path(settings["data"]))
-    config = run_config({"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document, **settings})
-    require(config.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",
-            f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
-    if not config.model.causal:
-        require_mask(manifest.tokenizer.get("mask"), settings["data"])
-    return config

@@ -21,6 +21,8 @@ from lineartime.data.tokens import Split
 from lineartime.errors import DataError
 
 UNIT_CHARACTERS = 1 << 23
+BLOCK_BYTES = 1 << 22
+"""Bytes of a unit's file that are in memory at once."""
 ROW_BYTES = 24
 
 
@@ -65,12 +67,13 @@ def units_of(files: Iterable[CheckedFile], parts: dict[str, Part], unit_characte
     for name, part in parts.items():
         if part.unit == "characters":
             begin = 0
+            ((part_first, part_stop),) = part.spans
             for one in part.files[0].slices:
                 stop = begin + one.characters
-                n_kept = min(stop, part.stop) - max(begin, part.first)
+                n_kept = min(stop, part_stop) - max(begin, part_first)
                 if n_kept > 0:
                     path = str(part.files[0].source.path)
-                    units.append(Unit(0, name, n_kept, [(path, one)], begin, part.first, part.stop))
+                    units.append(Unit(0, name, n_kept, [(path, one)], begin, part_first, part_stop))
                 begin = stop
     cut_inside = any(part.unit == "characters" for part in parts.values())
     for split in SPLITS:
@@ -166,36 +169,47 @@ def joined_ids(units: Iterable[tuple[Encoded, Path]], part: Part, dtype: str, sp
     """The ids of a part, whose documents lie in these units and their folders; its counts are added to `split`.
 
     Raises DataError for a file of a unit that is not as it was written."""
-    document = 0
-    first, stop = (part.first, part.stop) if part.unit == "documents" else (0, 1)
+    document, spans = 0, part.spans if part.unit == "documents" else [(0, 1)]
+    at = 0
     for unit, folder in units:
         rows_path = unit_file(folder, unit.number, "rows")
         if hash_of(rows_path) != unit.files["rows"] or unit.files["rows"]["bytes"] != unit.rows * ROW_BYTES:
             raise _damaged(rows_path)
-        if unit.rows and document + unit.rows > first and document < stop:
+        while at < len(spans) and spans[at][1] <= document:
+            at += 1
+        here = list(itertools.takewhile(lambda span, end=document + unit.rows: span[0] < end,  # type: ignore[misc]
+                                        itertools.islice(spans, at, None)))
+        if unit.rows and here:
             rows_N3 = np.memmap(rows_path, "<u8", "r").reshape(-1, 3)
-            a, b = max(first - document, 0), min(stop - document, unit.rows)
-            before, inside = (int(rows_N3[i:j, 0].sum()) for i, j in ((0, a), (a, b)))
-            split.documents += b - a - (unit.open and b == unit.rows)
-            split.words += int(rows_N3[a:b, 1].sum())
-            split.bytes += int(rows_N3[a:b, 2].sum())
-            yield from _ids_of_file(unit_file(folder, unit.number, "ids"), unit, dtype, before, before + inside)
+            ends_N = np.concatenate([[0], np.cumsum(rows_N3[:, 0], dtype=np.int64)])
+            wanted = []
+            for first, stop in here:
+                a, b = max(first - document, 0), min(stop - document, unit.rows)
+                split.documents += b - a - (unit.open and b == unit.rows)
+                split.words += int(rows_N3[a:b, 1].sum())
+                split.bytes += int(rows_N3[a:b, 2].sum())
+                wanted.append((int(ends_N[a]), int(ends_N[b])))
+            yield from _ids_of_file(unit_file(folder, unit.number, "ids"), unit, dtype, wanted)
         document += unit.rows - unit.open
 
 
-def _ids_of_file(path: Path, unit: Encoded, dtype: str, start: int, stop: int) -> Iterator[np.ndarray]:
-    """The ids [start, stop) of a unit's file, all of which is compared with its hash."""
-    digest, at = hashlib.sha256(), 0
+def _ids_of_file(path: Path, unit: Encoded, dtype: str, wanted: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The ids of rising spans [start, stop) of a unit's file, all of which is compared with its hash."""
+    digest, at, next_span = hashlib.sha256(), 0, 0
     try:
         with path.open("rb") as file:
-            while block := file.read(1 << 22):
+            while block := file.read(BLOCK_BYTES):
                 digest.update(block)
                 if len(block) % np.dtype(dtype).itemsize:
                     raise _damaged(path)
                 ids = np.frombuffer(block, dtype)
-                wanted = ids[max(start - at, 0):max(stop - at, 0)]
-                if len(wanted):
-                    yield wanted
+                while next_span < len(wanted) and wanted[next_span][0] < at + len(ids):
+                    start, stop = wanted[next_span]
+                    if len(part := ids[max(start - at, 0):max(stop - at, 0)]):
+                        yield part
+                    if stop > at + len(ids):
+                        break
+                    next_span += 1
                 at += len(ids)
     except FileNotFoundError:
         raise _damaged(path) from None

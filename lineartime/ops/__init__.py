@@ -18,7 +18,6 @@ from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
     unsupported_attention,
-    unsupported_exchange,
     unsupported_norm,
     use_kernels,
 )
@@ -46,20 +45,15 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     | causal | bool | True: no token sees a later one |
     | segment_ids_BT | `[B, T]`, integer, or None | document of each token, see `layers.SequenceInfo`; not checked |
     | pooling | "mean" or "sum" | "mean": the linear half is divided by the number of tokens in its sum |
-    | exchange | callable, or None | if the rows are parts of rows, see `reference.Exchange`; the kernels have none |
+    | exchange | callable, or None | if the rows are parts of rows, see `reference.Exchange` |
     | impl | | see the table of this module |
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
-    if exchange is not None:
-        use_kernels(impl, uvz_BTF.device, unsupported_exchange)
-        return reference.gated_chunk_attention(
-            uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
-            segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
     module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
-                                        segment_ids_BT=segment_ids_BT, pooling=pooling)
+                                        segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
 
 
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

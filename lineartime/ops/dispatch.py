@@ -64,11 +64,6 @@ def unsupported_variant() -> str:
     return "kernels have neither the paper's ablations nor the options beyond it"
 
 
-def unsupported_exchange() -> str:
-    """The reason why no kernel runs a part of a row."""
-    return "kernels take no state from other parts of a row (context_parallel)"
-
-
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels on the CPU, as in the tests."""
     import triton

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lineartime.ops import reference
 from lineartime.ops.dispatch import is_hopper, refuse_forward_mode
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
@@ -55,7 +56,7 @@ def see(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CA
 
 
 @triton.jit
-def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_tokens, n_chunks, E, F,
+def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_out, states, n_tokens, n_chunks, E, F,
                 C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
                 DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
     """The state that enters each chunk in direction R. A program visits a row chunk by chunk, for BE columns of state.
@@ -63,7 +64,8 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
     Forward, states[b, g] is the mean of k v that enters chunk g, x is v before silu, and x_out is v. BACKWARD reverses
     the direction: states[b, g] is the gradient of the sum that chunk g adds, x is the gradient of the output, and x_out
     is that of the attention output before the gate. Without WHOLE, a program takes one chunk, and states[b, g] is the
-    sum of this chunk alone, in float32, for `scan_states`."""
+    sum of this chunk alone, in float32, for `scan_states`. first: the sum that the walk begins with, or None for 0.
+    last: where the sum at its end is stored, or None. Backward both are gradients, that of `last` and of `first`."""
     dtype = x_out.dtype.element_ty
     n_tiles = tl.cdiv(E, BE)
     column, size = tl.program_id(0) % n_tiles * BE + tl.arange(0, BE), tl.arange(0, SIZE)
@@ -71,6 +73,8 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
     b, n_rows = (place, n_places) if WHOLE else (place // n_chunks, n_places // n_chunks)
     head = heads + (2 if BACKWARD else 3) * n_rows.to(tl.int64) * n_tokens * SIZE
     running = tl.zeros([SIZE, BE], tl.float32)
+    if WHOLE and first is not None:
+        running = load_tile(first + b.to(tl.int64) * SIZE * E, size, column, SIZE, E)
     for step in range(n_chunks if WHOLE else 1):
         if not WHOLE:
             g = place % n_chunks
@@ -102,15 +106,19 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, x_out, states, n_
         running += own * scale if BACKWARD else own
     if not WHOLE:
         store_tile(states + place.to(tl.int64) * SIZE * E, size, column, SIZE, E, running)
+    elif last is not None:
+        store_tile(last + b.to(tl.int64) * SIZE * E, size, column, SIZE, E, running)
 
 
 @triton.jit
-def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C: tl.constexpr, BLOCK: tl.constexpr,
-                R: tl.constexpr, BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
+def scan_states(sums, begins, ends, scales, first, last, states, n_tokens, n_chunks, size, C: tl.constexpr,
+                BLOCK: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
     """The second level of `walk_states`, for rows of many chunks: from the chunks' own sums to the states that enter
     them. A program visits a row for BLOCK entries of a state."""
     b, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     running = tl.zeros([BLOCK], tl.float32)
+    if first is not None:
+        running = tl.load(first + b * size + at, mask=at < size)
     for step in range(n_chunks):
         g = step if R == BACKWARD else n_chunks - 1 - step
         here = (b * n_chunks + g) * size
@@ -118,9 +126,10 @@ def scan_states(sums, begins, ends, scales, states, n_tokens, n_chunks, size, C:
         state = running if BACKWARD else running * tl.load(scales + b * n_chunks + g)
         tl.store(states + here + at, state.to(states.dtype.element_ty), mask=at < size)
         if DOCUMENTS:
-            first = b * n_tokens + g * C
-            running = tl.where(pass_through(begins, ends, first, g * C, C), running, 0.0)
+            running = tl.where(pass_through(begins, ends, b * n_tokens + g * C, g * C, C), running, 0.0)
         running += own
+    if last is not None:
+        tl.store(last + b * size + at, running, mask=at < size)
 
 
 @triton.jit
@@ -292,7 +301,8 @@ class Documents(NamedTuple):
     ids_BT: Tensor | None
     begins_BT: Tensor | None
     """Document boundaries: the first index of each token's document, and the last index + 1 (`ends_BT`); int32. Padding
-    is a document without tokens. None: every row is one document."""
+    is a document without tokens. A document that begins before the row, or ends after it, has an index below 0, or
+    above the row's length. None: every row is one document."""
     ends_BT: Tensor | None
     scales_RBG: Tensor
     """Factor of the sum that enters each chunk: causal 1 / number of its tokens, else `each_BT`; 0 without tokens."""
@@ -301,29 +311,39 @@ class Documents(NamedTuple):
 
 
 def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
-                      pooling: str, device: torch.device) -> Documents:
-    """The `Documents` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`."""
+                      pooling: str, device: torch.device, outside_RB: Tensor | None = None) -> Documents:
+    """The `Documents` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`.
+
+    outside_RB: of parts of rows, the number of tokens that document 0 has before the part, and when not causal that of
+    the last token has after it. None: 0."""
     chunk_G = torch.arange(0, n_tokens, chunk_size, device=device)
+    last_G = (chunk_G + chunk_size - 1).clamp(max=n_tokens - 1)
 
     def share(count: Tensor) -> Tensor:
         return torch.where(count > 0, 1.0 if pooling == "sum" else 1.0 / count.clamp(min=1), 0.0).float()
 
     if segment_ids_BT is None:
         ids_BT, begins_BT, ends_BT = None, None, None
-        begin_BG, count_BT = chunk_G.new_zeros(n_rows, len(chunk_G)), chunk_G.new_full((n_rows, n_tokens), n_tokens)
+        begin_BG, end_BG = (chunk_G.new_full((n_rows, len(chunk_G)), at) for at in (0, n_tokens))
+        count_BT = chunk_G.new_full((n_rows, n_tokens), n_tokens)
     else:
         ids_BT, token_T = segment_ids_BT.int(), torch.arange(n_tokens, dtype=torch.int32, device=device)
         changes_BT = ids_BT[:, 1:] != ids_BT[:, :-1]
         begins_BT = torch.where(F.pad(changes_BT, [1, 0], value=True), token_T, 0).cummax(1).values
         ends_BT = torch.where(F.pad(changes_BT, [0, 1], value=True), token_T + 1, n_tokens)
         ends_BT = ends_BT.flip(1).cummin(1).values.flip(1)
+        if outside_RB is not None:
+            begins_BT = begins_BT - torch.where(ids_BT == 0, outside_RB[0].int()[:, None], 0)
+            if not causal:
+                ends_BT = ends_BT + torch.where(ids_BT == ids_BT[:, -1:], outside_RB[1].int()[:, None], 0)
         begins_BT, ends_BT = (torch.where(ids_BT >= 0, x, token_T).contiguous() for x in (begins_BT, ends_BT))
-        begin_BG, count_BT = begins_BT[:, ::chunk_size], ends_BT - begins_BT
+        begin_BG, end_BG, count_BT = begins_BT[:, ::chunk_size], ends_BT[:, last_G], ends_BT - begins_BT
     if causal:
         return Documents(ids_BT, begins_BT, ends_BT, share(chunk_G - begin_BG)[None], None)
     each_BT = share(count_BT.clamp(min=1))
     before_BG = torch.where(begin_BG < chunk_G, each_BT[:, ::chunk_size], 0.0)
-    return Documents(ids_BT, begins_BT, ends_BT, torch.stack([before_BG, F.pad(before_BG[:, 1:], [0, 1])]), each_BT)
+    after_BG = torch.where(end_BG > last_G + 1, each_BT[:, last_G], 0.0)
+    return Documents(ids_BT, begins_BT, ends_BT, torch.stack([before_BG, after_BG]), each_BT)
 
 
 class Tiles(NamedTuple):
@@ -365,11 +385,12 @@ def attention_tiles(dtype: torch.dtype, causal: bool, backward: bool, hopper: bo
 
 
 def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: Documents, chunk_size: int,
-                backward: bool) -> tuple[Tensor, Tensor]:
+                backward: bool, first_RBSE: Tensor | None = None,
+                last_RBSE: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """v = silu(x) and the state that enters each chunk, or backward do = x silu(u) and the gradient of the sum that
     each chunk adds: x_out_BTE and states_RBGSE, in the dtype of uvz.
 
-    x_BTE: v before silu, or backward the gradient of the output."""
+    x_BTE: v before silu, or backward the gradient of the output. first_RBSE, last_RBSE: see `walk_states`; float32."""
     n_rows, n_tokens, f = uvz_BTF.shape
     s, e = heads_4BTS.shape[-1], x_BTE.shape[-1]
     n_directions, _, n_chunks = documents.scales_RBG.shape
@@ -383,14 +404,15 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     for r in range(n_directions):
         scales, states = documents.scales_RBG[r], states_RBGSE[r]
         sums = states if whole else torch.empty_like(states, dtype=torch.float32)
+        first, last = (None if x is None else x[r] for x in (first_RBSE, last_RBSE))
         walk_states[(n_tiles * n_places,)](
-            x_BTE, x_BTE.stride(1), uvz_BTF, heads_4BTS, begins, ends, scales, x_out_BTE, sums, n_tokens, n_chunks, e,
-            f, C=chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward, DOCUMENTS=ends is not None,
-            WHOLE=whole, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+            x_BTE, x_BTE.stride(1), uvz_BTF, heads_4BTS, begins, ends, scales, first, last, x_out_BTE, sums, n_tokens,
+            n_chunks, e, f, C=chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward,
+            DOCUMENTS=ends is not None, WHOLE=whole, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
         if not whole:
             scan_states[triton.cdiv(s * e, SCAN_COLUMNS), n_rows](
-                sums, begins, ends, scales, states, n_tokens, n_chunks, s * e, C=chunk_size, BLOCK=SCAN_COLUMNS, R=r,
-                BACKWARD=backward, DOCUMENTS=ends is not None)
+                sums, begins, ends, scales, first, last, states, n_tokens, n_chunks, s * e, C=chunk_size,
+                BLOCK=SCAN_COLUMNS, R=r, BACKWARD=backward, DOCUMENTS=ends is not None)
     return x_out_BTE, states_RBGSE
 
 
@@ -425,13 +447,14 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
 
 
 @torch.library.custom_op("lineartime::gated_chunk_attention", mutates_args=())
-def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, ids: Tensor | None,
-            begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
-            causal: bool) -> Tensor:
-    """`gated_chunk_attention` of contiguous tensors; ids, begins, ends, scales, each: see `Documents`."""
+def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None,
+            ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
+            chunk_size: int, causal: bool) -> Tensor:
+    """`gated_chunk_attention` of contiguous tensors. past: the sums that enter the rows, past_RBSE, float32, or None.
+    ids, begins, ends, scales, each: see `Documents`."""
     e, documents = (uvz.shape[-1] - gamma.shape[-1]) // 2, Documents(ids, begins, ends, scales, each)
     heads = make_heads(uvz, gamma, beta, sin, cos)
-    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False)
+    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
     out = uvz.new_empty(*uvz.shape[:2], e)
     queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
     return out
@@ -444,25 +467,30 @@ def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
 
 @torch.library.custom_op("lineartime::gated_chunk_attention_backward", mutates_args=())
 def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-             ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
-             chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta and w. Heads, v and states of the forward pass are recomputed."""
+             past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+             each: Tensor | None, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of uvz, gamma, beta, w and past; the last has no entry where there is no past. Heads, v and states
+    of the forward pass are recomputed."""
     e, documents = dout.shape[-1], Documents(ids, begins, ends, scales, each)
     heads = make_heads(uvz, gamma, beta, sin, cos)
-    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False)
-    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True)
+    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
+    dpast = None if past is None else torch.empty_like(past)
+    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, last_RBSE=dpast)
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
     keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
     dw = score_gradients(heads, v, do, w, ids, each, dheads, row_len=chunk_size, scale_len=chunk_size, causal=causal)
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
-    return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw.to(w.dtype)
+    return (duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw.to(w.dtype),
+            scales.new_empty(0) if dpast is None else dpast)
 
 
 @backward.register_fake
 def _(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-      *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(uvz), torch.empty_like(gamma), torch.empty_like(beta), torch.empty_like(w)
+      past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+      *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (torch.empty_like(uvz), torch.empty_like(gamma), torch.empty_like(beta), torch.empty_like(w),
+            scales.new_empty(0) if past is None else torch.empty_like(past))
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -471,10 +499,10 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    uvz, gamma, beta, sin, cos, w, *documents = ctx.saved_tensors
-    duvz, dgamma, dbeta, dw = backward(dout.contiguous(), uvz, gamma, beta, sin, cos, w, *documents, ctx.chunk_size,
-                                       ctx.causal)
-    return duvz, dgamma, dbeta, None, None, dw, *[None] * 7
+    uvz, gamma, beta, sin, cos, w, past, *documents = ctx.saved_tensors
+    duvz, dgamma, dbeta, dw, dpast = backward(dout.contiguous(), uvz, gamma, beta, sin, cos, w, past, *documents,
+                                              ctx.chunk_size, ctx.causal)
+    return duvz, dgamma, dbeta, None, None, dw, None if past is None else dpast, *[None] * 7
 
 
 forward.register_autograd(differentiate, setup_context=keep)
@@ -482,13 +510,33 @@ forward.register_autograd(differentiate, setup_context=keep)
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
-                          pooling: str = "mean") -> Tensor:
+                          pooling: str = "mean", exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs only
     the inputs. Raises RuntimeError in forward-mode differentiation."""
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
     n_rows, n_tokens, _ = uvz_BTF.shape
-    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device)
+    past_RBSE, outside_RB = None, None
+    if exchange is not None:
+        if segment_ids_BT is None:
+            segment_ids_BT = torch.zeros(n_rows, n_tokens, dtype=torch.int32, device=uvz_BTF.device)
+        past_RBSE, outside_RB = past_of_rows(uvz_BTF, gamma_4S, beta_4S, sin, cos, segment_ids_BT, causal, exchange)
+    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device,
+                                  outside_RB)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
-    return forward(*tensors, *documents, chunk_size, causal)
+    return forward(*tensors, past_RBSE, *documents, chunk_size, causal)
+
+
+def past_of_rows(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, segment_ids_BT: Tensor,
+                 causal: bool, exchange: reference.Exchange) -> tuple[Tensor, Tensor]:
+    """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, count_RB. The part
+    is one chunk of the reference, so that one matmul makes what it hands on."""
+    s = gamma_4S.shape[-1]
+    e = (uvz_BTF.shape[-1] - s) // 2
+    v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF[..., e:].split([e, s], dim=-1))
+    k_lin_BTS, = reference.make_heads(z_BTS, gamma_4S[3:], beta_4S[3:], sin, cos)
+    states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None], causal=causal,
+                                      exchange=exchange)
+    kv_RBSE, count_RB = (torch.stack([state[i][:, 0] for state in states]) for i in (0, 1))
+    return kv_RBSE.float().contiguous(), count_RB

@@ -232,14 +232,29 @@ def with_past(states: States, initial: tuple[Tensor, Tensor]) -> States:
     return kv_BPSE, count_BP + torch.where(still_BP, count_B[:, None], 0.0), document_BP
 
 
-def from_other_parts(states: list[States], segment_ids_BGC: Tensor, exchange: Exchange) -> list[States]:
-    """The states that enter the chunks of a part of rows, from those of the part alone.
+def turned_ids(segment_ids_BGC: Tensor) -> Tensor:
+    """The documents of reversed rows, ids reversed too, so that they still rise: the last document is 0."""
+    last_B11 = F.pad(segment_ids_BGC.flatten(1), [1, 0]).amax(1)[:, None, None]
+    return torch.where(segment_ids_BGC >= 0, last_B11 - segment_ids_BGC, -1).flip(1, 2)
 
-    states: of `entering_states` with `leaving`, and in a second entry those of the reversed part, whose document 0 is
-    the part's last. A part hands on the state after its last chunk; to the parts before it, that of its document 0."""
-    leaving = [torch.cat([kv_BPSE[:, -1].flatten(1), count_BP[:, -1:]], dim=1) for kv_BPSE, count_BP, _ in states]
-    leaving[1:] = [torch.where(segment_ids_BGC[:, 0, :1] == 0, state_BF, 0.0) for state_BF in leaving[1:]]
-    entering_DBF = exchange(torch.stack(leaving), states[0][2][:, -1] == 0)
+
+def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
+                   causal: bool, exchange: Exchange | None = None) -> list[States]:
+    """`entering_states` of rows, and when not causal also of the reversed rows: the same sums over later chunks.
+
+    exchange: if the rows are parts of rows, see `Exchange`. A part hands on the state after its last chunk; to the
+    parts before it, that of its document 0."""
+    leaving = exchange is not None
+    states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=leaving)]
+    if not causal:
+        turned_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
+        states.append(entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_ids(segment_ids_BGC),
+                                      turned_gate_BGC, leaving=leaving))
+    if exchange is None:
+        return states
+    handed = [torch.cat([kv_BPSE[:, -1].flatten(1), count_BP[:, -1:]], dim=1) for kv_BPSE, count_BP, _ in states]
+    handed[1:] = [torch.where(segment_ids_BGC[:, 0, :1] == 0, state_BF, 0.0) for state_BF in handed[1:]]
+    entering_DBF = exchange(torch.stack(handed), states[0][2][:, -1] == 0)
     s, e = states[0][0].shape[2:]
     added = [with_past(part, (state_BF[:, :-1].unflatten(1, (s, e)), state_BF[:, -1]))
              for part, state_BF in zip(states, entering_DBF, strict=True)]
@@ -271,17 +286,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         return read_states(q_BGCS, sum_states(kv_BGSE, none_BG, none_BG), weight_G[None, :, None])
 
     segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
-    states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=exchange is not None)]
-    if not causal:
-        # States of later chunks are the same sums over the reversed rows. Ids are reversed too, so that they still
-        # rise: the last document is 0.
-        last_B11 = F.pad(segment_ids_BGC.flatten(1), [1, 0]).amax(1)[:, None, None]
-        turned_BGC = torch.where(segment_ids_BGC >= 0, last_B11 - segment_ids_BGC, -1).flip(1, 2)
-        turned_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
-        states.append(entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_BGC, turned_gate_BGC,
-                                      leaving=exchange is not None))
-    if exchange is not None:
-        states = from_other_parts(states, segment_ids_BGC, exchange)
+    states = states_of_rows(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     kv_BGSE, count_BG, entering_BG = states[0]
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
     count_BGC = seen_BGC * count_BG[..., None]
@@ -290,7 +295,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         return read_states(q_BGCS, kv_BGSE, weight_BGC)
 
     kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in states[1])
-    seen_after_BGC = (turned_BGC.flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
+    seen_after_BGC = (turned_ids(segment_ids_BGC).flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
     same_BGCM = same_document(segment_ids_BGC)
     own_BGC = (same_BGCM if gate_BGC is None else same_BGCM * gate_BGC[..., None, :]).sum(-1)
     count_BGC = count_BGC + seen_after_BGC * count_after_BG[..., None] + own_BGC

@@ -21,6 +21,7 @@ from lineartime import checkpoint
 from lineartime.atomic_io import hash_of, write_atomically, write_json
 from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
 from lineartime.config import to_dict as fields_of
+from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
@@ -42,8 +43,6 @@ from lineartime.qa.spans import (
 )
 from lineartime.run import (
     CONFIG_FILE,
-    RESULT_FILE,
-    RUN_FILE,
     WEIGHTS_FILE,
     Run,
     different,
@@ -74,7 +73,8 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
     field that fine-tuning cannot change, and a context longer than the position tables allow."""
     config = model.config
     require(not config.causal, "questions need a model that sees both ways", "causal = true",
-            "pretrain with causal = false (masked language modelling)")
+            "pretrain with causal = false (masked language modelling); a causal model goes on with `lineartime train "
+            "--from RUN`")
     for name in changes:
         require(name in CHANGEABLE, "the pretrained model decides this", name,
                 f"fine-tuning may change {', '.join(CHANGEABLE)}")
@@ -342,7 +342,8 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
 
 def check_settings(stored: dict[str, Any], whole: dict[str, Any], out: Path) -> None:
     """Raise UsageError if the completed fine-tuning in `out` had other settings."""
-    changed = different(stored, json.loads(json.dumps(whole)))
+    trained = {name: fields_of(replace_fields(TrainConfig(), each)) for name, each in stored["train"].items()}
+    changed = different(stored | {"train": trained}, json.loads(json.dumps(whole)))  # older ones have fewer fields
     if changed:
         raise UsageError("another fine-tuning is here", out,
                          f"{'; '.join(changed)}. Give another --out, or the same settings")

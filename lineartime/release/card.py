@@ -13,6 +13,8 @@ from lineartime.config import ModelConfig, run_config, to_dict
 from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
+from lineartime.release.pretrained import shipped_models
+from lineartime.settings import replace_fields
 
 
 class Sample(NamedTuple):
@@ -32,8 +34,8 @@ class Card:
     """The run's `run.json`."""
     config: ModelConfig
     tokenizer_sha256: str
-    manifest: Manifest
-    """The manifest of the run's data."""
+    text: list[tuple[Manifest, int]]
+    """The manifest of each prepared text that the run was trained on, and its share of the rows."""
     metrics: list[dict[str, Any]]
     """The run's metrics up to `step`."""
     step: int
@@ -72,15 +74,20 @@ def model_table(card: Card) -> str:
 
 def training_table(card: Card) -> str:
     """The training text, steps, data hashes and time."""
-    train, split = card.description["train"], card.manifest.splits["train"]
-    n_tokens = card.step * train["tokens_per_step"]
-    lines = [
-        ("Text", f"{split.documents:,} documents, {split.words:,} words, {split.bytes:,} bytes, "
-                 f"{split.tokens:,} tokens"),
+    train, n_tokens = card.description["train"], card.step * card.description["train"]["tokens_per_step"]
+    total, lines, times = sum(weight for _, weight in card.text), [], []
+    if "from" in card.description:
+        lines.append(("Began with", f"{source_of(card)}, sha256 {card.description['from_sha256']}"))
+    for manifest, weight in card.text:
+        split, of = manifest.splits["train"], f"{100 * weight / total:.3g} % of the rows: " * (len(card.text) > 1)
+        lines.append(("Text", f"{of}{split.documents:,} documents, {split.words:,} words, {split.bytes:,} bytes, "
+                              f"{split.tokens:,} tokens"))
+        times.append(f"{n_tokens * weight / total / split.tokens:.2f}")
+    lines += [
         ("Steps", f"{card.step:,} of {train['steps']:,}, of {train['tokens_per_step']:,} tokens"),
-        ("Tokens", f"{n_tokens:,}: {n_tokens / split.tokens:.2f} times the text"),
+        ("Tokens", f"{n_tokens:,}: {' and '.join(times)} times the text"),
         ("Type", "float32" if train["precision"] == "float32" else f"{train['precision']} with float32 parameters"),
-        ("Data", f"sha256 {card.manifest.sha256}"),
+        ("Data", f"sha256 {card.description['data_sha256']}"),
         ("Tokenizer", f"sha256 {card.tokenizer_sha256}"),
     ]
     clocks = [line["clock"] for line in card.metrics if "loss" in line]
@@ -97,15 +104,26 @@ def minute(seconds: float) -> str:
 
 
 def train_command(card: Card) -> str:
-    """The command that trains such a model, with every setting that differs from the preset and the defaults."""
+    """The command that trains such a model, with every setting that differs from the paper's size and the defaults."""
     preset, task = card.description["preset"], card.description["task"]
-    plain = run_config({"model": preset, "task": task, "data": "DATA", "out": "RUN"})
-    defaults = to_dict(plain.model) | to_dict(plain.train)
-    words = ["lineartime", "train", preset, "--task", task, "--data", plain.data, "--out", plain.out]
+    shares = ",".join(f"DATA{i}:{weight}" for i, (_, weight) in enumerate(card.text, 1))
+    plain = run_config({"model": preset, "task": task, "data": "DATA" if len(card.text) == 1 else shares, "out": "RUN",
+                        "steps": card.description["train"]["steps"]})  # the warm-up's default depends on it
+    defaults, begin = to_dict(plain.model) | to_dict(plain.train), [preset, "--size", "paper", "--task", task]
+    if "from" in card.description:
+        own = replace_fields(ModelConfig(), card.description["from_model"])
+        defaults, begin = to_dict(own) | to_dict(plain.train), ["--from", source_of(card)]
+    words = ["lineartime", "train", *begin, "--data", plain.data, "--out", plain.out]
     for name, value in (to_dict(card.config) | card.description["train"]).items():
-        if name not in ("vocab_size", "end_of_document") and value != defaults[name]:  # these come with the data
+        of_data = name in ("vocab_size", "end_of_document")
+        if name == "steps" or (value != defaults[name] and not of_data):
             words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
     return shlex.join(words)
+
+
+def source_of(card: Card) -> str:
+    """What the run began with: a shipped model by its name; a folder is of one machine, and has its hash alone."""
+    return card.description["from"] if card.description["from"] in shipped_models() else "WEIGHTS"
 
 
 CAUSAL_SCORES: list[tuple[str, Callable[[Evaluation], str]]] = [
@@ -125,7 +143,8 @@ MASKED_SCORES: list[tuple[str, Callable[[Evaluation], str]]] = [
 def scores_text(card: Card) -> str:
     """The scores of all splits side by side, then the losses by position in the row."""
     kinds = CAUSAL_SCORES if card.config.causal else MASKED_SCORES
-    lines = [["documents", *(f"{card.manifest.splits[split].documents:,}" for split in card.scores)]]
+    lines = [["documents", *(f"{sum(manifest.splits[split].documents for manifest, _ in card.text):,}"
+                             for split in card.scores)]]
     lines += [[name, *(text(score) for score in card.scores.values())] for name, text in kinds]
     losses = {split: {(first, last): loss for first, last, loss in score.loss_by_position}
               for split, score in card.scores.items()}

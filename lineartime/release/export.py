@@ -12,10 +12,11 @@ from lineartime.atomic_io import remove_leftovers, written_aside
 from lineartime.benchmark.measure import provenance
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
 from lineartime.config import model_config_json
+from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from lineartime.data.tokens import open_split, read_manifest
+from lineartime.data.tokens import open_data, read_manifests, sha256_of
 from lineartime.errors import ResourceError, UsageError
-from lineartime.evaluation import Evaluation, evaluate
+from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
@@ -56,37 +57,37 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     model, tokenizer, facts = load_model(run, strict=strict)
     if isinstance(model, SpanModel):
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
-    folder = data or Path(description["data"])
-    manifest = read_manifest(folder)
-    require(manifest.sha256 == description["data_sha256"], "this is not the run's data", str(folder),
-            "give --data the folder that the run was trained on")
+    named = str(data or description["data"])
+    manifests = read_manifests(named)
+    require(sha256_of(named) == description["data_sha256"], "this is not the run's data", named,
+            "give --data what the run was trained on")
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.bfloat16())
     model = model.to(device)
-    streams = {split: open_split(folder, split) for split in SPLITS if split in manifest.splits}
-    scores = {split: evaluate(model, stream, batch_rows=8,
-                              progress=StopSignal().watch("", progress, "evaluating", stream.n_tokens))
-              for split, stream in streams.items()}
+    streams = {split: open_data(named, split) for split in SPLITS if all(split in each.splits for each in manifests)}
+    scores = {split: evaluate_data(model, stream, batch_rows=8, progress=StopSignal().watch(
+        "", progress, "evaluating", stream.n_tokens))[0] for split, stream in streams.items()}
     if not (run / METRICS_FILE).exists():
         logger.warning(f"{run / METRICS_FILE} is missing: the card has no training time")
     lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
     metrics = [line for line in lines if line["step"] <= facts["step"]]
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
+    text = [(manifest, each.weight) for manifest, each in zip(manifests, read_mixture(named), strict=True)]
     files = {CONFIG_FILE: model_config_json(model.config).encode(), TOKENIZER_FILE: tokenizer.json.encode()}
     weights = dict(model.named_parameters())
     like = {name: torch.empty_like(weight, dtype=torch.bfloat16, device="meta") for name, weight in weights.items()}
     try:
         with written_aside(out) as aside:
             entry = write_tensors(aside / WEIGHTS_FILE, like, lambda name: weights[name].detach().bfloat16())
-            card = Card(description, model.config, tokenizer.sha256, manifest, metrics, facts["step"], entry["bytes"],
+            card = Card(description, model.config, tokenizer.sha256, text, metrics, facts["step"], entry["bytes"],
                         scores, sample, made)
             files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}), CARD_FILE: model_card(card, about).encode()}
             for name, content in files.items():
                 (aside / name).write_bytes(content)
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
-    return Exported(scores, manifest.settings.get("task"), entry["bytes"])
+    return Exported(scores, manifests[0].settings.get("task"), entry["bytes"])
 
 
 def write_sample(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> Sample:

@@ -1,13 +1,40 @@
-"""The models that ship with the package: folders that `lineartime.load_model` and `transformers` open."""
+"""Models by the name that a person gives: one that ships with the package, or a folder."""
 
 from pathlib import Path
 
-from lineartime.settings import require_name
+from lineartime.settings import require, require_name
 
 MODELS = Path(__file__).parents[1] / "models"
 
 
+def shipped_models() -> list[str]:
+    """The names of the models that ship with the package, of which each is a folder of `MODELS`."""
+    return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+
+
 def model_folder(name: str) -> Path:
     """The folder of a model that ships with the package. Raises UsageError for an unknown name."""
-    require_name("shipped model", name, sorted(path.parent.name for path in MODELS.glob("*/config.json")))
+    require_name("shipped model", name, shipped_models())
     return MODELS / name
+
+
+def named_folder(name: str) -> Path:
+    """The folder of a shipped model by its name, or any other folder by its path. Raises UsageError if there is none.
+    """
+    folder = MODELS / name if name in shipped_models() else Path(name)
+    require(folder.is_dir(), "no weights here", name,
+            f"give a run, a checkpoint, an exported folder, or a shipped model: {', '.join(shipped_models())}")
+    return folder
+
+
+def weights_folder(name: str) -> Path:
+    """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
+    newest checkpoint that has a configuration. Raises UsageError if there is none."""
+    folder = named_folder(name)
+    saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    for each in (folder, *saved):
+        if (each / "config.json").is_file():
+            return each
+    require((folder / "run.json").is_file(), "no weights here", name, "give a run, a checkpoint or an exported folder")
+    require(False, "no checkpoint yet", name, "let the training save one")
+    raise AssertionError

@@ -99,6 +99,19 @@ def test_a_toml_file_and_overrides(data: Path, tmp_path: Path, warm_command: lis
     assert stored["steps"] == 2 and stored["learning_rate"] == 1e-3 and stored["clip"] is None
 
 
+def test_prepare_reads_stdin_and_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
+    prepare = ["prepare", "-", "--out", tmp_path / "data", "--tokenizer", "bytes", "--held-out", 0.2]
+    code, out, _ = call(*prepare, stdin=TEXT)
+    assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
+    assert "train flash --data" in out and [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert json.loads((tmp_path / "data" / "manifest.json").read_text())["sources"][0]["name"] == "stdin.txt"
+    assert "nothing to do" in call(*prepare, stdin=TEXT)[1]
+    code, out, _ = call("prepare", "-", "--out", tmp_path / "whole", "--tokenizer", "bytes", stdin=TEXT)
+    assert code == 0 and "which training needs: prepare with --held-out" in out and "next" not in out
+    code, _, err = call("prepare", "-", "-", "--out", tmp_path / "twice", stdin=TEXT)
+    assert_refused(code, err, 2, "stdin is read once")
+
+
 def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> None:
     code, out, _ = call("evaluate", run, "--data", data)
     assert code == 0 and "bits per byte" in out and "position" in out
@@ -154,6 +167,12 @@ def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Pa
     assert written["contexts"] == [16, 32, 64] and written["split"] == "validation" and written["trained_context"] == 32
     _, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--json")
     assert json.loads(out) == written
+    assert written["n_tokens"] == 541 - 32 and None not in written["gain_errors"]
+    first = ["--document-tokens", 64]
+    _, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", *first)
+    assert out.startswith("32 tokens of 1 documents") and " +- " not in out
+    code, _, err = call("evaluate", run, "--data", data, *first)
+    assert_refused(code, err, 2, "--document-tokens goes with --contexts")
     code, out, _ = call("plot", f"FLASH={scores}", "--out", tmp_path / "contexts.png")
     assert code == 0 and (tmp_path / "contexts.png").exists()
 

@@ -118,7 +118,7 @@ REFUSED = [
     ({"task": None}, "unknown task"),
     ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
     ({"contxt": 512}, "unknown setting: contxt; did you mean context?"),
-    ({"zzz": 1}, "unknown setting: zzz; one of model, task, data, "),
+    ({"zzz": 1}, "unknown setting: zzz; one of model, from, task, size, data, "),
     ({"steps": 1.5}, "wrong value: steps = 1.5; it takes a whole number"),
     ({"steps": True}, "wrong value: steps = True; it takes a whole number"),
     ({"causal": 1}, "wrong value: causal = 1; it takes true or false"),
@@ -226,7 +226,14 @@ REFUSED = [
     ({"learning_rate": 0}, "learning_rate must be positive: learning_rate = 0.0"),
     ({"adam_beta2": 1}, "adam_beta2 must lie in [0, 1): adam_beta2 = 1.0"),
     ({"clip": 0}, 'clip must be positive: clip = 0.0; say "none" for off'),
-    ({"steps": 100}, "warm-up is longer than the run: warmup_steps = 10000, steps = 100; lower warmup_steps"),
+    ({"steps": 100, "warmup_steps": 101}, "warm-up is longer than the run: warmup_steps = 101, steps = 100; lower "
+                                          "warmup_steps"),
+    ({"schedule": "step"}, "wrong value: schedule = 'step'; it takes linear or cosine or wsd or constant"),
+    ({"decay_share": 0.5}, 'decay_share is for schedule "wsd": schedule = linear; leave it out'),
+    ({"schedule": "wsd", "decay_share": 0}, "decay_share is a share of the steps: decay_share = 0.0; it lies above 0"),
+    ({"schedule": "wsd", "decay_share": 0.9, "steps": 10}, "the warm-up reaches into the decay: warmup_steps = 2, the "
+                                                           "decay begins at step 1; lower warmup_steps or decay_share"),
+    ({"from": "small"}, "weights have their own model: model = flash, from = small; leave one out"),
     ({"micro_batch_tokens": 3072}, "tokens_per_step must be a multiple of micro_batch_tokens: 262144 and 3072"),
     ({"context": 3000}, "micro_batch_tokens must be a multiple of context: micro_batch_tokens = 4096, context = 3000; "
                         "a micro-batch holds whole rows"),
@@ -245,7 +252,7 @@ def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
 
 @pytest.mark.parametrize(("missing", "message"), [
     ("model", "no model is named: model; one of transformer, transformer+, transformer++, performer, performer-matmul, "
-              "combiner, mc-tfm++, flash-quad, flash"),
+              "combiner, mc-tfm++, flash-quad, flash, or weights: --from RUN"),
     ("data", "no data is named: data; give --data a folder made by `lineartime prepare`"),
     ("out", "no folder for the run is named: out; give --out a folder"),
 ])

@@ -1,6 +1,7 @@
 """Prepared tokens: whole or not there, what the text says; and rows from seed and step alone."""
 
 import errno
+import gzip
 import itertools
 import json
 import os
@@ -24,6 +25,8 @@ import lineartime.data.prepare
 import lineartime.data.units
 from lineartime.data import tokens
 from lineartime.data.prepare import SAMPLE, prepare
+from lineartime.data.read_text import ENDINGS
+from lineartime.data.splits import CheckedFile, spread_documents
 from lineartime.data.tokenizer import load_tokenizer, train_tokenizer
 from lineartime.data.tokens import Split, batch_rows, eval_rows, open_split, read_manifest
 from lineartime.errors import DataError, ResourceError, UsageError
@@ -161,7 +164,10 @@ def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, 
         if name == "one":  # it is cut inside
             assert bytes(stream[0][:-1] + stream[1][:-1]).decode() == documents[0]
             continue
-        assert bytes(i % EOD for i in stream[0] + stream[1]).decode() == "".join(one + "\0" for one in documents)
+        n, k = len(documents), manifest.splits["validation"].documents
+        held = {(2 * j + 1) * n // (2 * k) for j in range(k)}
+        for ids, kept in zip(stream, (set(range(n)) - held, held), strict=True):
+            assert bytes(i % EOD for i in ids).decode() == "".join(documents[i] + "\0" for i in sorted(kept))
         assert sum(split.words for split in manifest.splits.values()) == sum(len(one.split()) for one in documents)
         assert sum(split.documents for split in manifest.splits.values()) == len(documents)
 
@@ -236,9 +242,12 @@ def test_the_tokenizer_is_trained_on_a_spread_of_a_large_text(tmp_path):
     assert learnt == ["first", "fourth"]
 
 
-@pytest.mark.parametrize("n, held_out, kept", [(10, 0.1, 9), (10, 0.25, 8), (3, 0.01, 2), (2, 0.6, 1), (90, 0.1, 81)])
-def test_the_last_documents_are_held_out(tmp_path, n, held_out, kept):
-    texts = [f"document {i}" for i in range(n)]
+@pytest.mark.parametrize("n, held_out, held", [
+    (10, 0.1, [5]), (10, 0.25, [1, 5, 8]), (3, 0.01, [1]), (2, 0.6, [1]), (90, 0.1, range(5, 90, 10)),
+    (9, 0.99, [0, 1, 2, 3, 5, 6, 7, 8])])
+def test_documents_at_equal_distances_are_held_out(tmp_path, n, held_out, held, caplog):
+    caplog.set_level("INFO", "lineartime")
+    texts = [f"document {i:02d}" for i in range(n)]
     third = n // 3
     rest = [" ", *texts[third + 1:]]
     make(tmp_path, {"a.jsonl": texts[:third], "b.txt": texts[third], "c.jsonl": rest, "d.txt": "t"})
@@ -246,7 +255,66 @@ def test_the_last_documents_are_held_out(tmp_path, n, held_out, kept):
     prepare(inputs, tmp_path / "out", tokenizer="bytes", held_out=held_out, test=[tmp_path / "d.txt"])
     joined = {split: bytes(i % EOD for i in stream_of(tmp_path / "out", split)[1:-1]).decode().split("\0")
               for split in ("train", "validation", "test")}
-    assert joined == {"train": texts[:kept], "validation": texts[kept:], "test": ["t"]}
+    assert joined == {"train": [text for i, text in enumerate(texts) if i not in held],
+                      "validation": [texts[i] for i in held], "test": ["t"]}
+    share = f"{len(held)} of {n} documents, at equal distances: {len(held) / n:.1%} of the tokens"
+    assert caplog.messages == [f"held out    {share}"]
+
+
+@settings(max_examples=200)
+@given(files=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 1000)), min_size=1, max_size=6),
+       share=st.floats(0.001, 0.999))
+def test_at_least_the_share_is_held_out_and_not_all(files, share):
+    """By the mean of each file; a document more than that, or two, at most where the documents are alike."""
+    checked = [CheckedFile(None, n, 0, n * mean, []) for n, mean in files]
+    n = sum(n for n, _ in files)
+    if n < 2:
+        return
+    held = spread_documents(checked, share)
+    assert held == sorted({*held}) and 0 <= held[0] and held[-1] < n and len(held) < n
+    mean_D = np.repeat([mean for _, mean in files], [n for n, _ in files])
+    assert len(held) == n - 1 or mean_D[held].sum() >= share * mean_D.sum() * (1 - 1e-9)
+    gaps = np.diff([-1, *held, n])
+    assert max(gaps[1:-1], default=1) - min(gaps[1:-1], default=1) <= 1
+    if len({mean for _, mean in files}) == 1:
+        assert len(held) <= max(1, round(n * share) + 1)
+
+
+def test_a_large_file_among_small_ones_does_not_leave_too_little(tmp_path):
+    """The middle document alone would be a hundredth of the text."""
+    make(tmp_path, {f"{i}.txt": "x" * (1000 if i in (0, 6) else 10) for i in range(7)})
+    manifest = prepare([tmp_path], tmp_path / "out", tokenizer="bytes", held_out=0.2)
+    assert manifest.splits["validation"].tokens >= 0.2 * (2000 + 50)
+
+
+def test_held_out_documents_may_lie_anywhere_in_a_file_of_ids(tmp_path, monkeypatch):
+    """Also across two of the blocks that it is read in."""
+    make(tmp_path, {"a.jsonl": [f"document {i} " * (i % 5 + 1) for i in range(40)]})
+    for name, n_bytes in (("large", 1 << 22), ("small", 10)):
+        monkeypatch.setattr(lineartime.data.units, "BLOCK_BYTES", n_bytes)
+        prepare([tmp_path / "a.jsonl"], tmp_path / name, tokenizer="bytes", held_out=0.3, jobs=1)
+    assert contents(tmp_path / "large") == contents(tmp_path / "small")
+
+
+def test_plain_text_is_read_in_any_form(tmp_path, caplog):
+    """What is skipped is said; beside records, and about the folder, an .md or .txt.gz is skipped as ever."""
+    caplog.set_level("INFO", "lineartime")
+    make(tmp_path / "text", {"a.md": "# A\n", "b.txt": "b\n", "README.md": "about", "d.png": "x", "e": "y"})
+    (tmp_path / "text" / "c.txt.gz").write_bytes(gzip.compress(("c" * 99 + "\n").encode() * 4000))
+    for jobs, unit_characters in ((1, 1 << 23), (2, 1000)):
+        manifest = prepare([tmp_path / "text"], tmp_path / f"out{jobs}", tokenizer="bytes", jobs=jobs,
+                           unit_characters=unit_characters)
+        assert [source["name"] for source in manifest.sources] == ["a.md", "b.txt", "c.txt.gz"]
+        found = bytes(i % EOD for i in stream_of(tmp_path / f"out{jobs}")[1:-1]).split(b"\0")
+        assert found == [b"# A\n", b"b\n", (b"c" * 99 + b"\n") * 4000]
+    where = f"in {tmp_path / 'text'}"
+    assert caplog.messages[:2] == [f"skipped     d.png, e {where}: it takes {', '.join(ENDINGS)}",
+                                   f"skipped     README.md {where}: they lie beside text as records, or are about the "
+                                   "folder"]
+    caplog.clear()
+    make(tmp_path / "records", {"a.jsonl": ["a"], "notes.md": "n"})
+    manifest = prepare([tmp_path / "records"], tmp_path / "out3", tokenizer="bytes")
+    assert [source["name"] for source in manifest.sources] == ["a.jsonl"] and "notes.md in" in caplog.text
 
 
 def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
@@ -558,10 +626,10 @@ def test_evaluation_reads_every_target_once_in_order(prepared):
 @settings(max_examples=50)
 def test_rows_are_a_pure_function_of_seed_and_step(pure_stream, seed, steps, rows):
     """Whatever was read before, from however many rows at once: row n of all is the same."""
-    tokens.epoch_order.cache_clear()
+    tokens.orders.cache_clear()
     in_order = [row for n in range(max(steps) * rows + rows) if n >= min(steps) * rows
                 for row in batch_rows(pure_stream, seed=seed, step=n, rows_per_step=1, context=9).tolist()]
-    tokens.epoch_order.cache_clear()
+    tokens.orders.cache_clear()
     for step in steps:
         got = batch_rows(pure_stream, seed=seed, step=step, rows_per_step=rows, context=9).tolist()
         first = (step - min(steps)) * rows

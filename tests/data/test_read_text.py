@@ -281,7 +281,7 @@ LAYOUT_FAULTS = {
     "night train": ({"night-train.txt": "a", "dubliners.txt": "d"}, ".", "dubliners.txt; leave it out"),
     "deeper files": ({"en/train.parquet": ["a"], "en/test.parquet": ["t"]}, ".", "the splits lie deeper"),
     "deeper folders": ({"en/train/a.txt": "a", "en/test/b.txt": "b"}, ".", "the splits lie deeper in this folder"),
-    "unknown kind": ({"a.doc": "a"}, "a.doc", "unknown kind of file: {}; it takes .txt, .jsonl"),
+    "unknown kind": ({"a.doc": "a"}, "a.doc", "unknown kind of file: {}; it takes .txt, .md, .txt.gz, .jsonl"),
 }
 
 
@@ -317,6 +317,6 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_a_folder_with_nothing_to_read_is_refused(tmp_path):
-    make(tmp_path, {"a.md": "a", "sub/b.csv": "b"})
+    make(tmp_path, {"a.rst": "a", "sub/b.csv": "b"})
     with pytest.raises(DataError, match="nothing to read in this folder"):
         find_sources([tmp_path])

@@ -18,8 +18,8 @@ from fork_server import ForkServer
 from lineartime import checkpoint, objectives, run, training
 from lineartime.cli import verbs
 
-WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (training, "compute_gradient"), (objectives, "evaluate"),
-           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (training, "finish"), (training, "evaluate"),
+WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (training, "compute_gradient"), (objectives, "evaluate_data"),
+           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (training, "finish"), (training, "evaluate_data"),
            (training, "xz_bits_per_byte"), (training, "generate"), (training, "plot_run")]
 
 
@@ -29,7 +29,7 @@ class Events:
     def __init__(self, folder, wait_at):
         self.folder, self.wait_at, self.seen = Path(folder), wait_at, {}
         for owner, name in WATCHED:
-            label = "final evaluate" if owner is training and name == "evaluate" else name
+            label = {"evaluate_data": "final evaluate" if owner is training else "evaluate"}.get(name, name)
             setattr(owner, name, self.watched(getattr(owner, name), label))
 
     def watched(self, function, label):

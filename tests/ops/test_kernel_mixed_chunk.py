@@ -107,6 +107,76 @@ def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest
         assert one.abs().sum() > 0 and (one - two).norm() <= 1e-6 * one.norm()
 
 
+def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor, causal: bool) -> list[Tensor]:
+    """The output of parts of rows, what they hand on, and the gradients of uvz, gamma, beta, w and of the states that
+    enter: of 300 tokens before the part and, when not causal, of as many after it, unless it ends in padding."""
+    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
+    dtype = torch.promote_types(inputs["uvz"].dtype, torch.float32)
+    past_RBF = 100 * random(1 if causal else 2, len(ids_BT), S * 64, seed=8).bfloat16().to(dtype)
+    entered_RB1 = torch.stack([torch.ones(len(ids_BT), 1), ids_BT[:, -1:] >= 0])[: len(past_RBF)].to(dtype)
+    past_RBF.requires_grad_()
+    handed = []
+
+    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        handed.extend([leaving_DBF, passes_B.double()])
+        return torch.cat([entered_RB1 * past_RBF, 300 * entered_RB1], dim=-1)
+
+    out = op(*leaves.values(), chunk_size=128, causal=causal, segment_ids_BT=ids_BT, exchange=exchange)
+    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, handed[0]))]
+    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), past_RBF]
+    gradients = torch.autograd.grad([out, handed[0]], wanted, given)
+    return [x.detach() for x in (out, *handed, *gradients)]
+
+
+PARTS = {"one document that goes on": [0] * 256,
+         "a document from before, one that goes on": [0] * 150 + [1] * 106,
+         "a new document": [1] * 256,
+         "documents that begin and end inside": [0] * 130 + [1] * 20 + [2] * 10 + [3] * 96,
+         "a document from before, then padding": [0] * 150 + [-1] * 106,
+         "padding": [-1] * 256}
+
+
+@pytest.mark.parametrize("levels, causal", [
+    (1, True), (2, False), *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, True), (1, False)))])
+def test_a_state_that_enters_is_held_to_float64(levels: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of rows of every layout, with a past of 300 tokens: outputs, what is handed on, and all gradients."""
+    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
+    ids_BT = torch.tensor(list(PARTS.values()))
+    inputs = make_inputs(*ids_BT.shape, torch.bfloat16)
+    exact = run_part(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT, causal)
+    ours, theirs = (run_part(op, inputs, ids_BT, causal)
+                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
+    names = ["out", "handed on", "passes", "uvz", "gamma", "beta", "w", "past"]
+    for name, a, b, x in zip(names, ours, theirs, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
+    unread = exact[-1].abs().amax(-1) == 0
+    assert unread.any() and (ours[-1][unread] == 0).all()  # a past that no token belongs to has no gradient
+
+
+def test_parts_of_a_row_are_the_row() -> None:
+    """One after the other, each with the state that those before hand on: output and gradients of the whole rows."""
+    inputs, ids_BT = make_inputs(1, 256, torch.float32), torch.tensor([[0] * 50 + [1] * 180 + [2] * 26])
+    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
+    states = [torch.zeros(1, 1, S * 64 + 1)]
+
+    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        states.append(leaving_DBF + torch.where(passes_B[:, None], states[-1], 0.0))
+        return states[-2]
+
+    outs = []
+    for part, first in ((slice(0, 128), 0), (slice(128, 256), 1)):
+        own = {name: x[:, part] if name in ("uvz", "sin", "cos") else x for name, x in leaves.items()}
+        outs.append(mixed_chunk.gated_chunk_attention(*own.values(), chunk_size=128, causal=True, exchange=exchange,
+                                                      segment_ids_BT=ids_BT[:, part] - first))
+    given = random(1, 256, 64, seed=6).bfloat16().float()
+    out = torch.cat(outs, 1)
+    made = [out, *torch.autograd.grad(out, [leaves[name] for name in kernel_law.NAMES[1:]], given)]
+    whole = run(mixed_chunk.gated_chunk_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT)
+    for a, b in zip(made, whole, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
 def test_every_run_gives_the_same_bits_in_any_layout() -> None:
     """Rows and tokens interleaved, every second column; as contiguous inputs give."""
     inputs = make_inputs(2, 197, torch.bfloat16)

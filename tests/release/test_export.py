@@ -111,10 +111,10 @@ def test_the_card_says_what_was_trained(card: str, run: Path, exported: Path) ->
 def test_the_cards_command_trains_the_same(card: str, run: Path) -> None:
     (line,) = [line for line in card.splitlines() if line.startswith("lineartime ")]
     words = shlex.split(line)
-    assert words[:9] == ["lineartime", "train", "flash", "--task", "wiki40b", "--data", "DATA", "--out", "RUN"]
-    assert set(words[9::2]) == {"--set"}
+    assert words[:11] == "lineartime train flash --size paper --task wiki40b --data DATA --out RUN".split()
+    assert set(words[11::2]) == {"--set"}
     meant = run_config({"model": "flash", "data": "DATA", "out": "RUN", "vocab_size": 257, "end_of_document": 256,
-                        **dict(map(parse_setting, words[10::2]))})
+                        **dict(map(parse_setting, words[12::2]))})
     assert to_dict(meant.model) == read_run(run)["model"] and to_dict(meant.train) == read_run(run)["train"]
 
 

@@ -1,5 +1,6 @@
 """The same tokens at several contexts: what each is given, what is compared, what is refused."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -58,19 +59,21 @@ def document(stream: TokenStream, i: int) -> torch.Tensor:
     return torch.from_numpy(stream.read(starts[i], starts[i + 1] + 1))
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("contexts", [[16, 32, 64], [16, 80], [5, 7, 33], [2, 3]])
-def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives(stream: TokenStream,
+def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives(stream: TokenStream, whole: bool,
                                                                                  contexts: list[int]) -> None:
     """Against a loop over documents, contexts and rows that follows the definition and batches nothing."""
     model, longest = tiny(stream), contexts[-1]
     after = longest - longest // 2
-    use = measure_context_use(model, stream, contexts)
+    n_most = max(LENGTHS) + 1 if whole else longest
+    use = measure_context_use(model, stream, contexts, document_tokens=None if whole else longest)
     assert use.contexts == contexts and use.after == after
     assert use.document_D == [i for i, length in enumerate(LENGTHS) if length + 1 > after]
-    assert use.n_tokens_D == [min(LENGTHS[i] + 1, longest) - after for i in use.document_D]
-    shown = np.zeros((2, 2, longest))
+    assert use.n_tokens_D == [min(LENGTHS[i] + 1, n_most) - after for i in use.document_D]
+    shown = np.zeros((2, 2, n_most))
     for i, nll_L in zip(use.document_D, use.nll_DL, strict=True):
-        ids = document(stream, i)[: longest + 1]
+        ids = document(stream, i)[: n_most + 1]
         for context, nll in zip(contexts, nll_L, strict=True):
             half, edge = context // 2, context in (contexts[0], longest)
             expected = np.zeros(len(ids) - 1)
@@ -87,7 +90,7 @@ def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives
     for first, last, short, long in use.loss_by_position:
         for loss, (total, count) in zip((short, long), shown[:, :, first - 1 : last], strict=True):
             assert loss == pytest.approx(total.sum() / count.sum(), rel=1e-10)
-    assert use.loss_by_position[0][0] == 1 and use.loss_by_position[-1][1] == longest
+    assert use.loss_by_position[0][0] == 1 and use.loss_by_position[-1][1] == n_most
 
 
 @settings(max_examples=200)
@@ -125,7 +128,7 @@ def test_a_model_without_a_linear_part_gains_nothing_and_one_with_it_does(stream
 def test_documents_are_kept_apart(stream: TokenStream) -> None:
     """A document's numbers are the same whatever lies beside it, and the model's state is as it was."""
     model = tiny(stream).train()
-    use = measure_context_use(model, stream, [16, 64])
+    use = measure_context_use(model, stream, [16, 64], document_tokens=64)
     assert model.training and use.document_D == [0, 1, 3, 4]
     alone = {i: token_losses(model, document(stream, i)[None, :65])[0].tolist() for i in (1, 3)}
     assert use.nll_DL[1][1] == pytest.approx(sum(alone[1][32:]), rel=1e-10)
@@ -133,14 +136,29 @@ def test_documents_are_kept_apart(stream: TokenStream) -> None:
 
 
 def test_losses_gains_and_their_errors() -> None:
-    use = ContextUse([8, 16], 8, [0, 2], [10, 30], [[20.0, 10.0], [90.0, 72.0]], [(1, 16, 3.0, 2.5)])
+    use = ContextUse([8, 16], 8, [0, 2], [10, 30], [[20.0, 10.0], [90.0, 72.0]], [], [], [(1, 16, 3.0, 2.5)])
     assert use.losses == [110 / 40, 82 / 40] and use.gains == pytest.approx([0, 28 / 40])
     rest = [10 - 0.7 * 10, 18 - 0.7 * 30]
     assert use.gain_errors == pytest.approx([0, math.sqrt(2 * sum(x * x for x in rest)) / 40])
     assert use.to_dict()["documents"][1] == {"document": 2, "n_tokens": 30, "losses": [3.0, 2.4]}
     assert "+0.7000 +- 0.1500" in "\n".join(describe(use))
-    one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]], [])
+    one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]], [10], [[20.0, 10.0]], [])
     assert one.gain_errors == [None, None] and "+1.0000" in "\n".join(describe(one))
+    parts = replace(use, document_D=[0], n_tokens_D=[40], nll_DL=[[110.0, 82.0]], stretch_S=use.n_tokens_D,
+                                nll_SL=use.nll_DL)
+    assert parts.gain_errors == use.gain_errors and "over 2 stretches of one document" in "\n".join(describe(parts))
+
+
+def test_a_single_document_is_cut_into_stretches(stream: TokenStream) -> None:
+    one = copy.copy(stream)
+    one.document_positions = stream.document_positions[:2]
+    use = measure_context_use(tiny(stream), one, [8, 16])
+    assert use.document_D == [0] and use.stretch_S == [16] * 8 + [15] and sum(use.stretch_S) == use.n_tokens_D[0]
+    assert np.sum(use.nll_SL, axis=0) == pytest.approx(use.nll_DL[0], rel=1e-12)
+    shorter = measure_context_use(tiny(stream), one, [8, 16], document_tokens=8 + 16)
+    assert shorter.nll_SL == [pytest.approx(use.nll_SL[0], rel=1e-12)] and shorter.gain_errors == [None, None]
+    assert use.gain_errors[0] == 0 and 0 < use.gain_errors[1] < 1
+    assert measure_context_use(tiny(stream), stream, [8, 16]).stretch_S == []
 
 
 def test_errors_of_gains_are_those_of_repeated_samples() -> None:
@@ -151,7 +169,7 @@ def test_errors_of_gains_are_those_of_repeated_samples() -> None:
         n_D = random.integers(50, 150, 20)
         gain_D = random.normal(0.1, 0.05, 20) * n_D
         use = ContextUse([8, 16], 8, list(range(20)), n_D.tolist(), [[3.0 * n, 3.0 * n - g] for n, g
-                                                                     in zip(n_D, gain_D, strict=True)], [])
+                                                                     in zip(n_D, gain_D, strict=True)], [], [], [])
         gains.append(use.gains[1])
         errors.append(use.gain_errors[1])
     assert np.std(gains) == pytest.approx(np.sqrt(np.mean(np.square(errors))), rel=0.05)
@@ -164,6 +182,8 @@ def test_contexts_that_make_no_sense(stream: TokenStream, contexts: list[int]) -
 
 
 def test_what_is_refused(stream: TokenStream) -> None:
+    with pytest.raises(UsageError, match="document_tokens is below the longest context"):
+        measure_context_use(tiny(stream), stream, [16, 64], document_tokens=63)
     with pytest.raises(DataError, match=r"half of the longest context.*contexts up to 300 work") as raised:
         measure_context_use(tiny(stream), stream, [16, 302])
     assert "\n" not in str(raised.value)

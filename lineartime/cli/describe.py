@@ -1,0 +1,86 @@
+"""The verbs that say what there is: `lineartime models` and `lineartime config`. They do not import torch."""
+
+import ast
+import textwrap
+import typing
+from pathlib import Path
+from typing import Any
+
+from lineartime import config as configuration
+from lineartime.cli.arguments import Model, Size, Task
+from lineartime.cli.terminal import say
+from lineartime.config import (
+    MODEL_FIELDS,
+    SIZES,
+    TRAIN_FIELDS,
+    ModelConfig,
+    TrainConfig,
+    run_config,
+    source_of,
+)
+from lineartime.settings import describe_kind
+
+MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "transformer": ("learned positions, GELU: for calibration", (7.6, 12.7, 55.3, 110.1)),
+    "transformer+": ("Transformer with RoPE: the paper's baseline", (7.5, 12.2, 54.2, 109.7)),
+    "transformer++": ("Transformer with RoPE and GLU: the strongest baseline", (7.5, 12.2, 54.3, 109.7)),
+    "performer": ("linear attention with a ReLU kernel: a baseline", (7.5, 12.2, 54.2, 109.7)),
+    "performer-matmul": ("Performer, its sums by matmuls: for the paper's latency table", (7.5, 12.2, 54.2, 109.7)),
+    "combiner": ("attention to a chunk and to summaries of the others: a baseline", (7.7, 12.8, 60.6, 123.9)),
+    "mc-tfm++": ("Transformer++ with mixed chunk attention: to see what the GAU adds", (7.5, 12.2, 54.3, 109.7)),
+    "flash-quad": ("GAU with quadratic attention: to compare with FLASH", (7.6, 12.5, 55.8, 112.1)),
+    "flash": ("GAU with mixed chunk attention: for long rows and long prompts", (7.6, 12.5, 55.9, 112.1))}
+"""What each preset is, and its millions of parameters at each size with 32,000 tokens of vocabulary."""
+
+
+def models() -> None:
+    """The models that can be trained, their parameters at each size, and the sizes."""
+    say(f"{'model':<17}" + "".join(f"{size:>9}" for size in SIZES) + "   M parameters, at 32,000 tokens of vocabulary")
+    for name, (what, counts) in MODELS.items():
+        say(f"{name:<17}" + "".join(f"{count:>9.1f}" for count in counts) + f"   {what}")
+    say("")
+    for size in SIZES:
+        run = run_config({"model": "flash", "size": size, "data": "-", "out": "-"})
+        say(f"{size:<8} {run.model.n_layers} layers of width {run.model.d_model}, rows of {run.model.context:,}; "
+            f"{run.train.steps:,} steps of {run.train.tokens_per_step:,} tokens")
+    say("\na trained model that ships with the package: small (`lineartime generate --model small`)")
+    say("next     lineartime config flash --size tiny, or lineartime train flash --data DATA --out RUN")
+
+
+def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
+    """Every field that --set takes: its value for a model, what it takes, what it is, and the paper's table that has
+    it. A value that is not the one of the paper's size has the paper's behind it."""
+    made, paper = (fields_of({"model": model, "size": each, "task": task}) for each in (size, "paper"))
+    lines = field_lines()
+    for title, kind, names in (("The model", ModelConfig, MODEL_FIELDS), ("Training", TrainConfig, TRAIN_FIELDS)):
+        say(f"{title}: {model}, {task}, size {size}\n")
+        kinds = typing.get_type_hints(kind)
+        for name in names:
+            other = "" if made[name] == paper[name] else f"  (paper: {in_words(paper[name])})"
+            say(f"{name} = {in_words(made[name])}{other}  [{describe_kind(kinds[name])}; {source_of(name)}]")
+            say(textwrap.fill(lines[name], 100, initial_indent="    ", subsequent_indent="    "))
+        say("")
+    say("vocab_size and end_of_document are those of the data where they are not set")
+    say(f"next     lineartime train {model} --size {size} --data DATA --out RUN --set NAME=VALUE")
+
+
+def fields_of(settings: dict[str, Any]) -> dict[str, Any]:
+    run = run_config({**settings, "data": "-", "out": "-"})
+    return {**vars(run.model), **vars(run.train)}
+
+
+def in_words(value: Any) -> str:
+    """A value as --set takes it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def field_lines() -> dict[str, str]:
+    """What stands below each field of the configurations in their source, as one line."""
+    tree = ast.parse(Path(configuration.__file__).read_text(encoding="utf-8"))
+    lines = {}
+    for each in tree.body:
+        for field, text in zip(each.body, each.body[1:], strict=False) if isinstance(each, ast.ClassDef) else ():
+            if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+                    and isinstance(text.value, ast.Constant)):
+                lines[field.target.id] = " ".join(str(text.value.value).split())
+    return lines

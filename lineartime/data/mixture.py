@@ -1,0 +1,71 @@
+"""Which prepared text each row of training is taken from, where a run has several: `--data books:0.7,wiki:0.3`.
+
+After any number of rows each text has given its share to within one row. Nothing is drawn: the order has a period, and
+depends on the shares alone, so that a run goes on at any step and on any number of ranks."""
+
+import re
+from fractions import Fraction
+from functools import cache
+from math import gcd, lcm
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lineartime.settings import require
+
+SEVERAL = re.compile(r"[^,]+:[0-9.]+(,[^,]+:[0-9.]+)*")
+LONGEST_PERIOD = 100_000
+
+
+class Ingredient(NamedTuple):
+    """A prepared folder, and how many rows of each period are its own."""
+
+    folder: Path
+    weight: int
+
+
+def read_mixture(text: str) -> list[Ingredient]:
+    """The folders that `text` names: one by its path, or several as `FOLDER:SHARE,FOLDER:SHARE`. Shares are positive
+    numbers; their sum stands for all rows.
+
+    Raises UsageError for a share that is not positive or has more digits than a period of 100,000 rows can keep, for a
+    folder named twice, and for several folders without shares."""
+    if not SEVERAL.fullmatch(text) or Path(text).is_dir():
+        require("," not in text or Path(text).exists(), "several folders need shares", text, "such as a:0.7,b:0.3")
+        return [Ingredient(Path(text), 1)]
+    named = [word.rpartition(":") for word in text.split(",")]
+    folders = [Path(name) for name, _, _ in named]
+    require(len(set(folders)) == len(folders), "a folder is named twice", text, "add its shares")
+    require(all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", share) and float(share) > 0 for _, _, share in named),
+            "a share is a positive number", text, "such as a:0.7,b:0.3")
+    shares = [Fraction(share) for _, _, share in named]
+    whole = [int(share * lcm(*(each.denominator for each in shares))) for share in shares]
+    weights = [n // gcd(*whole) for n in whole]
+    require(sum(weights) <= LONGEST_PERIOD, "the shares have too many digits", text, "round them to three")
+    return [Ingredient(folder, weight) for folder, weight in zip(folders, weights, strict=True)]
+
+
+@cache
+def order_of(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The text of each row of a period, and the number of the row among those of its text, int64 `[sum of weights]`.
+
+    Row n of a text with weight w of W is due between row n W / w and row (n + 1) W / w; of those that may come the one
+    comes that is due first, which is never late."""
+    total = sum(weights)
+    given, texts, numbers = [0] * len(weights), np.empty(total, np.int64), np.empty(total, np.int64)
+    for row in range(total):
+        due = [(-(-(n + 1) * total // w), k) for k, (n, w) in enumerate(zip(given, weights, strict=True))
+               if n * total // w <= row]
+        _, k = min(due)
+        texts[row], numbers[row] = k, given[k]
+        given[k] += 1
+    return texts, numbers
+
+
+def place_of(row: int, weights: tuple[int, ...]) -> tuple[int, int]:
+    """The text of a row, counted from the first of training, and the row's number among those of its text."""
+    texts, numbers = order_of(weights)
+    period, at = divmod(row, len(texts))
+    k = int(texts[at])
+    return k, period * weights[k] + int(numbers[at])

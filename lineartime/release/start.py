@@ -1,0 +1,88 @@
+"""The weights that a run begins with, where they are not drawn: they are checked, and read part by part."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime import checkpoint
+from lineartime.atomic_io import hash_of
+from lineartime.config import ModelConfig, Source, to_dict
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
+from lineartime.errors import UsageError
+from lineartime.model import LanguageModel
+from lineartime.release.pretrained import named_folder
+from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE, check_shared, is_exported, newest_checkpoint
+
+VOCABULARY = ("embed.weight", "head_bias")
+"""The parameters that have a row for each token."""
+
+
+def find_weights(source: Source) -> tuple[Path, dict[str, Any]]:
+    """The folder that holds the weights, all of whose files match its manifest, and the facts of them in `run.json`.
+
+    Raises UsageError and CheckpointError as `load_model` does."""
+    folder = named_folder(source.name).resolve()  # `latest` is a link
+    if is_exported(folder):
+        check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
+    elif checkpoint.has_manifest(folder):
+        checkpoint.load(folder, "")
+    else:
+        folder = newest_checkpoint(folder)
+    one = folder / WEIGHTS_FILE  # of weights in parts, their manifest has the hash of each
+    return folder, {"from": source.name, "from_sha256": hash_of(one if one.exists() else folder / checkpoint.MANIFEST)
+                    ["sha256"], "from_model": to_dict(source.model)}
+
+
+def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: p.shape for name, p in LanguageModel(config).named_parameters()}
+
+
+def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
+    """Raise UsageError, with the fields, if a model has other tensors than the weights, but for tokens that the
+    vocabulary has gained, or if its rows are longer than their position tables."""
+    old = replace(source, vocab_size=config.vocab_size)
+    if shapes_of(old) == shapes_of(config):
+        with torch.device("meta"):
+            LanguageModel(config).check_length(config.context)
+        return
+    changed = [f.name for f in dataclasses.fields(ModelConfig) if getattr(old, f.name) != getattr(config, f.name)]
+
+    def reshapes(name: str) -> bool:
+        try:
+            return shapes_of(replace(old, **{name: getattr(config, name)})) != shapes_of(old)
+        except UsageError:  # it needs another field beside it
+            return False
+
+    named = [name for name in changed if reshapes(name)] or changed
+    raise UsageError("the weights have other shapes", ", ".join(
+        f"{name} = {getattr(config, name)}, the weights have {getattr(old, name)}" for name in named),
+        "leave it out; what changes no shape may be set")
+
+
+def first_weights(folder: Path, source: ModelConfig, tokenizer: Tokenizer,
+                  wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
+    """`checkpoint.read_parts` of the weights in `folder`. Rows of the vocabulary that they lack are the means of the
+    rows of the tokens that they were written with before: those of the new token's text in the old tokenizer.
+
+    tokenizer: that of the data. Raises CheckpointError as `read_parts` does."""
+    old = load_tokenizer(folder / TOKENIZER_FILE)
+    new = (added_tokens(old, tokenizer) or {}) if old.sha256 != tokenizer.sha256 else {}
+    found = checkpoint.read_parts(folder, WEIGHTS, {name: part for name, part in wanted.items()
+                                                    if not new or name not in VOCABULARY})
+    for name in set(wanted) - set(found):
+        shape, start, stop = wanted[name]
+        n_old = (source.vocab_size, *shape[1:])
+        rows = checkpoint.read_parts(folder, WEIGHTS, {name: (n_old, 0, math.prod(n_old))})[name].view(n_old).float()
+        whole = torch.zeros(*shape)
+        whole[: len(rows)] = rows
+        for token, text in new.items():
+            whole[token] = rows[old.encode(text)].mean(0)
+        found[name] = whole.flatten()[start:stop]
+    return found

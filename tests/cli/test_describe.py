@@ -1,0 +1,94 @@
+"""What there is to choose from: models, fields, examples, and what the shell completes. None of it needs torch."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.cli import verbs
+from lineartime.cli.describe import MODELS, field_lines
+from lineartime.cli.examples import EXAMPLES
+from lineartime.config import MODEL_FIELDS, PRESETS, SIZES, SOURCES, TRAIN_FIELDS, run_config, source_of
+from lineartime.info import n_parameters
+
+APP = typer.main.get_command(verbs.app)
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["config"], ["config", "transformer++", "--size", "tiny"],
+                                       ["--version"], *([*verb.split(), "--help"] for verb in EXAMPLES)])
+def test_torch_is_not_imported(arguments: list[str], call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, err = call(*arguments)
+    assert (code, err) == (0, "") and out
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_the_parameters_that_are_printed_are_those_of_the_models(model: str) -> None:
+    runs = [run_config({"model": model, "size": size, "data": "-", "out": "-"}) for size in SIZES]
+    counts = [n_parameters(run.model) for run in runs]
+    assert MODELS[model][1] == tuple(round(count / 1e6, 1) for count in counts)
+
+
+def test_models(call: Call) -> None:
+    _, out, _ = call("models")
+    assert list(MODELS) == list(PRESETS) and all(f"\n{name} " in out for name in PRESETS)
+    assert "\ntiny     6 layers of width 192, rows of 512; 500 steps of 4,096 tokens\n" in out
+
+
+def test_every_field_is_described(call: Call) -> None:
+    _, out, _ = call("config", "flash", "--size", "tiny", "--task", "pg19")
+    lines = field_lines()
+    for name in (*MODEL_FIELDS, *TRAIN_FIELDS):
+        assert f"\n{name} = " in out and len(lines[name]) > 10 and lines[name].endswith((".", "..", ".)")), name
+    assert "\nn_layers = 6  (paper: 72)  [a whole number; Tables 8-10]\n    GAU layers, or pairs" in out
+    assert "\nclip = 0.1  [a number or none; Tables 6-7]\n" in out
+    assert "\nrope_base = 10000.0  [a number; beyond the paper]\n" in out
+    named = [field for fields in SOURCES.values() for field in fields]
+    assert len(named) == len(set(named)) and set(named) < {*MODEL_FIELDS, *TRAIN_FIELDS}
+    assert source_of("linear_gate") == source_of("keep") == "beyond the paper"
+
+
+def test_wrong_names_are_refused(call: Call) -> None:
+    for arguments, words in ((["config", "flush"], "did you mean flash"),
+                             (["config", "--size", "huge"], "unknown size: huge"),
+                             (["config", "--task", "c5"], "did you mean c4")):
+        code, _, err = call(*arguments)
+        assert_refused(code, err, 2, words)
+
+
+@pytest.mark.parametrize("verb", EXAMPLES)
+def test_the_examples_of_a_verb_are_commands(verb: str, call: Call) -> None:
+    """Each is parsed by the verb, which is not called."""
+    _, out, _ = call(*verb.split(), "--help")
+    for line in EXAMPLES[verb]:
+        assert line in out
+        words = shlex.split(line.split("lineartime ")[-1])
+        command, context = APP, typer.Context(APP)
+        for name in verb.split():
+            assert words.pop(0) == name
+            command = command.get_command(context, name)  # type: ignore[attr-defined]
+        command.make_context(verb, words)
+
+
+def completed(line: str) -> list[str]:
+    """What bash is offered behind a line."""
+    code = ("import sys; sys.modules['torch'] = None; sys.argv[1:] = []\n"
+            "from lineartime.cli.verbs import main\nmain()")
+    environment = {"_LINEARTIME_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("lineartime gen", {"generate"}), ("lineartime train fla", {"flash", "flash-quad"}),
+    ("lineartime train flash --set linear_n", {"linear_norm="}),
+    ("lineartime train flash --set attn_kernel=re", {"attn_kernel=relu", "attn_kernel=relu2"}),
+    ("lineartime train flash --size ", set(SIZES)), ("lineartime config trans --task w", {"wiki40b"})])
+def test_the_shell_completes(line: str, expected: set[str]) -> None:
+    assert set(completed(line)) == expected

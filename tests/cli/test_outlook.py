@@ -1,0 +1,186 @@
+"""What a run is before its first step: its size, its plan, its time; and how it answers a signal."""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lineartime
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.cli import outlook
+from lineartime.cli.outlook import Pace, duration, fitting_size, sized_config
+from lineartime.cli.terminal import Terminal
+from lineartime.config import PRESETS, SHAPE_FIELDS, SIZES, TASKS, TrainConfig, model_config, run_config
+from lineartime.data.tokens import read_manifest
+from lineartime.errors import UsageError
+from lineartime.info import n_parameters
+from lineartime.training import StopSignal
+from tiny_runs import assert_same, command, prepare_text, what_is_left
+
+PLACE = {"data": "D", "out": "R"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("outlook"))
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("model", PRESETS)
+def test_without_a_size_a_model_is_the_papers(model: str, task: str) -> None:
+    for size in ({}, {"size": "paper"}):
+        config = run_config({"model": model, "task": task, **size, **PLACE})
+        assert config.model == model_config(model, task)
+        assert config.train == (TrainConfig(clip=None) if model == "transformer" else TrainConfig())
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_the_sizes_of_every_model_rise_and_are_alike(model: str) -> None:
+    counts = [n_parameters(run_config({"model": model, "size": size, **PLACE}).model) for size in SIZES]
+    assert counts == pytest.approx([7.6e6, 13.8e6, 58e6, 112e6], rel=0.12)
+    for task in TASKS:
+        config = run_config({"model": model, "task": task, "size": "tiny", **PLACE})
+        assert config.model.d_model == 192 and config.train.warmup_steps == 25 and config.model.init_std == 0.04
+
+
+def test_what_is_set_stands_and_the_rest_fits_it() -> None:
+    def made(**given: object) -> tuple[int, ...]:
+        config = run_config({"model": "flash", "size": "tiny", **given, **PLACE})
+        train = config.train
+        return (config.model.context, train.micro_batch_tokens, train.tokens_per_step, train.steps, train.warmup_steps)
+
+    assert made() == (512, 2048, 4096, 500, 25)
+    assert made(context=768) == (768, 1536, 3072, 500, 25)
+    assert made(context=8192) == (8192, 8192, 8192, 500, 25)
+    assert made(tokens_per_step=1024, steps=3) == (512, 1024, 1024, 3, 1)
+    assert made(steps=200, warmup_steps=0, micro_batch_tokens=512) == (512, 512, 4096, 200, 0)
+    assert run_config({"model": "flash", "size": "tiny", "d_model": 48, **PLACE}).model.init_std == 0.08
+    with pytest.raises(UsageError, match="unknown size: hugo"):
+        made(size="hugo")
+    with pytest.raises(UsageError, match="did you mean small"):
+        made(size="smal")
+    with pytest.raises(UsageError, match="wrong value: context"):
+        made(context="long")
+
+
+def test_a_size_is_chosen_where_nothing_says_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlook, "fitting_size", lambda device: ("small", "a reason"))
+    given = {"model": "flash", "data": str(data), "out": str(tmp_path / "run")}
+
+    def width(is_whole: bool = False, **more: object) -> int:
+        return sized_config(given | more, is_whole=is_whole, device="cpu")[0].model.d_model
+
+    assert width() == width(steps=20, context=512) == 256 and width(size="tiny") == 192
+    assert width(is_whole=True) == width(n_layers=2) == width(chunk_size=64) == width(size="paper") == 768
+    assert "a reason" in sized_config(given, is_whole=False, device="cpu")[1]
+    assert {"n_layers", "d_model"} < set(SHAPE_FIELDS)
+
+
+def test_the_bare_command_goes_on_with_the_run_that_is_there(data: Path, tmp_path: Path, call: Call) -> None:
+    """A run of any size, also one of an earlier version or another machine; but a change is refused as ever."""
+    bare = ["train", "flash", "--data", data, "--out", tmp_path / "run"]
+    more = [word for name in ("seed=3", "vocab_size=300") for word in ("--set", name)]
+    assert call(*command(data, tmp_path / "run", seed=3, vocab_size=300))[0] == 0
+    code, out, _ = call(*bare, *more)
+    assert code == 0 and "complete" in out
+    code, _, err = call(*bare, "--set", "seed=4", "--set", "vocab_size=300")
+    assert_refused(code, err, 2, "another run is here", "seed: 3 -> 4")
+    assert "d_model" not in err
+    code, _, err = call(*bare, *more, "--size", "tiny")
+    assert_refused(code, err, 2, "d_model: 16 -> 192")
+
+
+def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(cores: int, gib: float | None) -> str:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+        monkeypatch.setattr("lineartime.runtime.available_bytes", lambda: None if gib is None else int(gib * 2**30))
+        return fitting_size(torch.device("cpu"))[0]
+
+    assert [on(2, 64), on(16, 4), on(16, 64), on(16, None)] == ["tiny", "tiny", "small", "small"]
+    for gib, size in ((16, "small"), (80, "base")):
+        monkeypatch.setattr(torch.cuda, "get_device_properties",
+                            lambda device, gib=gib: SimpleNamespace(total_memory=gib * 2**30))
+        assert fitting_size(torch.device("cuda")) == (size, f"a GPU of {gib} GiB")
+
+
+def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, call: Call,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own micro-batches are timed, so its bytes are those of a run that nobody watches."""
+    monkeypatch.setattr(outlook, "COUNTED_FROM", 0)
+    code, said, err = call(*command(data, tmp_path / "run"))
+    assert code == 0
+    labels = [line.split()[0] for line in said.splitlines() if line]
+    assert labels[:7] == ["size", "model", "data", "run", "memory", "on", "time"]
+    assert "15 steps of 128 tokens in rows of 32: 1,920 tokens, 0.24 epochs" in said and "paper, but for" in said
+    parts = dict(line.split(maxsplit=1) for line in said.splitlines() if line)
+    assert parts["data"].startswith(f"{read_manifest(data).splits['train'].tokens:,} tokens to train on")
+    assert parts["time"] == "a few seconds" and " GiB are free" in parts["memory"]
+    assert "step 1/15" in err and "step 15/15" in err
+    given = {name: value for name, value in json.loads((tmp_path / "run/run.json").read_text()).items()
+             if name in ("model", "train")}
+    lineartime.train({"model": "flash", "data": str(data), "out": str(tmp_path / "quiet"), **given["model"],
+                      **given["train"]}, device="cpu")
+    assert_same(tmp_path / "run", what_is_left(tmp_path / "quiet"))
+    assert "size " not in call(*command(data, tmp_path / "run"))[1]
+
+
+@pytest.mark.parametrize("model", ["flash", "combiner", "transformer"])
+def test_the_memory_of_a_run_is_counted(model: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_config({"model": model, "size": "tiny", "vocab_size": 257, "causal": model != "flash", **PLACE})
+    outlook.say_plan(config, [read_manifest(data)], "tiny", "cpu")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
+    assert 0.3 < float(line.split()[2]) < 3
+
+
+def test_a_line_comes_off_a_terminal_while_a_step_takes_long(data: Path, capsys: pytest.CaptureFixture[str],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config({"model": "flash", "size": "tiny", "tokens_per_step": 2**15, **PLACE})
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with Terminal() as terminal:
+        pace = Pace(config, [read_manifest(data)], terminal)
+        for number in range(16):
+            pace(7, number)
+            now[0] += 6
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"step 7/500  micro-batch {n}/16" for n in (3, 5, 7, 9, 11, 13, 15)]
+    assert out == "time     about 13 hours for the 493 steps that are left\n"
+    assert pace.seconds_left(7, 6.0) == pytest.approx(6 * 16 * 493, rel=0.01)
+    assert [duration(s) for s in (3, 119, 130, 8000, 1e6)] == [
+        "a few seconds", "about 119 seconds", "about 2 minutes", "about 2 hours", "about 12 days"]
+
+
+def test_lines_come_off_a_terminal_in_any_work(capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds after the one before, whatever the work was then."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    with Terminal() as terminal:
+        for what, done, total in (("hashing", 1, 2), ("hashing", 2, 2), ("tokenising", 0, 9000),
+                                  ("tokenising", 5000, 9000), ("tokens read", 7000, None), ("tokens read", 8000, None)):
+            terminal.count(what, done, total)
+            now[0] += 6
+    assert capsys.readouterr().err.splitlines() == ["tokenising 0/9,000", "tokens read 7,000"]
+
+
+def test_a_signal_is_answered_while_an_operation_runs() -> None:
+    """Python's own handler waits for the end of the operation; here one that takes a second or more."""
+    heard: list[tuple[str, float]] = []
+    with StopSignal().listening(lambda name: heard.append((name, time.monotonic()))) as stop:
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+        ended = time.monotonic()
+        timer.join()
+    (told,) = heard
+    assert told[0] == "SIGTERM" and stop.number == signal.SIGTERM and ended - told[1] > 0.3
+    assert signal.set_wakeup_fd(-1) == -1

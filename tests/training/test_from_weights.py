@@ -1,0 +1,349 @@
+"""A run that begins with weights, is given more steps, follows a schedule, or mixes texts."""
+
+import itertools
+import json
+import math
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lineartime
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime import checkpoint
+from lineartime.atomic_io import hash_of
+from lineartime.config import TrainConfig, nearest_preset
+from lineartime.data import mixture
+from lineartime.data.mixture import place_of, read_mixture
+from lineartime.data.prepare import prepare
+from lineartime.data.run_settings import config_for_data
+from lineartime.data.tokens import batch_rows, open_data, open_split
+from lineartime.errors import Stopped, UsageError
+from lineartime.release.start import check_shapes
+from lineartime.run import load_model, read_metrics
+from lineartime.training import StopSignal, learning_rate_at
+from ranks_here import RanksHere
+from tiny_runs import SETTINGS, assert_same, prepare_text, steps_saved, what_is_left
+
+LEFT_OUT = ("n_layers", "d_model", "query_key_dim", "chunk_size", "warmup_steps")
+TRAINING = {name: value for name, value in SETTINGS.items() if name not in LEFT_OUT}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two texts of one tokenizer, and a run of four steps."""
+    root = tmp_path_factory.mktemp("from")
+    for name, first in (("a", 20_000), ("b", 60_000)):
+        (root / name).mkdir()
+        prepare_text(root / name, first=first)
+    lineartime.train({**SETTINGS, "model": "flash", "data": root / "a/prepared", "out": root / "run", "steps": 4,
+                      "warmup_steps": 1}, device="cpu")
+    return root
+
+
+def begun(root: Path, out: Path, stop_at: int | None = None, **changes: object) -> lineartime.training.TrainResult:
+    """Train on the second text, from the weights of the first."""
+    stop = StopSignal()
+
+    def on_step(line: dict[str, object]) -> None:
+        if line["step"] == stop_at:
+            stop.number = 15
+
+    return lineartime.train({**TRAINING, "data": root / "b/prepared", "out": out, "from": str(root / "run"), "steps": 6,
+                             **changes}, device="cpu", on_step=on_step, stop=stop)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(out) if "loss" in line]
+
+
+# Weights
+
+
+def test_the_first_loss_is_that_of_the_weights_and_the_rest_begins_anew(root: Path, tmp_path: Path) -> None:
+    begun(root, tmp_path / "new", warmup_steps=2, rope_base=1000.0, context=64)
+    model, _, facts = load_model(root / "run")
+    changed = lineartime.LanguageModel(config_for_data({**TRAINING, "from": str(root / "run"), "context": 64,
+                                                        "rope_base": 1000.0, "data": str(root / "b/prepared"),
+                                                        "out": "x"}).model)
+    changed.load_state_dict(model.state_dict())
+    rows = torch.from_numpy(batch_rows(open_split(root / "b/prepared", "train"), seed=0, step=0, rows_per_step=2,
+                                       context=64))
+    with torch.no_grad():
+        loss = changed(rows[:, :-1], targets=rows[:, 1:]).mean().item()
+    first = read_metrics(tmp_path / "new")[0]
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    assert (first["step"], first["learning_rate"], first["tokens"]) == (1, 0.005, 128)
+    stored = json.loads((tmp_path / "new/run.json").read_text())
+    assert stored["from"] == str(root / "run") and stored["preset"] == "flash"
+    assert stored["from_sha256"] == hash_of(Path(facts["checkpoint"]) / "model.safetensors")["sha256"]
+    assert stored["from_model"]["context"] == 32 and stored["model"]["context"] == 64
+
+
+def test_it_goes_on_to_the_same_bytes_without_the_weights(root: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(root / "run", source)
+    begun(root, tmp_path / "whole", **{"from": str(source)})
+    with pytest.raises(Stopped):
+        begun(root, tmp_path / "halved", stop_at=3, **{"from": str(source)})
+    shutil.rmtree(source)
+    begun(root, tmp_path / "halved", **{"from": str(source)})
+    assert_same(tmp_path / "halved", what_is_left(tmp_path / "whole"))
+    with pytest.raises(UsageError, match=r"another run is here: .*from: "):
+        begun(root, tmp_path / "halved")
+    with pytest.raises(UsageError, match="no weights here"):
+        begun(root, tmp_path / "other", **{"from": str(source)})
+
+
+@pytest.mark.parametrize(("kind", "same"), [("checkpoint", True), ("export", False), ("shard", True)])
+def test_any_weights_begin_a_run(root: Path, tmp_path: Path, call: Call, kind: str, same: bool) -> None:
+    """An export is in bfloat16, so that its first loss differs in the third digit. One process shards nothing, but its
+    model begins on the meta device."""
+    begun(root, tmp_path / "run", steps=2, clip_scope="global")
+    if kind == "export":
+        assert call("export", root / "run", "--out", tmp_path / "export")[0] == 0
+    name = {"checkpoint": root / "run/latest", "export": tmp_path / "export", "shard": root / "run"}[kind]
+    begun(root, tmp_path / "other", **{"from": str(name)}, steps=2, clip_scope="global", shard=kind == "shard")
+    a, b = losses(tmp_path / "run"), losses(tmp_path / "other")
+    assert (a == b) == same and a == pytest.approx(b, rel=1e-2)
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    (["--from", "smal"], "no weights here: smal; give a run, a checkpoint, an exported folder, or a shipped model: "),
+    (["--from", "RUN", "--set", "d_model=32"], "the weights have other shapes: d_model = 32, the weights have 16; "),
+    (["--from", "RUN", "--set", "chunk_size=4", "--set", "key_conv=2"],
+     "chunk_size = 4, the weights have 8, key_conv = 2, the weights have 0"),
+    (["--from", "RUN", "--set", "vocab_size=300"], "vocab_size = 300, not 257; leave it out"),
+    (["--from", "RUN", "--task", "pg19"], "weights have their own model: task = pg19, from = "),
+    (["flash", "--from", "RUN"], "weights have their own model: model = flash, from = "),
+    (["--from", "small"], "the weights and the data have different tokenizers: 4fa18f87371d of small and "),
+    (["--from", "small"], "; prepare the data with --tokenizer small"),
+])
+def test_what_cannot_begin_is_refused(root: Path, tmp_path: Path, call: Call, more: list[str], words: str) -> None:
+    named = [str(root / "run") if word == "RUN" else word for word in more]
+    code, _, err = call("train", *named, "--data", root / "b/prepared", "--out", tmp_path / "new", "--steps", 2,
+                        *(["--set", "micro_batch_tokens=4096"] if "small" not in more else []))
+    assert_refused(code, err, 2, words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_toml_file_names_weights_too(root: Path, tmp_path: Path, call: Call) -> None:
+    (tmp_path / "run.toml").write_text(f'from = "{tmp_path}/none"\ndata = "{root}/b/prepared"\n')
+    code, _, err = call("train", tmp_path / "run.toml", "--out", tmp_path / "new")
+    assert_refused(code, err, 2, f"no weights here: {tmp_path}/none; ")
+
+
+def test_n_without_chunks_stays_that_of_the_weights() -> None:
+    quad = lineartime.model_config("flash-quad", context=600)
+    given = {"from": "w", "data": "d", "out": "o", "context": 1200, "micro_batch_tokens": 1200,
+             "tokens_per_step": 2400}
+    assert lineartime.config.run_config(given, quad).model.scale_len == 600
+    assert lineartime.config.run_config({**given, "attn_scale_len": 1200}, quad).model.scale_len == 1200
+
+
+@pytest.mark.parametrize("preset", lineartime.PRESETS)
+def test_a_model_is_called_by_its_nearest_preset(preset: str) -> None:
+    assert nearest_preset(lineartime.model_config(preset, n_layers=3, d_model=96, vocab_size=300)) == preset
+
+
+def test_no_field_changes_shapes_unseen() -> None:
+    config = lineartime.model_config("flash", n_layers=1, d_model=32, vocab_size=300)
+    for fields in ({"norm": "scale_norm"}, {"linear_gate": True}, {"expansion_factor": 3}, {"overlap": True}):
+        with pytest.raises(UsageError, match=f"{next(iter(fields))} = "):
+            check_shapes(config, lineartime.config.replace(config, **fields))
+    for fields in ({"context": 1024}, {"rope_base": 1e6}, {"document_mask": "paper"}, {"vocab_size": 310}):
+        check_shapes(config, lineartime.config.replace(config, **fields))
+    with pytest.raises(UsageError, match="row longer than the position table"):
+        quad = lineartime.model_config("flash-quad", n_layers=1, d_model=32, vocab_size=300, context=128)
+        check_shapes(quad, lineartime.config.replace(quad, context=256, attn_scale_len=128))
+
+
+def test_new_tokens_begin_as_the_mean_of_what_they_were(root: Path, tmp_path: Path, call: Call) -> None:
+    (tmp_path / "tokens.txt").write_text("Rochester\n\nJane\n")
+    code, _, err = call("prepare", root / "b/text.txt", "--out", tmp_path / "data", "--tokenizer", root / "run",
+                        "--add-tokens", tmp_path / "tokens.txt", "--held-out", 0.2, "--jobs", 1)
+    assert code == 0, err
+    assert open_split(tmp_path / "data", "train").n_tokens < open_split(root / "b/prepared", "train").n_tokens
+    begun(root, tmp_path / "new", data=tmp_path / "data", steps=1, warmup_steps=0, learning_rate=1e-30, weight_decay=0)
+    old, before, _ = load_model(root / "run")
+    new, after, _ = load_model(tmp_path / "new")
+    assert before.vocab_size == 257 and new.config.vocab_size == after.vocab_size == 259
+    text = "Jane saw Mr. Rochester\u2026 Rochester!"
+    assert after.decode(after.encode(text)) == text and len(after.encode(text)) == len(before.encode(text)) - 8 - 8 - 3
+    for name in ("embed.weight", "head_bias"):
+        rows, was = new.get_parameter(name), old.get_parameter(name)
+        assert torch.equal(rows[:257], was)
+        for token, word in ((257, "Rochester"), (258, "Jane")):
+            assert after.encode(word) == [token]
+            assert torch.equal(rows[token], was[before.encode(word)].mean(0))
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "no tokens"), ("two words", "tokens.txt, line 1: two words"), ("x\nyes\nyes", "line 3: yes; take it out"),
+    ("a", "a token that is there already"), ("na\u00efve", "a token that this tokenizer does not give back")])
+def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, call: Call, text: str, words: str) -> None:
+    (tmp_path / "tokens.txt").write_text(text)
+    if text.startswith("x"):
+        (tmp_path / "tokens.txt").write_text("xx\nyes\nyes")
+    code, _, err = call("prepare", "--sample", "--out", tmp_path / "data", "--tokenizer", "bytes", "--add-tokens",
+                        tmp_path / "tokens.txt")
+    assert_refused(code, err, 2, words)
+
+
+# More steps
+
+
+@pytest.mark.parametrize("changes", [{"schedule": "constant"}, {"schedule": "wsd", "decay_share": 0.5}])
+def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(root: Path, tmp_path: Path,
+                                                                  changes: dict[str, object]) -> None:
+    common = {"warmup_steps": 1, "save_every": 1, "eval_every": 2, **changes}
+    begun(root, tmp_path / "whole", steps=8, **common)
+    if changes["schedule"] == "constant":
+        begun(root, tmp_path / "longer", steps=4, **common)
+    else:  # stopped where the decay of 4 steps begins
+        with pytest.raises(Stopped):
+            begun(root, tmp_path / "longer", steps=4, stop_at=2, **common)
+    del common["warmup_steps"]  # a run keeps its own
+    assert not begun(root, tmp_path / "longer", steps=8, **common).already
+    assert_same(tmp_path / "longer", what_is_left(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"schedule": "cosine"}, {"schedule": "wsd", "decay_share": 0.5}])
+def test_a_learning_rate_that_has_fallen_cannot_be_given_more_steps(root: Path, tmp_path: Path,
+                                                                    changes: dict[str, object]) -> None:
+    begun(root, tmp_path / "run", steps=4, warmup_steps=1, save_every=1, **changes)
+    left = what_is_left(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"another run is here: .*; steps: 4 -> 8; its learning rate has already "
+                                         r"fallen, by schedule = \w+. Give another --out, and begin anew with --from "):
+        begun(root, tmp_path / "run", steps=8, warmup_steps=1, save_every=1, **changes)
+    assert_same(tmp_path / "run", left)
+
+
+def test_fewer_steps_are_another_run(root: Path, tmp_path: Path) -> None:
+    begun(root, tmp_path / "run", steps=4, schedule="constant")
+    with pytest.raises(UsageError, match=r"another run is here: .*steps: 4 -> 3"):
+        begun(root, tmp_path / "run", steps=3, schedule="constant")
+
+
+# Schedules
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 80), st.floats(0, 1), st.sampled_from(["linear", "cosine", "wsd", "constant"]),
+       st.floats(0.01, 1))
+def test_a_schedule_is_its_definition(steps: int, share: float, schedule: str, decay: float) -> None:
+    n_decay = max(round(decay * steps), 1)
+    warmup = int(share * (steps - n_decay if schedule == "wsd" else steps))
+    config = TrainConfig(steps=steps, warmup_steps=warmup, learning_rate=3.0, schedule=schedule,  # type: ignore[arg-type]
+                         **({"decay_share": decay} if schedule == "wsd" else {}))
+    for step in range(steps):
+        done = (step - warmup) / max(steps - warmup, 1)
+        expected = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0,
+                    "wsd": min(1.0, (steps - step) / n_decay)}[schedule] if step >= warmup else (step + 1) / warmup
+        assert learning_rate_at(step, config) == pytest.approx(3 * expected, abs=1e-12) and expected > 0
+
+
+def test_the_warm_up_is_the_papers_or_a_fifth_of_the_run_or_that_of_the_run_that_is_there(root: Path,
+                                                                                         tmp_path: Path) -> None:
+    given = {**TRAINING, "from": str(root / "run"), "data": root / "b/prepared", "out": tmp_path / "run"}
+    for steps, warmup in ((1, 0), (5, 1), (49_999, 9_999), (50_000, 10_000), (125_000, 10_000)):
+        assert config_for_data({**given, "steps": steps}).train.warmup_steps == warmup
+    lineartime.train({**given, "steps": 2, "warmup_steps": 2}, device="cpu")  # older versions would not take a fifth
+    assert lineartime.train({**given, "steps": 2}, device="cpu").already
+
+
+# Mixtures
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=7))
+def test_every_text_has_given_its_share_to_within_one_row(weights: list[int]) -> None:
+    total, given = sum(weights), [0] * len(weights)
+    for row in range(2 * total + 3):
+        k, number = place_of(row, tuple(weights))
+        assert number == given[k]
+        given[k] += 1
+        assert all(abs(n - Fraction(w * (row + 1), total)) < 1 for n, w in zip(given, weights, strict=True))
+
+
+def test_a_mixture_is_read_from_one_word(tmp_path: Path) -> None:
+    assert read_mixture("a:0.7,b:0.3") == [(Path("a"), 7), (Path("b"), 3)] == read_mixture("a:70,b:30")
+    assert read_mixture("a:1,b:.5,c:0.25") == [(Path("a"), 4), (Path("b"), 2), (Path("c"), 1)]
+    assert read_mixture("C:/x") == [(Path("C:/x"), 1)]
+    (tmp_path / "a:1,b:2").mkdir()
+    assert read_mixture(str(tmp_path / "a:1,b:2")) == [(tmp_path / "a:1,b:2", 1)]
+    for wrong in ("a,b", "a:0.5,b", "a:0,b:1", "a:1,a:2", "a:1.2.3,b:1", "a:0.333333333,b:0.666666667"):
+        with pytest.raises(UsageError):
+            read_mixture(wrong)
+
+
+def test_rows_of_a_mixture_are_rows_of_its_texts(root: Path) -> None:
+    both = open_data(f"{root}/a/prepared:2,{root}/b/prepared:1", "train")
+    streams = [open_split(root / name / "prepared", "train") for name in "ab"]
+    alone = [batch_rows(stream, seed=5, step=0, rows_per_step=400, context=48).tolist() for stream in streams]
+    mixed = batch_rows(both, seed=5, step=0, rows_per_step=600, context=48).tolist()  # epochs of 166 rows
+    taken = [iter(rows) for rows in alone]
+    for row, found in enumerate(mixed):
+        assert found == next(taken[place_of(row, (2, 1))[0]])
+    for step, rows in itertools.product((0, 7, 49), (12,)):
+        assert batch_rows(both, seed=5, step=step, rows_per_step=rows, context=48).tolist() == mixed[
+            step * rows : (step + 1) * rows]
+    assert mixture.order_of((2, 1))[0].tolist().count(0) == 2
+
+
+def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: Path, call: Call) -> None:
+    data = f"{root}/a/prepared:0.75,{root}/b/prepared:0.25"
+    done = begun(root, tmp_path / "whole", data=data)
+    with pytest.raises(Stopped):
+        begun(root, tmp_path / "halved", data=data, stop_at=3)
+    begun(root, tmp_path / "halved", data=data)
+    assert_same(tmp_path / "halved", what_is_left(tmp_path / "whole"))
+    scores, each = done.scores["held_out"], done.scores["by_source"]
+    alone = {}
+    for name in "ab":
+        model, _, _ = load_model(tmp_path / "whole")
+        folder = root / name / "prepared"
+        alone[str(folder)] = lineartime.evaluate(model, open_split(folder, "validation"))
+    assert {name: scored["loss"] for name, scored in each.items()} == pytest.approx(
+        {name: scored.loss for name, scored in alone.items()}, rel=1e-6)
+    a, b = (scored["loss"] for scored in each.values())
+    assert scores["loss"] == pytest.approx(0.75 * a + 0.25 * b) and a != b
+    lines = [line["held_out"] for line in read_metrics(tmp_path / "whole") if "held_out" in line]
+    assert lines and all(set(line["by_source"]) == set(each) for line in lines)
+    assert steps_saved(tmp_path / "whole") == 6
+    code, _, err = call("export", tmp_path / "whole", "--out", tmp_path / "export")
+    card = (tmp_path / "export/README.md").read_text()
+    assert code == 0, err
+    assert "75 % of the rows: " in card and "--from WEIGHTS --data DATA1:3,DATA2:1" in card
+    assert str(root) not in card
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_processes_end_in_the_bits_of_one(root: Path, tmp_path: Path, warm_command: list[str], shard: bool) -> None:
+    """From weights, on a mixture; each begins with its own part of the weights."""
+    data = f"{root}/a/prepared:2,{root}/b/prepared:1"
+    changes = {"steps": 3, "eval_every": 2, "micro_batch_tokens": 32, "clip_scope": "global", "shard": shard}
+    begun(root, tmp_path / "one", data=data, **changes)
+    ranks = RanksHere(warm_command, tmp_path)
+    words = [f"{name}={value}" for name, value in {**TRAINING, **changes}.items()]
+    codes = ranks.run(2, ["train", "--from", root / "run", "--data", data, "--out", tmp_path / "two", "--device", "cpu",
+                          *itertools.chain.from_iterable(("--set", word) for word in words)])
+    assert codes == [0, 0], ranks.printed()
+    one, two = (checkpoint.joined(checkpoint.load((tmp_path / name / "latest").resolve()), "model")
+                for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    stored = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "two")]
+    assert stored[0]["from_sha256"] == stored[1]["from_sha256"]
+
+
+def test_texts_of_different_tokenizers_are_not_mixed(root: Path, tmp_path: Path, call: Call) -> None:
+    prepare([root / "a/text.txt"], tmp_path / "other", vocab_size=300, held_out=0.2, jobs=1)
+    data = f"{root}/a/prepared:1,{tmp_path}/other:1"
+    code, _, err = call("train", "flash", "--data", data, "--out", tmp_path / "run")
+    assert_refused(code, err, 2, "the data have different tokenizers", f"--tokenizer {root}/a/prepared")
