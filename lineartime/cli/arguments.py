@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +38,15 @@ Task = Annotated[str, typer.Option(help="Whose specification: c4, wiki40b or pg1
                                    autocompletion=complete_from(TASKS))]
 Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", autocompletion=complete_setting,
                                                    help="Any field, see `lineartime config`; `none` switches one off.")]
+QuestionFiles = Annotated[list[Path] | None, typer.Option(
+    help="Questions: SQuAD or TriviaQA JSON, TriviaQA parquet, or hub:rc.wikipedia/train; may be given again.")]
+Evidence = Annotated[Path | None, typer.Option(
+    help="Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the questions' folder.")]
+Stride = Annotated[int | None, typer.Option(
+    help="Tokens from one window of a document to the next; by default three quarters of the context.")]
+RankTimeout = Annotated[float, typer.Option(
+    help="Under torchrun: seconds after which a process that does not answer is lost.")]
+MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 ShippedModel = Annotated[str | None, typer.Option("--model", metavar="NAME",
                                                   help="A model that ships with the package: small.")]

@@ -1,23 +1,31 @@
-"""The verbs that say what there is: `lineartime models` and `lineartime config`. They do not import torch."""
+"""The verbs that say what there is: `lineartime models` and `lineartime config`, which do not import torch, and
+`lineartime info`."""
 
 import ast
 import textwrap
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lineartime import config as configuration
-from lineartime.cli.arguments import Model, Size, Task
+from lineartime.cli.arguments import Model, Setting, Size, Task, complete_from
+from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import (
     MODEL_FIELDS,
+    PRESETS,
     SIZES,
     TRAIN_FIELDS,
     ModelConfig,
     TrainConfig,
+    model_config,
+    parse_setting,
     run_config,
     source_of,
 )
+from lineartime.errors import UsageError
 from lineartime.settings import describe_kind
 
 MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -84,3 +92,43 @@ def field_lines() -> dict[str, str]:
                     and isinstance(text.value, ast.Constant)):
                 lines[field.target.id] = " ".join(str(text.value.value).split())
     return lines
+
+
+def info(
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL|DATA", help=f"A model: {', '.join(PRESETS)}. Or a folder made by `lineartime prepare`.",
+        autocompletion=complete_from(PRESETS))],
+    task: Task = "wiki40b",
+    settings: Setting = None,
+    verify: Annotated[bool, typer.Option(
+        "--verify", help="Read all files of prepared data and compare their SHA-256.")] = False,
+    processes: Annotated[int | None, typer.Option(
+        "--plan", min=1, max=2**16, metavar="N", help="Print the memory of each of N processes that train it.")] = None,
+) -> None:
+    """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or the memory
+    that its training needs; or what prepared data hold."""
+    if model not in PRESETS and Path(model).is_dir():
+        if processes is not None:
+            raise UsageError("a plan is of a model", model, f"name one of {', '.join(PRESETS)}")
+        from lineartime.data.tokens import read_manifest, verify_data
+
+        manifest = verify_data(Path(model)) if verify else read_manifest(Path(model))
+        say_counts(manifest)
+        say(f"tokenizer   {manifest.vocab_size:,} tokens, SHA-256 {manifest.tokenizer['sha256']}")
+        say(f"manifest    SHA-256 {manifest.sha256}")
+        size = sum(file["bytes"] for file in manifest.files.values())
+        say(f"files       {len(manifest.files):,}, {size:,} bytes, "
+            + ("verified by SHA-256" if verify else "not read; --verify compares their SHA-256"))
+        return
+    if verify:
+        raise UsageError("no folder of prepared data", model, "name one to --verify")
+    chosen = dict(parse_setting(text) for text in settings or [])
+    if processes is not None:
+        from lineartime.benchmark.plan import print_plan
+
+        print_plan(run_config({"model": model, "task": task, "data": "-", "out": "-", **chosen}), processes)
+        return
+    config = model_config(model, task, **chosen)
+    from lineartime.info import print_description
+
+    print_description(config, f"{model} ({task})")

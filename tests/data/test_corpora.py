@@ -21,7 +21,7 @@ import lineartime.data.corpora
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from fake_hub import Hub
-from lineartime.cli.verbs import summary
+from lineartime.cli.terminal import summary
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
 from lineartime.data.tokenizer import load_tokenizer

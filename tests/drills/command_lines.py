@@ -32,9 +32,10 @@ ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "fifo",
            *odd_files.TRAPS, *odd_files.TRAPS]
 MODELS = ["flash", "flash-quad", "transformer", "transformer+", "transformer++", "mc-tfm++", "combiner", "performer",
           "performer-matmul"]
-NAMED = ("model", "models", "shipped", "task", "split", "precision", "scale", "table", "shape", "only", "device")
+NAMED = ("model", "models", "shipped", "size", "log", "task", "split", "precision", "scale", "table", "shape", "only",
+         "device")
 """Options that take a name."""
-NAMES = ["c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
+NAMES = ["tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
 FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim", "expansion_factor", "n_heads",
           "steps",
           "tokens_per_step", "micro_batch_tokens", "learning_rate", "seed", "clip", "keep", "save_every", "eval_every",
@@ -42,7 +43,7 @@ FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_k
           "warmup_steps", "weight_decay", "adam_beta2", "adam_epsilon", "init_std", "causal", "gate", "overlap",
           "compile",
           "precision", "norm", "chunk_parts", "prefix_sum", "end_of_document", "attn_scale_len", "no_such_field", "",
-          "clip_scope"]
+          "clip_scope", "schedule", "decay_share", "size", "from"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
 OUTPUTS = {"out", "html", "png", "images", "predictions", "into"}
 """Options whose path is written; of `benchmark` and `reproduce` the rows too."""
@@ -56,11 +57,16 @@ SECONDS = 6.0
 RECIPES: dict[str, list[list[str]]] = {
     "prepare": [["text.txt", "--out", "new", "--vocab-size", "280", "--held-out", "0.2", "--jobs", "1"],
                 ["text.jsonl.gz", "--out", "new", "--tokenizer", "bytes", "--validation", "text2.txt"],
-                ["text.txt", "--out", "data", "--vocab-size", "280", "--held-out", "0.2"]],
+                ["text.txt", "--out", "data", "--vocab-size", "280", "--held-out", "0.2"],
+                ["-", "--out", "new", "--tokenizer", "bytes", "--jobs", "1"],
+                ["text.txt", "--out", "new", "--tokenizer", "run", "--held-out", "0.2", "--jobs", "1"]],
     "train": [folders.train("data", "new", steps=3)[1:], folders.train("data", "unfinished")[1:],
               ["odd/ok.toml", "--steps", "2", "--context", "16", "--tokens-per-step", "32", *TINY, "--set",
                "warmup_steps=0",
-               "--set", "micro_batch_tokens=16"]],
+               "--set", "micro_batch_tokens=16"],
+              ["--from", "run", "--data", "data", "--out", "new", "--context", "16", "--steps", "2",
+               "--tokens-per-step", "32", "--set", "micro_batch_tokens=16"],
+              ["flash", "--size", "tiny", "--data", "data:0.7,data2:0.3", "--out", "new", "--steps", "1"]],
     "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--contexts", "8,16", "--out", "new.json"],
                  ["run", "--data", "data", "--recurrence", "--chunk", "4", "--context", "16"],
                  ["exported", "--data", "data", "--json", "--batch-rows", "3"],
@@ -75,7 +81,9 @@ RECIPES: dict[str, list[list[str]]] = {
                  ["unfinished", "a", "b", "--max-new-tokens", "3", "--stop", "e"],
                  ["--model", "small", "I", "--max-new-tokens", "2"]],
     "export": [["run", "--out", "new", "--prompt", "Reader"]],
-    "info": [["flash"], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
+    "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
+    "models": [[]],
+    "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],
     "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
     "report": [["--rows", "quality.jsonl"], ["speed", "--rows", "speed.jsonl"], ["lm_wiki40b", "--html", "new.html"],
                ["--into", "odd/page.md", "--images", "new"]],
@@ -158,7 +166,7 @@ def draw(made: Path, random: Random) -> list[str]:
             if not arguments[at].startswith("--"):
                 name = spelled.get(arguments[at - 1], "") if at else ""
                 arguments[at] = odd_value(verb, name or "", made, random)
-        elif how < 0.85:
+        elif how < 0.85 and known:
             name, spelling, flag = random.choice(known)
             more = [spelling] if flag else [spelling, odd_value(verb, name, made, random)]
             at = random.choice([0, len(arguments)])

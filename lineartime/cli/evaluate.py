@@ -1,0 +1,199 @@
+"""`lineartime evaluate`: a split of prepared text, by context, by recurrence, or questions."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lineartime.cli.arguments import (
+    Device,
+    Evidence,
+    MaxAnswerTokens,
+    QuestionFiles,
+    ShippedModel,
+    Strict,
+    Stride,
+    pick_device,
+    whole_numbers,
+)
+from lineartime.cli.terminal import Terminal, say, summary
+from lineartime.distributed.ranks import connected, launched
+from lineartime.errors import ResourceError, UsageError
+from lineartime.release.pretrained import model_folder
+from lineartime.settings import require_precision
+
+
+def evaluate(
+    run: Annotated[Path | None, typer.Argument(help="A run, or one of its checkpoints.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
+    context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
+    contexts: Annotated[str | None, typer.Option(
+        help="Score the same tokens at each of these contexts, with commas: does the model use its context?")] = None,
+    document_tokens: Annotated[int | None, typer.Option(
+        help="With --contexts: only the first so many tokens of each document, at least the longest context.")] = None,
+    recurrence: Annotated[bool, typer.Option(
+        "--recurrence", help="Score by whether a token or a bigram was in its row before: what is recalled?")] = False,
+    chunk: Annotated[int | None, typer.Option(
+        help="With --recurrence: tokens of a chunk; by default the model's.")] = None,
+    out: Annotated[Path | None, typer.Option(
+        help="With --contexts or --recurrence: JSON file; `lineartime plot` draws that of --contexts.")] = None,
+    batch_rows: Annotated[int | None, typer.Option(
+        help="Rows scored at once; changes nothing but speed and memory. By default 8, fewer from 16K on.")] = None,
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    questions: QuestionFiles = None,
+    evidence: Evidence = None,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    predictions: Annotated[Path | None, typer.Option(help="File for the answers, {question id: answer}.")] = None,
+    score: Annotated[Path | None, typer.Option(help="Score this file of answers; no run is needed.")] = None,
+    shipped: ShippedModel = None,
+    strict: Strict = False,
+    device: Device = None,
+) -> None:
+    """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
+    With --questions: exact match and F1 of a fine-tuned model's answers."""
+    for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk),
+                          ("document_tokens", document_tokens)):
+        if value is not None and value < 1:
+            raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
+    if contexts is None and not recurrence and out is not None:
+        raise UsageError("nothing is written without --contexts or --recurrence", out, "--json prints the scores")
+    if contexts is not None and (questions or context is not None or batch_rows is not None or recurrence):
+        raise UsageError("too much is named", "evaluate --contexts",
+                         "leave out --questions, --context, --batch-rows and --recurrence")
+    if document_tokens is not None and contexts is None:
+        raise UsageError("too much is named", "evaluate", "--document-tokens goes with --contexts")
+    if (recurrence and questions) or (chunk is not None and not recurrence):
+        raise UsageError("too much is named", "evaluate", "--chunk goes with --recurrence, and --questions does not")
+    if out is not None and not out.parent.is_dir():
+        raise ResourceError("cannot write", out, "there is no such folder")
+    lengths = whole_numbers(contexts) if contexts is not None else []
+    if shipped is not None and run is not None:
+        raise UsageError("two models are named", f"{run} and --model {shipped}", "leave one out")
+    if shipped is not None:
+        run = model_folder(shipped)
+    require_precision(precision)
+    if questions:
+        if data is not None or (run is None) == (score is None) or (score is not None and predictions is not None):
+            raise UsageError("too much or too little is named", "evaluate --questions",
+                             "name a run, or a file of answers with --score")
+        options = {"context": context, "stride": stride, "max_answer_tokens": max_answer_tokens,
+                   "batch_rows": batch_rows or 8, "precision": precision}
+        evaluate_questions(run, questions, evidence, options, predictions, score, as_json, strict, device)
+    elif run is None or data is None or score is not None or predictions is not None:
+        raise UsageError("too much or too little is named", "evaluate",
+                         "name a run and --data, or --questions for a fine-tuned run")
+    elif lengths:
+        evaluate_contexts(run, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
+    elif recurrence:
+        options = {"chunk": chunk, "context": context, "batch_rows": batch_rows, "precision": precision}
+        evaluate_recurrence(run, data, split, options, out, as_json, strict, device)
+    else:
+        evaluate_text(run, data, split, context, batch_rows, precision, as_json, strict, device)
+
+
+def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_rows: int | None, precision: str,
+                  as_json: bool, strict: bool, device: str | None) -> None:
+    """Score a split and print the scores."""
+    from lineartime.evaluation import evaluate, load_with_split
+
+    model, stream, facts = load_with_split(run, data, split, strict=strict)
+    picked = pick_device(device)
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        result = evaluate(model.to(picked), stream, context=context, batch_rows=batch_rows, precision=precision,
+                          ranks=ranks, progress=terminal.counting("evaluating", stream.n_tokens))
+    if as_json:
+        print(json.dumps({**facts, "split": split, "context": context or model.config.context, **result.to_dict()}))
+        return
+    say(summary(split, result.to_dict(), stream.task))
+    unit = "nats per token" if result.n_read is None else "nats per masked token"
+    for first, last, loss in result.loss_by_position:
+        say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
+
+
+def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], document_tokens: int | None,
+                      precision: str, out: Path | None, as_json: bool, strict: bool, device: str | None) -> None:
+    """Score the same tokens at several contexts and print the losses."""
+    from lineartime.context_use import describe, measure_context_use
+    from lineartime.evaluation import load_with_split
+
+    model, stream, facts = load_with_split(run, data, split, strict=strict)
+    picked = pick_device(device)
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        use = measure_context_use(model.to(picked), stream, contexts, document_tokens=document_tokens,
+                                  precision=precision, ranks=ranks,
+                                  progress=terminal.counting("tokens read"))
+    scores = {**facts, "split": split, "trained_context": model.config.context, **use.to_dict()}
+    show_or_print(scores, describe(use), out, as_json)
+    if out is not None and not as_json:
+        say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
+
+
+def evaluate_recurrence(run: Path, data: Path, split: str, options: dict[str, Any], out: Path | None, as_json: bool,
+                        strict: bool, device: str | None) -> None:
+    """Score a split by what was in a token's row before and print the losses."""
+    from lineartime.data.tokens import open_split
+    from lineartime.evaluation import load_with_split
+    from lineartime.recurrence import describe, measure_recurrence
+
+    model, stream, facts = load_with_split(run, data, split, strict=strict)
+    picked = pick_device(device)
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        found = measure_recurrence(model.to(picked), stream, open_split(data, "train"), **options, ranks=ranks,
+                                   progress=terminal.count)
+    show_or_print({**facts, "split": split, **found.to_dict()}, describe(found), out, as_json)
+
+
+def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as_json: bool) -> None:
+    """Write scores into the file if there is one, and print them as JSON or for a person."""
+    from lineartime.atomic_io import write_atomically
+
+    text = json.dumps(scores)
+    if out is not None and launched().is_first:
+        write_atomically(out, text + "\n")
+    for line in [text] if as_json else lines:
+        say(line)
+
+
+def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path | None, options: dict[str, Any],
+                       predictions: Path | None, scored: Path | None, as_json: bool, strict: bool,
+                       device: str | None) -> None:
+    """Score the answers of a fine-tuned run, or of a file, by the official rules, and print the scores."""
+    from lineartime.atomic_io import write_json
+    from lineartime.qa.metrics import check_predictions, score_answers
+    from lineartime.qa.questions import read_json, read_questions
+
+    if launched().size > 1:
+        raise UsageError("questions are answered in one process", "evaluate --questions", "leave out torchrun")
+    asked = list(read_questions(questions, evidence))
+    if scored is not None:
+        result = score_answers(asked, check_predictions(read_json(scored), str(scored)))
+    else:
+        from lineartime.qa.spans import evaluate_questions
+        from lineartime.run import load_span_model
+
+        assert run is not None
+        model, tokenizer, facts = load_span_model(run, strict=strict)
+        with Terminal() as terminal:
+            scores, answers = evaluate_questions(model.to(pick_device(device)), tokenizer, asked, **options,
+                                                 progress=terminal.counting("answering", len(asked)))
+        result = facts | scores
+        if predictions is not None:
+            write_json(predictions, answers, ascii_only=False)
+    if "f1" not in result and predictions is None:
+        raise UsageError("no question has an answer to compare with", ", ".join(map(str, questions)),
+                         "--predictions FILE writes answers without scoring them")
+    if as_json:
+        print(json.dumps(result))
+        return
+    if "f1" in result:
+        overlap, without = result["word_overlap"], result["questions_without_document"]
+        say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
+            + (f", {result['n_missing']:,} of them without a prediction" if result["n_missing"] else "")
+            + (f"; {without:,} have no document" if without else ""))
+        say(f"EM {overlap['exact_match']:.2f}, F1 {overlap['f1']:.2f} by word overlap, without a model")
+    if predictions is not None:
+        say(f"answers  {predictions}")

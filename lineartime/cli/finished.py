@@ -1,0 +1,58 @@
+"""`lineartime export` and `lineartime plot`: what becomes of a finished run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lineartime.cli.arguments import Device, Strict, pick_device
+from lineartime.cli.terminal import Terminal, results_are_files, say, summary
+from lineartime.errors import UsageError
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run of `lineartime train`.")],
+    out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
+    data: Annotated[Path | None, typer.Option(
+        help="Folder of the prepared text that the run was trained on; by default the run's.")] = None,
+    about: Annotated[Path | None, typer.Option(help="Markdown file that the model card begins with.")] = None,
+    prompt: Annotated[str, typer.Option(
+        help="Prompt of the card's sample; by default it begins a document.")] = "",
+    strict: Strict = False,
+    device: Device = None,
+) -> None:
+    """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores."""
+    results_are_files()
+    from lineartime.qa.questions import read_utf8
+    from lineartime.release.export import export
+
+    text = read_utf8(about) if about is not None else ""
+    with Terminal() as terminal:
+        made = export(run, out, data=data, about=text, prompt=prompt, device=pick_device(device),
+                      strict=strict, progress=terminal.count)
+    for split, evaluation in made.scores.items():
+        say(summary(split, evaluation.to_dict(), made.task))
+    say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
+        "transformers)")
+    say(f"card     {out / 'README.md'}")
+
+
+def plot(
+    runs: Annotated[list[str], typer.Argument(
+        help="A run, or several as LABEL=RUN, which are drawn side by side; or LABEL=FILE of `evaluate --contexts`.")],
+    out: Annotated[Path | None, typer.Option(help="PNG to write; needed for several runs, and for files.")] = None,
+) -> None:
+    """Draw a run's curves, or the curves of several runs in one picture, or what models gain from context."""
+    split = [text.partition("=") for text in runs]
+    named = {label if equals else Path(label).name: Path(run or label) for label, equals, run in split}
+    files = [path for path in named.values() if path.suffix == ".json"]
+    if out is None and (len(runs) > 1 or files):
+        raise UsageError("no file is named for the picture", "--out", "give a .png")
+    if files and len(files) < len(named):
+        raise UsageError("runs and files of `evaluate --contexts` side by side", str(files[0]), "draw them apart")
+    from lineartime.plot import plot_comparison, plot_context_use, plot_run
+
+    if out is None:
+        say(str(plot_run(Path(runs[0]))))
+        return
+    say(str((plot_context_use if files else plot_comparison)(named, out)))
