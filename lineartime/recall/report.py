@@ -16,7 +16,7 @@ ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT
 """What is asked, and the accuracy of a guess."""
 DRAWN = 2 * len(COLOURS)
 """Models in one picture. Where more have rows, those of the study's list `main` are drawn."""
-ANYWHERE = ("needle", TEXT)
+ANYWHERE = ("needle", "induction", TEXT)
 """Tasks whose facts may stand anywhere in a row."""
 
 

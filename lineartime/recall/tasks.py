@@ -122,11 +122,14 @@ def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -
 
 
 def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """A string of different symbols, noise, and the string again: after each symbol comes what came after it before."""
-    ids_BT = noise(n_rows, length, generator)
+    """A string of different symbols anywhere in noise, and at the end the string again: after each symbol comes what
+    came after it before. A string at a fixed place would be found by its place alone."""
+    ids_BT, first = noise(n_rows, length, generator), length - n_facts - 1
     string_BN = choose(n_rows, N_KEYS, n_facts + 1, generator)
-    ids_BT[:, : n_facts + 1] = ids_BT[:, length - n_facts - 1 :] = string_BN
-    return repeated(ids_BT, string_BN[:, 1:], length - n_facts - 1)
+    start_B1 = torch.randint(first - n_facts, (n_rows, 1), generator=generator)
+    ids_BT[:, first:] = string_BN
+    ids_BT.scatter_(1, start_B1 + torch.arange(n_facts + 1), string_BN)
+    return repeated(ids_BT, string_BN[:, 1:], first, start_B1)
 
 
 def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -136,14 +139,14 @@ def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
     string_BN = FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
     ids_BT[:, 0] = ids_BT[:, length - n_facts - 1] = SEPARATOR
     ids_BT[:, 1 : n_facts + 1] = ids_BT[:, length - n_facts :] = string_BN
-    return repeated(ids_BT, string_BN, length - n_facts - 1)
+    return repeated(ids_BT, string_BN, length - n_facts - 1, torch.zeros(n_rows, 1, dtype=torch.long))
 
 
-def repeated(ids_BT: Tensor, answers_BN: Tensor, first: int) -> Rows:
-    """Rows that end in a repetition: it is asked for from the place `first` on, and stood from place 1 on."""
+def repeated(ids_BT: Tensor, answers_BN: Tensor, first: int, start_B1: Tensor) -> Rows:
+    """Rows that end in a repetition: it is asked for from the place `first` on, and stood right after start_B1."""
     n_rows, n = answers_BN.shape
     return Rows(ids_BT, torch.arange(first, first + n).expand(n_rows, -1), answers_BN,
-                torch.arange(1, n + 1).expand(n_rows, -1))
+                start_B1 + torch.arange(1, n + 1))
 
 
 def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -168,7 +171,7 @@ TASKS = {
                   N_VALUES),
     "joint": Task(joint, "key-value pairs of one token at the beginning", FIRST_PAIR + N_KEYS * N_VALUES, 128,
                   (*SMALL, 64), 1 / N_VALUES, N_VALUES),
-    "needle": Task(needle, "key-value pairs anywhere", FIRST_PAIR, 256, (1, 2, 4, 8), 1 / N_VALUES, N_VALUES),
+    "needle": Task(needle, "key-value pairs anywhere", FIRST_PAIR, 256, SMALL, 1 / N_VALUES, N_VALUES),
     "induction": Task(induction, "a repeated string of different symbols", FIRST_PAIR, 128, SMALL, 1 / N_KEYS, N_KEYS,
                       distinct=True),
     "copying": Task(copying, "a repeated string whose symbols recur", FIRST_PAIR, 128, SMALL, 1 / N_VALUES, N_VALUES),

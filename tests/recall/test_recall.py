@@ -101,6 +101,12 @@ def test_needles_are_anywhere_but_at_the_end():
     assert fact_BQ.min() < 32 and 900 < fact_BQ.max() < 1024 - 64 and asked_BQ.min() == 1024 - 32
 
 
+def test_a_string_that_comes_again_is_anywhere_but_in_its_repetition():
+    _, asked_BQ, _, fact_BQ = drawn("induction", 8, 128, 200)
+    assert (fact_BQ.diff() == 1).all() and (asked_BQ == torch.arange(119, 127)).all()
+    assert fact_BQ.min() < 8 and 110 < fact_BQ.max() < 119
+
+
 @pytest.mark.parametrize("tokenizer", ["train", "bytes"])
 def test_numbers_stand_in_the_text_and_are_asked_for_at_its_end(tokenizer, tmp_path):
     out = prepare_text(tmp_path, tokenizer=tokenizer)
