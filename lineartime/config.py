@@ -96,6 +96,8 @@ class ModelConfig:
     """The local half's keys are made from this convolution too."""
     linear_scale_init: float | None = None
     """Initial value of the scales of the linear half's queries and keys; None: the paper's normal(0, 0.02)."""
+    local_scale_init: float | None = None
+    """The same for the scales of a GAU's other queries and keys."""
     linear_rope: bool = True
     """Whether RoPE turns the linear half's queries and keys."""
     linear_gate: bool = False
@@ -186,7 +188,7 @@ class ModelConfig:
             require(getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
                     f"{name} is for the linear half of mixed chunk attention",
                     f"attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}", "leave it out")
-        for name in ("linear_scale_init", "linear_divisor"):
+        for name in ("linear_scale_init", "local_scale_init", "linear_divisor"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive", f"{name} = {value}")
         require(self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out",
@@ -200,6 +202,9 @@ class ModelConfig:
                                             and self.chunk_parts != "global"),
                 "local_key_conv is for the local half of mixed chunk attention, with key_conv",
                 f"key_conv = {self.key_conv}, attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}")
+        require(self.local_scale_init is None or (self.ffn == "gau" and self.chunk_parts != "global"),
+                "local_scale_init is for a GAU with local attention", f"ffn = {self.ffn}, "
+                f"chunk_parts = {self.chunk_parts}", "leave it out")
         require(not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer",
                 f"ffn = {self.ffn}", "leave it out: a GAU makes queries and keys from one base")
         if self.key_conv:

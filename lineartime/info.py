@@ -21,7 +21,8 @@ NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chun
 """Values of fields by their names in the paper's tables, where the two differ."""
 
 OPTIONS = ("gate", "prefix_sum", "document_mask", "chunk_pooling", "chunk_parts", "overlap", "first_to_all",
-           "cls_softmax", "rope_base", "key_conv", "local_key_conv", "linear_scale_init", "linear_rope", "linear_gate",
+           "cls_softmax", "rope_base", "key_conv", "local_key_conv", "linear_scale_init",
+           "local_scale_init", "linear_rope", "linear_gate",
            "linear_norm", "linear_divisor", "keys_start_as_queries")
 """Fields that the paper's tables do not have; `print_description` shows those that are not the default."""
 

@@ -191,6 +191,9 @@ REFUSED = [
                     {"model": "flash-quad", "local_key_conv": True, "key_conv": 3})),
     ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU "
      "makes queries and keys from one base"),
+    *(({**given, "local_scale_init": 1}, "local_scale_init is for a GAU with local attention: ffn = ")
+      for given in ({"model": "mc-tfm++"}, {"chunk_parts": "global"})),
+    ({"local_scale_init": -1}, "local_scale_init must be positive: local_scale_init = -1.0"),
     ({"linear_scale_init": 0}, "linear_scale_init must be positive: linear_scale_init = 0.0"),
     ({"linear_divisor": -1, "chunk_pooling": "fixed"}, "linear_divisor must be positive: linear_divisor = -1.0"),
     ({"linear_divisor": 96}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = mean, '),

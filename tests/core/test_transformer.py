@@ -135,7 +135,9 @@ def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
     options = {"key_conv": 3}
     if chunks:
         options |= {"linear_scale_init": 0.7, "linear_gate": True, "linear_norm": True}
-    if not gau:
+    if gau:
+        options["local_scale_init"] = 0.6
+    else:
         options["keys_start_as_queries"] = True
     plain = LanguageModel(model_config(preset, **fields))
     torch.manual_seed(0)
@@ -151,9 +153,11 @@ def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
         if chunks:
             assert abs(new.pop("linear_gate.weight").std() - 0.1) < 0.02 and not new.pop("linear_gate.bias").any()
             assert (new.pop("linear_norm.gain") == 0.3).all()
-            first = 2 if gau else 0
-            gamma = new.pop("scale_offset.gamma")
-            assert (gamma[first:] == 0.7).all() and torch.equal(gamma[:first], old.pop("scale_offset.gamma")[:first])
+            assert (new["scale_offset.gamma"][2 if gau else 0 :] == 0.7).all()
+        if gau:
+            assert (new["scale_offset.gamma"][:2] == 0.6).all()
+        if gau or chunks:
+            assert new.pop("scale_offset.gamma").shape == old.pop("scale_offset.gamma").shape
         if not gau:
             query, _, value = old["in_proj.weight"].split(256)
             old["in_proj.weight"] = torch.cat([query, query, value])
