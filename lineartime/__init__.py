@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
     from lineartime.context_use import measure_context_use
     from lineartime.data.prepare import prepare
+    from lineartime.data.pretrained import model_folder
     from lineartime.data.tokens import open_split
     from lineartime.evaluation import evaluate
     from lineartime.gau import GatedAttentionUnit
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
     from lineartime.recurrence import measure_recurrence
-    from lineartime.release.pretrained import model_folder
     from lineartime.run import load_model, load_span_model
     from lineartime.training import train
 
@@ -36,7 +36,7 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "load_span_model": "run", "evaluate": "evaluation", "measure_context_use": "context_use",
          "measure_recurrence": "recurrence", "generate": "generation.generate",
          "FineTuning": "qa.finetune", "finetune": "qa.finetune",
-         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "release.pretrained"}
+         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained"}
 
 
 def __getattr__(name: str) -> Any:

@@ -49,16 +49,16 @@ from lineartime.decoding.cache import DecodingState
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel, in_order, init_span_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.release.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer, weight_files
 from lineartime.settings import require
+from lineartime.weights.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
 
 class LineartimeConfig(PreTrainedConfig):
     """The fields of `ModelConfig` and of transformers; bos and eos are the end-of-document token by default, and pad
-    the id behind the vocabulary, in a masked model the end-of-document token: see `release.folder.padding_token`.
+    the id behind the vocabulary, in a masked model the end-of-document token: see `weights.folder.padding_token`.
 
     Raises UsageError as `ModelConfig` does."""
 

@@ -55,10 +55,10 @@ from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
-from lineartime.release.folder import tokenizer_files
-from lineartime.release.start import check_shapes, find_weights, first_weights
 from lineartime.run import Run, Wanted, read_result, result_or_none
 from lineartime.runtime import available_bytes, peak_bytes, pick_device
+from lineartime.weights.folder import tokenizer_files
+from lineartime.weights.start import check_shapes, find_weights, first_weights
 
 Progress = Callable[[str, int, int | None], None]
 """A callback of progress: a description, the amount done, and the total, None if unknown."""

@@ -18,9 +18,9 @@ from lineartime.cli.arguments import (
     whole_numbers,
 )
 from lineartime.cli.terminal import Terminal, say, summary
+from lineartime.data.pretrained import model_folder
 from lineartime.distributed.ranks import connected, launched
 from lineartime.errors import ResourceError, UsageError
-from lineartime.release.pretrained import model_folder
 from lineartime.settings import require_precision
 
 

@@ -10,8 +10,8 @@ import typer
 from lineartime.atomic_io import MAX_BYTES, read_bytes
 from lineartime.cli.arguments import Device, ShippedModel, Strict, pick_device
 from lineartime.cli.terminal import Terminal, TextStreamer, prompt_progress
+from lineartime.data.pretrained import model_folder
 from lineartime.errors import UsageError
-from lineartime.release.pretrained import model_folder
 from lineartime.settings import require_precision
 
 

@@ -27,6 +27,7 @@ from lineartime.atomic_io import (
 from lineartime.config import TASKS
 from lineartime.data import corpora
 from lineartime.data.parts import PART_FILE, PART_VERSION, TextPart, ordered_parts, parse_part, read_part, share
+from lineartime.data.pretrained import shipped_models, weights_folder
 from lineartime.data.read_text import MAX_LINE_BYTES
 from lineartime.data.splits import CheckedFile, Part, Reader, Slice, Source, divide, find_sources, pieces_of
 from lineartime.data.tokenizer import (
@@ -50,7 +51,6 @@ from lineartime.data.tokens import (
 from lineartime.data.units import UNIT_CHARACTERS, Encoded, Unit, joined_ids, unit_file, units_of
 from lineartime.data.workers import Run, reader_of, worker_pool
 from lineartime.errors import DataError, ResourceError
-from lineartime.release.pretrained import shipped_models, weights_folder
 from lineartime.settings import require, require_name
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from lineartime.config import (
     run_config,
 )
 from lineartime.data.mixture import read_mixture
+from lineartime.data.pretrained import weights_folder
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.data.tokens import read_manifests, require_mask
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.release.pretrained import weights_folder
 from lineartime.settings import replace_fields, require
 
 RUN_FILE = "run.json"

@@ -41,7 +41,6 @@ from lineartime.qa.spans import (
     stack_rows,
     training_rows,
 )
-from lineartime.release.folder import tokenizer_files
 from lineartime.run import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -54,6 +53,7 @@ from lineartime.run import (
 from lineartime.runtime import pick_device
 from lineartime.settings import replace_fields, require
 from lineartime.training import Progress, StopSignal, fit_once
+from lineartime.weights.folder import tokenizer_files
 
 LEARNING_RATES = (1e-4, 7e-5, 5e-5)
 CONTEXT, CHUNK_SIZE = 4096, 128

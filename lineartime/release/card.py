@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from lineartime.benchmark.markdown import machine, markdown, provenance_words
 from lineartime.config import ModelConfig, run_config, to_dict
+from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
-from lineartime.release.pretrained import shipped_models
 from lineartime.settings import replace_fields
 
 

@@ -20,10 +20,10 @@ from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
-from lineartime.release.folder import CODE, CODE_FILE, config_with_code, tokenizer_files
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
+from lineartime.weights.folder import CODE, CODE_FILE, config_with_code, tokenizer_files
 
 logger = logging.getLogger(__name__)
 CARD_FILE = "README.md"
@@ -45,7 +45,7 @@ class Exported(NamedTuple):
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
            strict: bool = False, progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
-    `tokenizer.json`, what `transformers` needs to open it without an import of ours (`release.folder`), the card, and a
+    `tokenizer.json`, what `transformers` needs to open it without an import of ours (`weights.folder`), the card, and a
     manifest of all but the card. `lineartime.load_model` opens it too.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in

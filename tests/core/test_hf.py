@@ -21,8 +21,8 @@ from lineartime.errors import CheckpointError, UsageError
 from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.model import LanguageModel, token_losses
-from lineartime.release.folder import tokenizer_files
 from lineartime.run import load_model
+from lineartime.weights.folder import tokenizer_files
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_models import LONG_MEMORY
 

@@ -27,8 +27,8 @@ from command_line import call as call  # a fixture
 from lineartime import checkpoint
 from lineartime.cli import verbs
 from lineartime.config import parse_setting, run_config, to_dict
+from lineartime.data import pretrained
 from lineartime.errors import CONTROL, CheckpointError, ResourceError, UsageError
-from lineartime.release import pretrained
 from lineartime.run import read_metrics, read_run
 from tiny_runs import STEPS, command, prepare_text
 

@@ -24,9 +24,9 @@ from lineartime.data.prepare import prepare
 from lineartime.data.run_settings import config_for_data
 from lineartime.data.tokens import batch_rows, open_data, open_split
 from lineartime.errors import Stopped, UsageError
-from lineartime.release.start import check_shapes
 from lineartime.run import load_model, read_metrics
 from lineartime.training import StopSignal, learning_rate_at
+from lineartime.weights.start import check_shapes
 from ranks_here import RanksHere
 from tiny_runs import SETTINGS, assert_same, prepare_text, steps_saved, what_is_left
 

@@ -1,0 +1,1 @@
+"""Weights that a run begins with, and what `transformers` reads beside weights."""
