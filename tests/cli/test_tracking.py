@@ -66,7 +66,6 @@ def test_a_library_that_fails_is_said_once(caplog: pytest.LogCaptureFixture, mon
 
 
 def test_tensorboard_shows_a_resumed_run_without_what_was_written_twice(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = run_config({"model": "flash", "data": "d", "out": str(tmp_path)})
