@@ -154,6 +154,7 @@ def test_a_state_that_enters_is_held_to_float64(levels: int, causal: bool, monke
     assert unread.any() and (ours[-1][unread] == 0).all()  # a past that no token belongs to has no gradient
 
 
+@pytest.mark.campaign
 def test_parts_of_a_row_are_the_row() -> None:
     """One after the other, each with the state that those before hand on: output and gradients of the whole rows."""
     inputs, ids_BT = make_inputs(1, 256, torch.float32), torch.tensor([[0] * 50 + [1] * 180 + [2] * 26])
