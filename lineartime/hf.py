@@ -311,16 +311,14 @@ class LineartimeModel(PreTrainedModel):
         n_past = 0 if cache is None else cache.n_columns
         if ids_BT is None:
             assert embeds_BTD is not None
-            ids_BT = torch.full(embeds_BTD.shape[:2], -1, device=embeds_BTD.device)  # no token begins a document
+            ids_BT = no_tokens(embeds_BTD)
         n_rows, n_new = ids_BT.shape
-        padding_BT = ids_BT == self.padding
-        valid_BT = ~padding_BT
-        if mask is not None:
-            require(mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
-                    f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
-            valid_BT = mask[:, mask.shape[1] - n_new :].bool()
+        require(mask is None or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
+                f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
+                "one number per row and token")
+        valid_BT = self.tokens_of(ids_BT, mask)
         # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
-        ids_BT = ids_BT.masked_fill(padding_BT | ~valid_BT, self.config.end_of_document or 0)
+        ids_BT = ids_BT.masked_fill((ids_BT == self.padding) | ~valid_BT, self.config.end_of_document or 0)
         seq_lens_B = ids_BT.new_zeros(n_rows) if cache is None or cache.state is None else cache.state.seq_lens_B
         segment_ids_BT = self.documents(position_ids, ids_BT, valid_BT, seq_lens_B, cache)
         refuse(kwargs, heeded=said_already(kwargs, n_past, n_new, position_ids))
@@ -338,6 +336,10 @@ class LineartimeModel(PreTrainedModel):
         """The padding token if it is outside the vocabulary, else -1: there it is a token like any other."""
         pad = self.config.pad_token_id
         return pad if pad is not None and pad >= self.config.vocab_size else -1
+
+    def tokens_of(self, ids_BT: Tensor, mask: Tensor | None) -> Tensor:
+        """True for columns that are tokens: those of the mask's last columns, without a mask all but padding."""
+        return ids_BT != self.padding if mask is None else mask[:, mask.shape[1] - ids_BT.shape[1] :].bool()
 
     def documents(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor, seq_lens_B: Tensor,
                   cache: LineartimeCache | None) -> Tensor | None:
@@ -593,8 +595,7 @@ class LineartimeForSequenceClassification(LineartimeModel):
         nats, or of the squared error."""
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds,
                                        output_hidden_states=output_hidden_states, **kwargs)
-        valid_BT = torch.ones_like(x_BTD[..., 0], dtype=torch.bool) if input_ids is None else input_ids != self.padding
-        valid_BT = valid_BT if attention_mask is None else attention_mask.bool()
+        valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
         logits_BL = self.score(document_means(x_BTD, valid_BT.long() - 1)[:, 0])
         loss = None
         if labels is not None:
@@ -630,9 +631,13 @@ class LineartimeForTokenClassification(LineartimeModel):
         loss = None
         if labels is not None:
             total = F.cross_entropy(at_least_float32(logits_BTL).flatten(0, 1), labels.flatten(), reduction="sum")
-            n_items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = total / torch.as_tensor(n_items).to(total.device).clamp(min=1)
+            loss = mean_of(total, (labels != -100).sum(), num_items_in_batch)
         return TokenClassifierOutput(loss=loss, logits=logits_BTL, hidden_states=states)
+
+
+def no_tokens(x_BTD: Tensor) -> Tensor:
+    """The ids of vectors: not those of a token, nor of padding, which is -1 where it is no token of its own."""
+    return torch.full(x_BTD.shape[:2], -2, device=x_BTD.device)
 
 
 def class_head(config: LineartimeConfig) -> torch.nn.Linear:
@@ -664,7 +669,12 @@ def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: T
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()
-    return total / torch.as_tensor(len(at_K) if n_items is None else n_items).to(total.device).clamp(min=1)
+    return mean_of(total, len(at_K), n_items)
+
+
+def mean_of(total: Tensor, n_labels: Tensor | int, n_items: Tensor | int | None) -> Tensor:
+    """A sum of losses over its labels, or over `n_items`; 0 without labels."""
+    return total / torch.as_tensor(n_labels if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
 def refuse(arguments: dict[str, Any], heeded: set[str]) -> None:

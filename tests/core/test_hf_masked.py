@@ -56,6 +56,18 @@ def test_a_checkpoint_says_what_it_is_and_gives_the_same_logits(ours, folder):
         assert torch.equal(AutoModel.from_pretrained(folder)(ids_BT).last_hidden_state, ours.hidden(ids_BT))
 
 
+def test_vectors_instead_of_tokens(folder):
+    """Here padding is a token of the vocabulary, and no vector is taken for it."""
+    hf = AutoModelForMaskedLM.from_pretrained(folder)
+    ids_BT = some_ids()
+    ids_BT[ids_BT == EOD] = MASK  # vectors begin no documents
+    with torch.no_grad():
+        for mask_BT in (None, torch.ones_like(ids_BT)):
+            expected = hf(ids_BT, attention_mask=mask_BT).logits
+            got = hf(inputs_embeds=hf.get_input_embeddings()(ids_BT), attention_mask=mask_BT).logits
+            assert torch.equal(got, expected)
+
+
 def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, folder, tmp_path):
     hf = AutoModelForMaskedLM.from_pretrained(folder)
     hf.save_pretrained(tmp_path)
