@@ -119,7 +119,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
     if dist.is_initialized():
         yield with_groups(in_rows(Ranks(dist.get_rank(), dist.get_world_size()), n_in_row), timeout)
         return
-    with living(ranks):
+    with living(ranks, timeout_s):
         meet(ranks, timeout_s)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout,
@@ -154,9 +154,10 @@ def open_store(ranks: Ranks, name: str, timeout_s: float = 10.0) -> "Store":
 
 
 @contextmanager
-def living(ranks: Ranks) -> Iterator[None]:
-    """Give signs of life of this rank inside the block, from a thread with a connection of its own."""
-    store, end = open_store(ranks, "life"), threading.Event()
+def living(ranks: Ranks, timeout_s: float) -> Iterator[None]:
+    """Give signs of life of this rank inside the block, from a thread with a connection of its own. timeout_s: seconds
+    that rank 0 may take to open the store."""
+    store, end = open_store(ranks, "life", timeout_s), threading.Event()
 
     def beat() -> None:
         count = 0

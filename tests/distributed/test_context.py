@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 import context_ranks
 import lineartime
@@ -25,12 +25,6 @@ from tiny_runs import SETTINGS, prepare_text, what_is_left
 EXACT = 1e-12
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shared rows")
@@ -41,8 +35,12 @@ def results(folder):
     """What four ranks measured, all in one launch."""
     data, out = prepare_text(folder), folder / "results.json"
     paths = [str(Path(lineartime.__file__).parents[1]), str(Path(context_ranks.__file__).parent)]
-    done = subprocess.run([sys.executable, context_ranks.__file__, free_port(), str(out), str(data)], text=True,
-                          capture_output=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    # The store is held here, as torchrun does: a port that is free now may be another process's a moment later.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WORLD_SIZE": str(context_ranks.WORLD),
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = subprocess.run([sys.executable, context_ranks.__file__, str(out), str(data)], text=True,
+                          capture_output=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
 

@@ -355,8 +355,7 @@ def run_cases(world, data):
     return results
 
 
-def main(port, out, data):
-    os.environ |= {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def main(out, data):
     children = []
     for rank in range(WORLD):
         pid = os.fork()
