@@ -101,10 +101,10 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         assert info.rotary is not None
         sin, cos = (angle[..., None, :] for angle in info.rotary)
         heads = list(self.scale_offset(z_BTS).unflatten(-1, (h, -1)))
-        local = config.chunk_size is None or config.local_key_conv
-        for key in (1,) * local + (3,) * (config.chunk_size is not None) if self.key_conv is not None else ():
-            k_BTS = near_BTS * self.scale_offset.gamma[key] + self.scale_offset.beta[key]
-            heads[key] = k_BTS.unflatten(-1, (h, -1))
+        if self.key_conv is not None:
+            for key in (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,):
+                k_BTS = near_BTS * self.scale_offset.gamma[key] + self.scale_offset.beta[key]
+                heads[key] = k_BTS.unflatten(-1, (h, -1))
         not_turned = () if config.linear_rope else (2, 3)
         heads = [head if n in not_turned else rope(head, sin, cos) for n, head in enumerate(heads)]
         gate_BT = None

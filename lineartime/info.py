@@ -97,12 +97,6 @@ class Description:
         return sum(part.total for part in self.parts)
 
 
-def n_parameters(config: ModelConfig) -> int:
-    """The number of parameters of a model, which is not allocated."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in LanguageModel(config).parameters())
-
-
 def describe(config: ModelConfig) -> Description:
     """Describe a model without allocating it. FLOPs are at `config.context`; a model that is not causal has no decoding
     state."""

@@ -443,8 +443,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     settings = config if isinstance(config, RunConfig) else config_for_data(config)
     stop = stop or StopSignal()
     data, out = settings.data, Path(settings.out)
-    tokenizer = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE)
-    facts = {"data_sha256": sha256_of(data), "tokenizer_sha256": read_manifests(data)[0].tokenizer["sha256"]}
+    tokenizer, manifests = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE), read_manifests(data)
+    facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"]}
     source, first = settings.source, None
     if source is not None:
         check_shapes(source.model, settings.model)

@@ -80,7 +80,7 @@ def fitting_size(device: "torch.device") -> tuple[str, str]:
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: str | None) -> None:
     """Print what a run will read, make and take, unless it is complete."""
     from lineartime.data.run_settings import RESULT_FILE
-    from lineartime.info import n_parameters
+    from lineartime.info import describe
     from lineartime.runtime import available_bytes, pick_device
 
     if (Path(config.out) / RESULT_FILE).exists():
@@ -91,8 +91,8 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
     layers = f"{model.n_layers} {'layer' if model.ffn == 'gau' else 'pair'}{'s' * (model.n_layers > 1)}"
     chunks = "" if model.chunk_size is None else f", chunks of {model.chunk_size:,}"
     say(f"size     {size}")
-    say(f"model    {config.preset}, {n_parameters(model) / 1e6:,.1f} M parameters: {layers} of width {model.d_model}"
-        f"{chunks}")
+    say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {layers} of width "
+        f"{model.d_model}{chunks}")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
         f"{n_tokens:,} tokens, {words_of(n_tokens / n_train)} epochs")

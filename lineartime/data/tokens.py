@@ -317,10 +317,10 @@ def read_manifests(data: str) -> list[Manifest]:
     return manifests
 
 
-def sha256_of(data: str) -> str:
-    """The hash of the prepared text that `data` names: its manifest's, or of several texts that of their hashes and
-    shares."""
-    hashes = [manifest.sha256 for manifest in read_manifests(data)]
+def sha256_of(data: str, manifests: Sequence[Manifest]) -> str:
+    """The hash of the prepared text that `data` names, of which these are the manifests: the only one's, or of several
+    texts that of their hashes and shares."""
+    hashes = [manifest.sha256 for manifest in manifests]
     if len(hashes) == 1:
         return hashes[0]
     weights = [each.weight for each in read_mixture(data)]
@@ -355,7 +355,6 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
     """Stream, epoch and number of each row of one step. Rows share `n_shared` tokens with the next.
 
     Each stream of a mixture has its own epochs. Raises DataError if the tokens of one do not fill one row."""
-    mixed = isinstance(stream, Mixture)
     streams, weights = (stream.streams, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1,))
     n_rows = [(len(each) - n_shared) // context for each in streams]
     for each, n in zip(streams, n_rows, strict=True):
@@ -364,7 +363,7 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
                             f"the largest context that works is {len(each) - n_shared:,}")
     places = []
     for row in range(step * rows_per_step, (step + 1) * rows_per_step):
-        k, number = place_of(row, weights) if mixed else (0, row)
+        k, number = place_of(row, weights)
         places.append((streams[k], *place_of_row(n_rows[k], number, seed)))
     return places
 

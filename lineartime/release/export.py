@@ -60,7 +60,7 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
     named = str(data or description["data"])
     manifests = read_manifests(named)
-    require(sha256_of(named) == description["data_sha256"], "this is not the run's data", named,
+    require(sha256_of(named, manifests) == description["data_sha256"], "this is not the run's data", named,
             "give --data what the run was trained on")
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.bfloat16())

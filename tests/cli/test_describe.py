@@ -14,7 +14,7 @@ from lineartime.cli import verbs
 from lineartime.cli.describe import MODELS, field_lines
 from lineartime.cli.examples import EXAMPLES
 from lineartime.config import MODEL_FIELDS, PRESETS, SIZES, SOURCES, TRAIN_FIELDS, run_config, source_of
-from lineartime.info import n_parameters
+from lineartime.info import describe
 
 APP = typer.main.get_command(verbs.app)
 
@@ -30,7 +30,7 @@ def test_torch_is_not_imported(arguments: list[str], call: Call, monkeypatch: py
 @pytest.mark.parametrize("model", PRESETS)
 def test_the_parameters_that_are_printed_are_those_of_the_models(model: str) -> None:
     runs = [run_config({"model": model, "size": size, "data": "-", "out": "-"}) for size in SIZES]
-    counts = [n_parameters(run.model) for run in runs]
+    counts = [describe(run.model).n_parameters for run in runs]
     assert MODELS[model][1] == tuple(round(count / 1e6, 1) for count in counts)
 
 

@@ -22,7 +22,7 @@ from lineartime.cli.terminal import Terminal
 from lineartime.config import PRESETS, SHAPE_FIELDS, SIZES, TASKS, TrainConfig, model_config, run_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
-from lineartime.info import n_parameters
+from lineartime.info import describe
 from lineartime.training import StopSignal
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
@@ -45,7 +45,7 @@ def test_without_a_size_a_model_is_the_papers(model: str, task: str) -> None:
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_the_sizes_of_every_model_rise_and_are_alike(model: str) -> None:
-    counts = [n_parameters(run_config({"model": model, "size": size, **PLACE}).model) for size in SIZES]
+    counts = [describe(run_config({"model": model, "size": size, **PLACE}).model).n_parameters for size in SIZES]
     assert counts == pytest.approx([7.6e6, 13.8e6, 58e6, 112e6], rel=0.12)
     for task in TASKS:
         config = run_config({"model": model, "task": task, "size": "tiny", **PLACE})
