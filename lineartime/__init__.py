@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lineartime.evaluation import evaluate
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
+    from lineartime.generation.step import DecodeStep
     from lineartime.mhsa import FeedForward, MultiHeadAttention
     from lineartime.model import LanguageModel
     from lineartime.qa.finetune import FineTuning, finetune
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["PRESETS", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
+__all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
            "MultiHeadAttention", "TrainConfig", "evaluate", "evaluate_questions", "finetune", "generate", "load_model",
            "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder", "open_split",
            "prepare", "read_questions", "train"]
@@ -34,7 +35,7 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "run",
          "load_span_model": "run", "evaluate": "evaluation", "measure_context_use": "context_use",
-         "measure_recurrence": "recurrence", "generate": "generation.generate",
+         "measure_recurrence": "recurrence", "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "qa.finetune", "finetune": "qa.finetune",
          "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained"}
 

@@ -123,5 +123,5 @@ class ReadNorm(nn.Module):
         n_heads, width = self.gain.shape
         wide = at_least_float32(x)
         square = wide.square().mean(-1, keepdim=True)
-        gain = self.gain.repeat(len(x) // n_heads, 1).view(len(x), *[1] * (x.dim() - 2), width)
+        gain = self.gain.repeat(x.shape[0] // n_heads, 1).view(x.shape[0], *[1] * (x.dim() - 2), width)
         return torch.where(square > 0, wide * torch.rsqrt(square + READ_EPS) * gain, 0.0).to(x.dtype)

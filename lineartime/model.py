@@ -219,7 +219,7 @@ class LanguageModel(nn.Module):
         """`extend` without the update of `DecodingState`; only the caches are updated."""
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
-        info = SequenceInfo(self.rotary(position_BN))
+        info = SequenceInfo(self.rotary(position_BN), ranks=ALONE)  # named: torch.compile cannot make a default of it
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         x_BND, delta_BND = embeds_BND + self.abs_pos(position_BN), None
         remaining = iter(caches)

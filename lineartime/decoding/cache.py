@@ -41,7 +41,9 @@ class DecodeInputs:
         self.position_BN = self.seq_lens_B[:, None] + index_N
         begins_BN = self.begins_BN & self.valid_BN
         starts_BN = torch.where(begins_BN, self.position_BN, -1)
-        self.start_BN = torch.maximum(starts_BN.cummax(1).values, self.start_B[:, None])
+        if len(index_N) > 1:  # ONNX has no cummax, and one token needs none
+            starts_BN = starts_BN.cummax(1).values
+        self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])
         """Start position of each token's document."""
         self.segment_ids_BN = torch.where(self.valid_BN, begins_BN.cumsum(1), -1)
         """0 for the row's current document, then 1, 2, ...; -1 for padding."""
@@ -126,7 +128,7 @@ class TokenPosition:
     def __init__(self, inputs: DecodeInputs, config: ModelConfig, dtype: torch.dtype):
         assert config.chunk_size is not None
         position_B, start_B, c = inputs.position_BN[:, 0], inputs.start_BN[:, 0], config.chunk_size
-        rows, n_before = torch.arange(len(position_B), device=position_B.device), c if config.overlap else 0
+        rows, n_before = torch.arange(position_B.shape[0], device=position_B.device), c if config.overlap else 0
         offset_B, self.number_B = position_B % c, position_B // c
         """Number of the open chunk in its row."""
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
@@ -240,6 +242,11 @@ class ChunkState(Cache):
             self.written_B = count_BP[rows, n_closed_B]
         return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
+    def closing(self) -> list[str]:
+        """Names of the tensors that `close` and `step_back` change."""
+        names = ("kv_BSE", "written_B", "k_before_BCS", "v_before_BCE")
+        return [name for name in names if getattr(self, name) is not None]
+
     def step_back(self, rows: Tensor | slice) -> None:
         """With overlap, copy the open chunk of these rows to `k_before_BCS` and `v_before_BCE`."""
         if self.k_before_BCS is not None and self.v_before_BCE is not None:
@@ -267,7 +274,7 @@ class KeyValueCache(Cache):
             at = slice(inputs.common_position, inputs.longest)
             self.k_BL[:, at], self.v_BL[:, at] = k_BN, v_BN
         elif inputs.single_token:
-            rows, position_B = torch.arange(len(k_BN), device=k_BN.device), inputs.position_BN[:, 0]
+            rows, position_B = torch.arange(k_BN.shape[0], device=k_BN.device), inputs.position_BN[:, 0]
             self.k_BL[rows, position_B], self.v_BL[rows, position_B] = k_BN[:, 0], v_BN[:, 0]
         else:
             rows, n = inputs.valid_BN.nonzero(as_tuple=True)

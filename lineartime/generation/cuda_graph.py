@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lineartime.decoding.cache import ChunkState, DecodeInputs, DecodingState
+from lineartime.generation.step import step_in_window
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 
@@ -52,12 +53,9 @@ class CapturedStep:
 
     def step(self) -> Tensor:
         """Append `ids_B` to the state without host synchronisation: logits_BV."""
-        state, ids_B1 = self.state, self.ids_B[:, None]
-        inputs = DecodeInputs(state.seq_lens_B, state.start_B, torch.ones_like(self.ids_B), self.model.begins(ids_B1),
-                              self.window)
-        logits_BV = self.model.logits(self.model.extend_layers(ids_B1, inputs, state.caches)[:, 0])
-        state.start_B.copy_(inputs.start_BN[:, 0])
-        state.seq_lens_B.add_(1)
+        logits_BV, start_B = step_in_window(self.model, self.ids_B, self.state, self.window)
+        self.state.start_B.copy_(start_B)
+        self.state.seq_lens_B.add_(1)
         return logits_BV
 
     def capture(self) -> None:

@@ -1,6 +1,9 @@
 """Other libraries with the model that ships: what docs/ecosystem.md says of them (make ecosystem)."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
 
@@ -135,3 +138,11 @@ def test_lm_eval_rolls_the_likelihood_of_a_text():
     found = [HFLM(pretrained=SMALL, device="cpu", dtype="float32", **how).loglikelihood_rolling(asked)[0]
              for how in ({"add_bos_token": False}, {})]
     assert found[0] == pytest.approx(expected, rel=1e-5) and found[1] < expected - 5
+
+
+def test_onnx_decodes_the_same_text(tmp_path):
+    """The example, as its first lines say."""
+    done = subprocess.run([sys.executable, Path(__file__).parents[2] / "examples" / "onnx_decode.py"], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the same 600 tokens\n")

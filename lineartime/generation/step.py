@@ -1,0 +1,116 @@
+"""A decode step as a function of tensors: the state goes in and the new state comes out. It is one graph, which
+`torch.compile`, `torch.export` and ONNX take whole."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, DecodingState
+from lineartime.model import LanguageModel
+from lineartime.settings import require
+
+
+def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int) -> tuple[Tensor, Tensor]:
+    """Append one token to every row without host synchronisation: logits_BV, and the start of each row's document. Of
+    the state only the caches are updated, and full chunks are not closed, see `close_chunks`.
+
+    window: the number of cached keys that are read, at least the tokens of the longest row with the new one."""
+    ids_B1 = ids_B[:, None]
+    inputs = DecodeInputs(state.seq_lens_B, state.start_B, torch.ones_like(ids_B), model.begins(ids_B1), window)
+    return model.logits(model.extend_layers(ids_B1, inputs, state.caches)[:, 0]), inputs.start_BN[:, 0]
+
+
+class DecodeStep(nn.Module):
+    """`generate.decode_step` as a function: (ids_B, state) to (logits_BV, new state). The state is a dictionary of
+    tensors; their first axis counts rows, or rows times heads.
+
+    window: for models with keys and values the most tokens of a row; FLASH needs none. Raises UsageError for a window
+    that is missing, not needed or past a position table's end, and for models whose caches grow by more than keys and
+    values: a combiner, and learned chunk weights."""
+
+    def __init__(self, model: LanguageModel, window: int | None = None):
+        super().__init__()
+        state = model.decoding_state(1)
+        require(all(cache.replayable or not cache.growing for cache in state.caches),
+                "a step of this model is not one graph", model.config.attn_type, "decode with lineartime.generate")
+        self.grows = any(cache.growing for cache in state.caches)
+        require(self.grows == (window is not None), f"a window is {'missing' if self.grows else 'not needed'}",
+                f"window = {window}", "give the most tokens of a row" if self.grows else "the state is constant")
+        model.check_length(window or 0)
+        self.model, self.window = model, window or 1
+        state.reserve(self.window)
+        with torch.no_grad():
+            step_in_window(model, state.seq_lens_B, state, self.window)  # computes what is constant, such as biases
+        self.caches = state.caches
+
+    def empty_state(self, n_rows: int) -> dict[str, Tensor]:
+        """The state of rows that have no token yet."""
+        return self.to_tensors(self.model.decoding_state(n_rows))
+
+    def to_tensors(self, state: DecodingState) -> dict[str, Tensor]:
+        """A state, of `prefill` for example, as tensors. Raises UsageError for rows that fill the window."""
+        longest = int(state.seq_lens_B.max()) if self.grows else 0
+        require(longest < self.window, "the rows fill the window", f"{longest} tokens, window = {self.window}",
+                "make the step with a larger window")
+        state = state.snapshot()
+        state.reserve(self.window)
+        return state_tensors(state)
+
+    def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """ids_B: the next token of each row. A row must not outgrow the window; nothing here looks at its length."""
+        now = DecodingState(with_tensors(self.caches, state), state["seq_lens_B"], state["start_B"])
+        logits_BV, now.start_B = step_in_window(self.model, ids_B, now, self.window)
+        now.seq_lens_B = now.seq_lens_B + 1
+        new = state_tensors(now)
+        if any(isinstance(cache, ChunkState) for cache in now.caches):
+            is_full = (now.seq_lens_B % (self.model.config.chunk_size or 1) == 0).any()
+            new |= if_else(is_full, self.closed, self.not_closed, new)
+        return logits_BV, new
+
+    def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a state that change when chunks are closed, after those that the last token filled were."""
+        config, last_B = self.model.config, state["seq_lens_B"] - 1
+        inputs = DecodeInputs(last_B, state["start_B"], torch.ones_like(last_B), torch.zeros_like(last_B[:, None]) > 0,
+                              self.window)
+        changed = {}
+        for n, cache in enumerate(with_tensors(self.caches, state)):
+            assert isinstance(cache, ChunkState)
+            at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)
+            is_full_B: Tensor = at.offset_B == (config.chunk_size or 0) - 1
+            at.full = slice(None)  # all rows, of which those that are full are taken: shapes stay
+            cache.step_back(at.full)
+            cache.close(at)
+            for name in cache.closing():
+                after, before = getattr(cache, name), state[f"{n}.{name}"]
+                changed[f"{n}.{name}"] = torch.where(is_full_B.view(-1, *[1] * (after.dim() - 1)), after, before)
+        return changed
+
+    def not_closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `closed` gives if no chunk is full."""
+        return {f"{n}.{name}": state[f"{n}.{name}"].clone() for n, cache in enumerate(self.caches)
+                if isinstance(cache, ChunkState) for name in cache.closing()}
+
+
+def if_else(condition: Tensor, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+    """yes or no of the operands: in a graph a conditional, elsewhere an `if`."""
+    if torch.compiler.is_compiling():
+        return torch.cond(condition, yes, no, operands)
+    return yes(*operands) if condition else no(*operands)
+
+
+def state_tensors(state: DecodingState) -> dict[str, Tensor]:
+    """The tensors of a state by name, those of layer 3 as "3.kv_BSE"."""
+    of_caches = {f"{n}.{name}": tensor for n, cache in enumerate(state.caches)
+                 for name, tensor in cache.tensors().items()}
+    return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B, **of_caches}
+
+
+def with_tensors(caches: list[Cache], tensors: dict[str, Tensor]) -> list[Cache]:
+    """Caches like these with copies of the tensors of `state_tensors`."""
+    caches = [copy.copy(cache) for cache in caches]
+    for n, cache in enumerate(caches):
+        vars(cache).update({name: tensors[f"{n}.{name}"].clone() for name in cache.tensors()})
+    return caches

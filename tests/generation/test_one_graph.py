@@ -1,0 +1,111 @@
+"""A decode step as a function: it is `decode_step`, it is one graph, and the state that goes in is left as it is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lineartime.errors import UsageError
+from lineartime.generation.generate import decode_step, prefill
+from lineartime.generation.step import DecodeStep
+from tiny_models import BIDIRECTIONAL, CONFIGS, CONTEXT, FLASH, UNPACKED, random_ids, random_model, with_end
+
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [7, 0, 8]]
+"""At different places of their chunks; one has begun a second document."""
+
+NO_GRAPH = [name for name in CONFIGS if name.startswith("combiner")]
+GROWING = [name for name in CONFIGS if name.startswith(("transformer", "flash-quad"))]
+
+
+def begun(name):
+    """A step, and the state after the prompts."""
+    model = random_model(with_end(CONFIGS[name]))
+    return DecodeStep(model, CONTEXT if name in GROWING else None), prefill(model, PROMPTS)[1]
+
+
+def assert_same_tokens(run, step, state):
+    """Three chunks of tokens, some of which begin documents, give what `decode_step` gives."""
+    tensors = step.to_tensors(state)
+    ids_NB = random_ids(14, len(PROMPTS))
+    assert (ids_NB == 0).any()
+    for ids_B in ids_NB:
+        expected = decode_step(step.model, ids_B, state)
+        logits_BV, tensors = run(ids_B, tensors)
+        assert (logits_BV - expected).abs().max() < 1e-13
+    assert tensors["seq_lens_B"].tolist() == state.seq_lens_B.tolist()
+    assert tensors["start_B"].tolist() == state.start_B.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in NO_GRAPH])
+@torch.no_grad()
+def test_it_is_the_step_of_decoding(name):
+    step, state = begun(name)
+    assert_same_tokens(step, step, state)
+
+
+ONE_GRAPH = ["flash", "flash heads", "flash overlap", "flash near and long memory", "mc-tfm++", "performer",
+             "flash-quad", "transformer++", "transformer++ key conv"]
+
+
+@pytest.mark.parametrize("name", ONE_GRAPH)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@torch.no_grad()
+def test_it_is_one_graph(name):
+    """torch.export takes it whole, the closing of chunks included; where there is one head, for any number of rows."""
+    step, state = begun(name)
+    if step.model.config.n_heads > 1:
+        program = torch.export.export(step, (torch.tensor([1, 2, 3]), step.to_tensors(state)))
+    else:
+        rows = {0: torch.export.Dim.DYNAMIC}
+        example = step.empty_state(2)
+        program = torch.export.export(step, (torch.tensor([1, 2]), example),
+                                      dynamic_shapes=(rows, dict.fromkeys(example, rows)))
+    assert_same_tokens(program.module(), step, state)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@torch.no_grad()
+def test_it_compiles_without_a_break():
+    step, state = begun("flash")
+    assert_same_tokens(torch.compile(step, fullgraph=True, backend="aot_eager"), step, state)
+
+
+@pytest.mark.parametrize("name", ["flash", "flash overlap", "performer", "flash-quad"])
+@torch.no_grad()
+def test_the_state_that_goes_in_is_left_as_it_is(name):
+    step, state = begun(name)
+    tensors = step.to_tensors(state)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for ids_B in random_ids(6, len(PROMPTS)):
+        first, second = step(ids_B, tensors)[0], step(ids_B, tensors)[0]
+        assert torch.equal(first, second)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+@torch.no_grad()
+def test_an_empty_state_is_that_of_no_token():
+    model = random_model(with_end(FLASH))
+    step = DecodeStep(model)
+    ids_BT = random_ids(2, 11)
+    state = step.empty_state(2)
+    for n, ids_B in enumerate(ids_BT.T):
+        logits_BV, state = step(ids_B, state)
+        assert (logits_BV - model(ids_BT[:, :n + 1])[:, -1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("config", "window", "words"), [
+    (CONFIGS["transformer++"], None, "a window is missing"), (FLASH, 24, "a window is not needed"),
+    (CONFIGS["combiner"], None, "not one graph"), (UNPACKED["flash learned weights"], None, "not one graph"),
+    (BIDIRECTIONAL["flash cls"], None, "only a causal model decodes"),
+    (CONFIGS["flash-quad"], CONTEXT + 1, "longer than the position table"),
+    (replace(FLASH, document_mask="paper", end_of_document=0), None, "keeps documents apart")])
+def test_what_it_refuses(config, window, words):
+    with pytest.raises(UsageError, match=words):
+        DecodeStep(random_model(config), window)
+
+
+@torch.no_grad()
+def test_rows_that_fill_the_window_are_refused():
+    model = random_model(CONFIGS["transformer++"])
+    with pytest.raises(UsageError, match=r"the rows fill the window: 6 tokens, window = 6"):
+        DecodeStep(model, 6).to_tensors(prefill(model, PROMPTS)[1])
