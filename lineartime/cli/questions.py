@@ -19,7 +19,7 @@ from lineartime.cli.arguments import (
     pick_device,
 )
 from lineartime.cli.generate import read_prompts
-from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping
+from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping
 from lineartime.config import parse_setting
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
@@ -51,8 +51,9 @@ def finetune(
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
     given = dict(parse_setting(text) for text in settings or [])
     rates = numbers(learning_rates)
-    from lineartime.qa.finetune import FineTuning, finetune
-    from lineartime.training import StopSignal
+    with interrupted_at_once():
+        from lineartime.qa.finetune import FineTuning, finetune
+        from lineartime.training import StopSignal
 
     plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
                       max_answer_tokens, negatives, epochs, given, strict)

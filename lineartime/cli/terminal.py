@@ -3,10 +3,12 @@
 import io
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lineartime.errors import escaped
@@ -83,6 +85,22 @@ def say_stopping(name: str) -> None:
     """Say that a signal was heard; the `tell` of `StopSignal.listening`, which may be called at any moment."""
     with suppress(OSError):
         os.write(2, f"\n{name}: stops at the next safe moment and saves; another one ends it at once\n".encode())
+
+
+@contextmanager
+def interrupted_at_once() -> Iterator[None]:
+    """End the process at the first SIGINT inside the block: a library that is being imported may drop the
+    KeyboardInterrupt that Python would raise, and the process would go on."""
+    def end(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), b"error: interrupted\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Lines(logging.Handler):

@@ -9,7 +9,7 @@ import typer
 from lineartime.atomic_io import read_toml
 from lineartime.cli.arguments import Device, RankTimeout, Setting, complete_from
 from lineartime.cli.outlook import Pace, say_plan, sized_config
-from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
+from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping, summary
 from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
 from lineartime.config import PRESETS, SIZES, TASKS, parse_setting
 from lineartime.distributed.ranks import TIMEOUT_S, launched
@@ -54,9 +54,10 @@ def train(
         if value is not None:
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
-    config, size_words = sized_config(given, is_whole=bool(model and model.endswith(".toml")), device=device)
-    from lineartime.data.tokens import read_manifests
-    from lineartime.training import StopSignal, train
+    with interrupted_at_once():
+        config, size_words = sized_config(given, is_whole=bool(model and model.endswith(".toml")), device=device)
+        from lineartime.data.tokens import read_manifests
+        from lineartime.training import StopSignal, train
 
     manifests = read_manifests(config.data)
     say_plan(config, manifests, size_words, device)

@@ -276,6 +276,21 @@ def test_debug_shows_the_traceback(call: Call) -> None:
     assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("error: ")
 
 
+def test_an_interrupt_that_a_library_drops_ends_the_process_all_the_same() -> None:
+    """Inside the block Python's KeyboardInterrupt is not raised, so that nothing can catch it."""
+    code = """
+import os, signal
+from lineartime.cli.terminal import interrupted_at_once
+with interrupted_at_once():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+print("went on")"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m lineartime info flash | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60,
