@@ -22,7 +22,7 @@ train: .venv/installed
 	.venv/bin/lineartime train runs/jane_eyre.toml
 
 test: .venv/installed
-	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check
@@ -82,10 +82,10 @@ wheel:
 
 # What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.
 ecosystem:
-	for library in $(or $(LIBRARIES),accelerate peft torchao trl lm_eval); do \
+	for library in $(or $(LIBRARIES),accelerate peft torchao trl lm_eval onnx); do \
 		$(PYTHON) -m venv --clear out/ecosystem/$$library && \
 		out/ecosystem/$$library/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt \
-			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest . && \
+			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest '.[onnx]' && \
 		out/ecosystem/$$library/bin/python -m pytest --noconftest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
 
 clean:

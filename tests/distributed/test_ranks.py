@@ -91,9 +91,9 @@ def test_masked_models_too(masked_data, ranks, tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, GLOBAL | {"shard": True}], ids=["whole", "sharded"])
 def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_path):
-    settings = SIZES | settings | {"steps": 200, "eval_every": 75, "save_every": 30}
+    settings = SIZES | settings | {"steps": 100, "eval_every": 40, "save_every": 15}
     assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]
-    for n_ranks, until in ((4, 5), (1, 40), (2, 80), (8, None)):
+    for n_ranks, until in ((4, 5), (1, 25), (2, 50), (8, None)):
         ranks.start(n_ranks, command(data, tmp_path / "run", **settings))
         if until is not None:
             wait_for_step(ranks, tmp_path / "run", until)
