@@ -78,6 +78,8 @@ wheel:
 	out/wheel/env/bin/pip install --disable-pip-version-check --no-input -q build
 	out/wheel/env/bin/python -m build --outdir out/wheel .
 	out/wheel/env/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt "$$(ls out/wheel/*.whl)[report]"
+	out/wheel/env/bin/pip install --disable-pip-version-check --no-input -q mypy pyright
+	cp tests/ecosystem/typed_use.py out/wheel
 	cd out/wheel && PATH=$(CURDIR)/out/wheel/env/bin:$$PATH PYTHONPATH= sh -e $(CURDIR)/tools/try_wheel
 
 # What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.
