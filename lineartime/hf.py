@@ -5,12 +5,14 @@
 
 import copy
 import dataclasses
+import sys
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -714,4 +716,9 @@ AutoModelForSequenceClassification.register(LineartimeConfig, LineartimeForSeque
 AutoModelForTokenClassification.register(LineartimeConfig, LineartimeForTokenClassification, exist_ok=True)
 # Trainer shifts the labels of label smoothing for classes with these names only.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["lineartime"] = LineartimeForCausalLM.__name__
+# `transformers serve` looks for the class in transformers itself, as it was when the server imported it: transformers
+# puts another module in its own place when its processors are imported.
+serving = sys.modules.get("transformers.cli.serving.model_manager")
+for seen in (transformers, getattr(serving, "transformers", transformers)):
+    seen.LineartimeForCausalLM = LineartimeForCausalLM
 AutoModelForQuestionAnswering.register(LineartimeConfig, LineartimeForQuestionAnswering, exist_ok=True)
