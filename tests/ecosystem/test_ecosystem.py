@@ -1,8 +1,13 @@
 """Other libraries with the model that ships: what docs/ecosystem.md says of them (make ecosystem)."""
 
+import contextlib
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
@@ -33,12 +38,21 @@ def opened():
 
 
 def arguments(kind, out, **more):
-    return kind(output_dir=str(out), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
-                logging_steps=1, use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, **more)
+    ours = dict(output_dir=str(out), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
+                logging_steps=1, use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True)
+    return kind(**{**ours, **more})
 
 
-def losses(trainer):
-    trainer.train()
+def trainer_of(out, rows=None, **more):
+    """Trainer on the model that ships; rows: a data set, by default that of TEXTS."""
+    model, tokenizer = opened()
+    return Trainer(model, arguments(TrainingArguments, out, **more),
+                   train_dataset=rows or [{"input_ids": tokenizer(text).input_ids} for text in TEXTS],
+                   data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+
+
+def losses(trainer, checkpoint=None):
+    trainer.train(resume_from_checkpoint=checkpoint)
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
@@ -53,12 +67,56 @@ def test_accelerate_places_the_model_on_one_device_only(tmp_path):
 
 def test_accelerate_and_trainer_smooth_labels(tmp_path):
     """Labels are shifted: with nearly no smoothing the losses are nearly those without."""
-    tokenizer = opened()[1]
-    rows = [{"input_ids": tokenizer(text).input_ids} for text in TEXTS]
-    found = [losses(Trainer(opened()[0], arguments(TrainingArguments, tmp_path, label_smoothing_factor=factor),
-                            train_dataset=rows, data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False)))
-             for factor in (0.0, 1e-6)]
+    found = [losses(trainer_of(tmp_path, label_smoothing_factor=factor)) for factor in (0.0, 1e-6)]
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_accelerate_and_trainer_train_in_bfloat16(tmp_path):
+    """The weights stay in float32, and the losses are near those of float32: 8 bits of a loss of 4 are 0.02."""
+    exact, trainer = losses(trainer_of(tmp_path)), trainer_of(tmp_path, bf16=True)
+    found = losses(trainer)
+    assert exact[-1] < exact[0] - 1
+    assert found == pytest.approx(exact, abs=0.05) and found != exact
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_accelerate_and_trainer_resume_with_the_same_bits(tmp_path):
+    whole = trainer_of(tmp_path / "whole", save_strategy="steps", save_steps=2)
+    expected = losses(whole)
+    again = trainer_of(tmp_path / "again")
+    torch.nn.init.zeros_(again.model.model.embed.weight)  # the checkpoint's weights count, not these
+    assert losses(again, str(tmp_path / "whole/checkpoint-2")) == expected
+    for (name, own), resumed in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(own, resumed), name
+
+
+def test_accelerate_launches_two_processes(tmp_path):
+    """They give the losses of one process with twice the rows. (`--cpu` would start one process.)"""
+    import on_ranks
+
+    (tmp_path / "two").mkdir()
+    done = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+                           "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+                           "--main_process_port", "0", on_ranks.__file__, tmp_path / "two", "2"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    on_ranks.main(tmp_path, 4)
+    two, one = (json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "two", tmp_path))
+    assert (two["processes"], two["backend"], one["processes"]) == (2, "gloo", 1)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_datasets_stream_rows_to_trainer(kind, tmp_path):
+    from datasets import load_dataset
+
+    tokenizer, file = opened()[1], tmp_path / f"rows.{kind}"
+    file.write_text("".join(text + "\n" if kind == "text" else json.dumps({"text": text}) + "\n" for text in TEXTS))
+    rows = load_dataset(kind, data_files=str(file), split="train", streaming=True).map(
+        lambda batch: {"input_ids": tokenizer(batch["text"]).input_ids}, batched=True, remove_columns=["text"])
+    found = losses(trainer_of(tmp_path, rows))
+    in_order = [{"input_ids": tokenizer(text).input_ids} for text in TEXTS]
+    assert found == losses(trainer_of(tmp_path, in_order, train_sampling_strategy="sequential"))
 
 
 def test_peft_trains_adapters_saves_and_merges_them(tmp_path):
@@ -146,3 +204,49 @@ def test_onnx_decodes_the_same_text(tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("the same 600 tokens\n")
+
+
+@contextlib.contextmanager
+def served(log):
+    """The address of `transformers serve`, which loads the folders that it is asked for."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [Path(sys.executable).with_name("transformers"), "serve", "--trust-remote-code", "--device", "cpu",
+               "--host", "127.0.0.1", "--port", port]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as server:
+        try:
+            for _ in range(600):
+                assert server.poll() is None, log.read_text()
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                    break
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            server.terminate()
+
+
+def test_serve_answers_openai_clients(tmp_path):
+    """Completions of the model that ships, and chats with a folder that has a template, are what `generate` writes."""
+    import openai
+
+    model, tokenizer = opened()
+
+    def written(ids):
+        return tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :])
+
+    prompt, said, chat = TEXTS[0][:17], [{"role": "user", "content": "Who are you?"}], tmp_path / "chat"
+    expected = written(tokenizer(prompt, return_tensors="pt").input_ids)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    model.save_pretrained(chat)
+    tokenizer.save_pretrained(chat)
+    asked = {"max_tokens": 12, "temperature": 0}
+    with served(tmp_path / "log") as url, openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert client.completions.create(model=SMALL, prompt=prompt, **asked).choices[0].text == expected
+        parts = client.completions.create(model=SMALL, prompt=prompt, stream=True, **asked)
+        assert "".join(part.choices[0].text for part in parts) == expected
+        answer = client.chat.completions.create(model=str(chat), messages=said, **asked).choices[0].message.content
+        assert answer == written(tokenizer(f"{said[0]['content']}\n", return_tensors="pt").input_ids)
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(model=SMALL, messages=said, **asked)
+    assert "tokenizer.chat_template is not set" in (tmp_path / "log").read_text()
