@@ -32,9 +32,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature  # no
 
 from lineartime.benchmark.markdown import folded, markdown  # noqa: E402
 from lineartime.ops import decode_step, mixed_chunk, norm, quadratic  # noqa: E402
+from lineartime.ops.dispatch import MUCH_SHARED_KIB  # noqa: E402
 
-SHARED_KIB = {80: 163, 90: 227}
+SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
 """Shared memory that one program can have, by architecture."""
+SHOWN = (80, 90)
+"""The architectures of the table in docs/tuning.md."""
 
 PLACE = re.compile(r"(<!-- resources: begin -->\n).*?(<!-- resources: end -->)", re.DOTALL)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -99,8 +102,9 @@ def recording(arch: int, known: dict[tuple[object, ...], Program]) -> Iterator[l
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", record))
         for name, module in list(sys.modules.items()):
-            if name.startswith("lineartime.ops.") and hasattr(module, "is_hopper"):
-                stack.enter_context(patch.object(module, "is_hopper", lambda device: arch >= 90))
+            if name.startswith("lineartime.ops.") and hasattr(module, "has_much_shared"):
+                stack.enter_context(patch.object(module, "has_much_shared",
+                                                 lambda device: SHARED_KIB[arch] >= MUCH_SHARED_KIB))
         yield launches
 
 
@@ -185,17 +189,21 @@ def cases() -> list[Case]:
     return sorted(made, key=lambda case: not case.default)
 
 
-QUICK = ("push", "usual")
-"""Selections smaller than everything."""
+QUICK = ("push", "usual", "everywhere")
+"""Selections smaller than everything. The first two are for the architectures `SHOWN`."""
 
 
 def selected(case: Case, arch: int, quick: str | None) -> bool:
     """Whether a case is compiled for an architecture: "usual" leaves out what trains seldom (float32 has many rounds
     where chunks are larger), "push" also the types whose programs are those of bfloat16 or of the other
-    architecture."""
+    architecture; "everywhere" is what "usual" has in bfloat16, for every architecture."""
     if quick is None:
         return True
-    if quick == "push" and case.dtype != "bfloat16" and (case.dtype == "float16" or arch != min(SHARED_KIB)):
+    if quick != "everywhere" and arch not in SHOWN:
+        return False
+    if quick == "everywhere" and case.dtype != "bfloat16":
+        return False
+    if quick == "push" and case.dtype != "bfloat16" and (case.dtype == "float16" or arch != SHOWN[0]):
         return False
     if case.op == "gated_chunk_attention" and case.dtype == "float32":
         return replace(case, chunk=256).usual and case.chunk == 128

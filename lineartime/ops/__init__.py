@@ -112,6 +112,6 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm.
     Returns the sum in the promoted dtype of x and delta, and its norm in the dtype of matmuls: autocast's, or without
     autocast the sum's. The norm is computed in float32 at least. Raises as `gated_chunk_attention` does."""
-    in_kernels = use_kernels(impl, x.device, unsupported_norm, x.device, x.dtype, x.shape[-1])
+    in_kernels = use_kernels(impl, x.device, unsupported_norm, x)
     module = norm if in_kernels else reference
     return module.add_norm(x, delta, weight, bias, eps=eps)

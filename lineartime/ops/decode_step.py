@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.dispatch import refuse_forward_mode
+from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_rows, make_head, silu
 
 SLOTS = 32
@@ -85,6 +85,7 @@ def columns_for(n_rows: int, width: int) -> int:
     return 32
 
 
+@on_own_device
 def launch(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor, bias_C: Tensor,
            k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor,
            weight_B: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ COLUMNS = 64
 """The attention kernels need `d_inner` to be a multiple of this."""
 MAX_WIDTH = 8192
 """The largest `d_model` of the norm's kernels."""
+MAX_ROWS, MAX_TOKENS, MAX_COLUMNS = 2**16 - 1, 2**24 - 1, 2**22 - 1
+"""The most rows of a batch (programs along a grid's second axis), tokens of a row and columns of a projection (offsets
+of 32 bits in a tile) of the attention kernels."""
+MAX_NORMED = 2**30 - 1
+"""The most rows of the norm's kernels, all tokens of a batch."""
+MUCH_SHARED_KIB = 227
+"""Shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB."""
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -29,6 +39,8 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
         return f"kernels are for CUDA, not for {device.type}"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "kernels are for CUDA, not for ROCm"
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         return "kernels need a GPU of compute capability 8.0"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -36,14 +48,20 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def unsupported_norm(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """The reason why the norm's kernels do not support rows of `width` entries; None if they do."""
-    too_wide = None if width <= MAX_WIDTH else f"rows of {width} numbers, the norm's kernels have {MAX_WIDTH}"
-    return unsupported_device(device, dtype) or too_wide
+def unsupported_norm(x: Tensor) -> str | None:
+    """The reason why the norm's kernels do not support x `[..., D]`; None if they do."""
+    if reason := unsupported_device(x.device, x.dtype):
+        return reason
+    width = x.shape[-1]
+    if width > MAX_WIDTH:
+        return f"rows of {width} numbers, the norm's kernels have {MAX_WIDTH}"
+    n_rows = x.numel() // max(width, 1)
+    return None if n_rows <= MAX_NORMED else f"{n_rows:,} tokens, the norm's kernels have {MAX_NORMED:,}"
 
 
 def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None) -> str | None:
-    """The reason why the attention kernels do not support a projection uvz `[..., 2 E + S]`; None if they do.
+    """The reason why the attention kernels do not support a projection uvz `[B, T, 2 E + S]`, or without T; None if
+    they do.
 
     gamma_NS: the scales, whose last axis is S. chunk_size: None for attention over the whole row."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
@@ -56,6 +74,11 @@ def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None)
         return f"d_inner {e}, kernels have multiples of {COLUMNS}"
     if chunk_size not in (None, *CHUNK_SIZES):
         return f"chunk_size {chunk_size}, kernels have {', '.join(map(str, CHUNK_SIZES))}"
+    n_rows, *n_tokens, n_columns = uvz.shape
+    for what, count, limit in (("rows", n_rows, MAX_ROWS), ("tokens in a row", max(n_tokens, default=0), MAX_TOKENS),
+                               ("columns", n_columns, MAX_COLUMNS)):
+        if count > limit:
+            return f"{count:,} {what}, kernels have {limit:,}"
     return None
 
 
@@ -103,6 +126,21 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
         raise RuntimeError("a kernel has no forward-mode derivative: use the function of this name in ops.reference")
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether a GPU has tensor cores that read operands from shared memory (compute capability 9.0). True for a CPU."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+def has_much_shared(device: torch.device) -> bool:
+    """Whether a program can have the shared memory that Hopper's tiles take, on the device itself: by its number, some
+    with compute capability 12.0 would not fit. True for a CPU."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub has not all of it
+    return properties.shared_memory_per_block_optin >= MUCH_SHARED_KIB * 1024
+
+
+def on_own_device(launch: Callable[Args, Result]) -> Callable[Args, Result]:
+    """A function that launches kernels, with the device of its first tensor as the current one: Triton launches on the
+    current device, wherever the tensors are."""
+    @functools.wraps(launch)
+    def guarded(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with torch.cuda.device_of(args[0]):
+            return launch(*args, **kwargs)
+
+    return guarded

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.dispatch import MAX_WIDTH, refuse_forward_mode
+from lineartime.ops.dispatch import MAX_WIDTH, on_own_device, refuse_forward_mode
 from lineartime.ops.dtypes import matmul_dtype
 
 TILE = 1024
@@ -104,6 +104,7 @@ def tile_for(width: int) -> tuple[int, int, int]:
     return rows, block, max(rows * block // 256, 1)
 
 
+@on_own_device
 def forward(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None, normed_type: torch.dtype,
             eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The sum (empty without delta), its norm, and the statistics of the rows that backward needs."""
@@ -124,6 +125,7 @@ def empty_outputs(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: T
     return total_ND, x_ND.new_empty(x_ND.shape, dtype=normed_type), stats_KN
 
 
+@on_own_device
 def backward(dnormed_ND: Tensor, dtotal_ND: Tensor | None, total_ND: Tensor, weight: Tensor, stats_KN: Tensor,
              delta_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients: of x; of delta, the same values in delta's dtype (empty if it is x's); of weight and bias."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops import gradients
-from lineartime.ops.dispatch import refuse_forward_mode
+from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
 from lineartime.ops.tiles import HALF, dot, load_rows, silu, silu_slope, store_rows, visible_tile
 
@@ -148,6 +148,7 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
 
 
 @torch.library.custom_op("lineartime::gated_quadratic_attention", mutates_args=())
+@on_own_device
 def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, documents: Tensor | None,
             scale_len: int, causal: bool) -> Tensor:
     """`gated_quadratic_attention` of contiguous tensors; documents: int32."""
@@ -164,6 +165,7 @@ def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
 
 
 @torch.library.custom_op("lineartime::gated_quadratic_attention_backward", mutates_args=())
+@on_own_device
 def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
              documents: Tensor | None, scale_len: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta and w, the last three in float32."""

@@ -1,5 +1,5 @@
-"""A program that uses the public names with types. `make wheel` checks it against the installed package by mypy --strict
-and by pyright; it is not run."""
+"""A program that uses the public names with types. `make wheel` checks it against the installed package, by mypy
+--strict and by pyright; it is not run."""
 
 from pathlib import Path
 
@@ -42,7 +42,8 @@ def judge(run: Path, data: Path) -> float:
     opened, _, _ = lineartime.load_model(run)
     split = lineartime.open_split(data, "validation")
     scores = lineartime.evaluate(opened, split, context=256)
-    print(lineartime.measure_context_use(opened, split, [256, 512]), lineartime.measure_recurrence(opened, split, split))
+    print(lineartime.measure_context_use(opened, split, [256, 512]))
+    print(lineartime.measure_recurrence(opened, split, split))
     return scores.loss
 
 

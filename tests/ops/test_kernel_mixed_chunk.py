@@ -79,10 +79,10 @@ def test_sums_in_place_of_means(causal: bool) -> None:
                 segment_ids_BT=documents(1, 267))
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-def test_more_columns_and_parameters_of_the_same_type(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("much", [True, False])
+def test_more_columns_and_parameters_of_the_same_type(much: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiles of either kind of GPU."""
-    monkeypatch.setattr(mixed_chunk, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(mixed_chunk, "has_much_shared", lambda device: much)
     assert_held(make_inputs(1, 140, torch.bfloat16, d_inner=192, chunk=256, parameters=None), chunk_size=256,
                 causal=True)
 

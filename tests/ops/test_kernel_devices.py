@@ -1,0 +1,102 @@
+"""On which devices kernels run, with which tiles, and what is too large for them; no GPU is needed."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+import interpreter  # noqa: F401 - first: has Triton interpret
+from lineartime.ops import decode_step, dispatch, mixed_chunk, norm, quadratic
+
+S = 128
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def run_every_op():
+    """Forward, and backward where an op has it."""
+    angles = numbers(1, 40, S // 2).detach()
+    row = numbers(2, 40, 2 * 64 + S)
+    for out in (mixed_chunk.gated_chunk_attention(row, numbers(4, S), numbers(4, S), angles, angles, numbers(255),
+                                                  chunk_size=128, causal=True),
+                quadratic.gated_quadratic_attention(row, numbers(2, S), numbers(2, S), angles, angles, numbers(79),
+                                                    scale_len=40, causal=True),
+                norm.add_norm(numbers(4, 16), numbers(4, 16), numbers(16), numbers(16))[1]):
+        out.sum().backward()
+    with torch.no_grad():
+        place = torch.zeros(1, dtype=torch.long)
+        buffers = [torch.zeros(1, 128, width) for width in (S, S, 64)]
+        decode_step.chunk_decode_step(numbers(1, 2 * 64 + S), numbers(4, S), numbers(4, S), angles[0, :1],
+                                      angles[0, :1], numbers(128), *buffers, numbers(1, S, 64), place, place,
+                                      torch.ones(1))
+
+
+def test_the_device_of_the_tensors_is_current_at_every_launch(monkeypatch):
+    """Triton launches on the current device; a model on cuda:1 would otherwise run on cuda:0."""
+    current, launched = [], []
+
+    @contextmanager
+    def device_of(tensor):
+        assert isinstance(tensor, torch.Tensor)
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def run(self, *args, **kwargs):
+        launched.append((self.fn.__name__, bool(current)))
+        return whole(self, *args, **kwargs)
+
+    whole = GridExecutor.__call__
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(GridExecutor, "__call__", run)
+    run_every_op()
+    assert {name for name, _ in launched} >= {"attend_queries", "differentiate_keys", "walk_states", "weigh", "add_up",
+                                              "add_norm_rows", "add_norm_rows_backward", "decode_columns"}
+    assert [name for name, guarded in launched if not guarded] == []
+
+
+@pytest.mark.parametrize(("kib", "much"), [(99, False), (163, False), (227, True)])
+def test_tiles_are_those_of_the_shared_memory(kib, much, monkeypatch):
+    """Not of the number: compute capability 12.0 has 99 KiB, 9.0 has 227."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert dispatch.has_much_shared(torch.device("cuda")) == much
+
+
+def test_rocm_runs_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert dispatch.unsupported_device(torch.device("cuda"), torch.float32) == "kernels are for CUDA, not for ROCm"
+
+
+@pytest.mark.parametrize(("shape", "words"), [
+    ((65_536, 1, 256), "65,536 rows, kernels have 65,535"), ((65_536, 256), "65,536 rows, kernels have 65,535"),
+    ((1, 2**24, 256), "16,777,216 tokens in a row, kernels have 16,777,215"),
+    ((1, 1, 2**22 + 128), "4,194,432 columns, kernels have 4,194,303"),
+    ((65_535, 1, 256), None), ((65_535, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)])
+def test_what_is_too_large_for_a_grid_or_an_offset(shape, words):
+    uvz, gamma = torch.empty(shape, device="meta"), torch.empty(4, S, device="meta")
+    assert dispatch.unsupported_attention(uvz, gamma, 256) == words
+
+
+@pytest.mark.parametrize(("shape", "words"), [
+    ((2**30, 1), "1,073,741,824 tokens, the norm's kernels have 1,073,741,823"), ((2**30 - 1, 1), None),
+    ((2, 8193), "rows of 8193 numbers, the norm's kernels have 8192"), ((2, 8192), None), ((0, 8), None)])
+def test_what_is_too_large_for_the_norm(shape, words):
+    assert dispatch.unsupported_norm(torch.empty(shape, device="meta")) == words
+
+
+@pytest.mark.parametrize(("n_chunks", "n_rows", "whole"), [(4, 1, True), (5, 1, False), (32, 1, False), (32, 11, True)])
+def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monkeypatch):
+    """In two levels where a row of chunks would be walked by few programs, one chunk after another."""
+    grids = []
+    monkeypatch.setattr(GridExecutor, "__call__",
+                        lambda self, *args, **kwargs: grids.append((self.fn.__name__, self.grid)))
+    uvz, documents = torch.zeros(n_rows, n_chunks * 128, 2 * 1536 + S), SimpleNamespace(
+        scales_RBG=torch.ones(1, n_rows, n_chunks), begins_BT=None, ends_BT=None)
+    mixed_chunk.make_states(uvz, uvz[..., 1536:3072], torch.zeros(4, 1, 1, S), documents, 128, backward=False)
+    assert [name for name, _ in grids] == ["walk_states"] + ["scan_states"] * (not whole)
+    assert grids[0][1][0] == 48 * n_rows * (1 if whole else n_chunks)
