@@ -13,6 +13,7 @@ help:
 	@echo "make campaign  tests that are too long for a push: ranks killed thirty times, plans of memory against runs"
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
 	@echo "make wheel   build the source archive and the wheel, install it where nothing else is, and try it; in out/wheel"
+	@echo "make lowest  the tests with the oldest versions that are allowed, in an environment of its own"
 	@echo "make ecosystem  fine-tuning, quantisation, evaluation and serving by other libraries, each in an environment of its own"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove environments and caches, not what was trained (out/)"
@@ -82,6 +83,17 @@ wheel:
 	cp tests/ecosystem/typed_use.py out/wheel
 	cd out/wheel && PATH=$(CURDIR)/out/wheel/env/bin:$$PATH PYTHONPATH= sh -e $(CURDIR)/tools/try_wheel
 
+# The oldest versions that pyproject.toml allows, with the tests' own tools as they are pinned.
+lowest:
+	$(PYTHON) -m venv --clear out/lowest
+	out/lowest/bin/pip install --disable-pip-version-check --no-input -q uv
+	out/lowest/bin/uv pip compile -q --no-header --resolution lowest-direct --extra report --extra triton pyproject.toml -o out/lowest/versions.txt
+	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -r out/lowest/versions.txt
+	grep -E '^(pytest|pytest-xdist|hypothesis|tensorboard)==' constraints.txt > out/lowest/tools.txt
+	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -c out/lowest/versions.txt -r out/lowest/tools.txt
+	out/lowest/bin/pip install --disable-pip-version-check --no-input -q --no-deps -e .
+	PATH=$(CURDIR)/out/lowest/bin:$$PATH out/lowest/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
 # What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.
 ecosystem:
 	for library in $(or $(LIBRARIES),accelerate datasets peft torchao trl lm_eval onnx openai); do \
@@ -94,4 +106,4 @@ clean:
 	rm -rf .venv .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types bench bench-all gpu docs drills campaign wheel ecosystem env clean
+.PHONY: help train test lint types bench bench-all gpu docs drills campaign wheel lowest ecosystem env clean

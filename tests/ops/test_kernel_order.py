@@ -1,0 +1,142 @@
+"""No launch of a kernel depends on the order in which a GPU happens to run its programs."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import launch_order
+from lineartime.layers import rotary
+from lineartime.ops import decode_step, gradients, mixed_chunk, norm, quadratic
+
+S = 128
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2).to(dtype).requires_grad_()
+
+
+def attention(op, n_heads, n_bias, n_tokens, e, dtype, **how):
+    """Output and gradients for two rows of several documents; the second ends in padding."""
+    sin, cos = (x.detach() for x in rotary(torch.arange(n_tokens)[None], S, torch.float32))
+    inputs = [numbers(2, n_tokens, 2 * e + S, dtype=dtype), numbers(n_heads, S, seed=1), numbers(n_heads, S, seed=2),
+              numbers(n_bias, seed=3)]
+    ids_BT = (torch.arange(n_tokens) // 50).repeat(2, 1)
+    ids_BT[1, -n_tokens // 7:] = -1
+    out = op(*inputs[:3], sin, cos, inputs[3], segment_ids_BT=ids_BT, **how)
+    return [out.detach(), *torch.autograd.grad(out, inputs, numbers(*out.shape, seed=4, dtype=dtype).detach())]
+
+
+def chunks(causal, n_tokens):
+    return attention(mixed_chunk.gated_chunk_attention, 4, 255, n_tokens, 64, torch.bfloat16, chunk_size=128,
+                     causal=causal)
+
+
+def row(n_tokens):
+    return attention(quadratic.gated_quadratic_attention, 2, 2 * n_tokens - 1, n_tokens, 64, torch.bfloat16,
+                     scale_len=100, causal=True)
+
+
+def norms():
+    """LayerNorm under autocast, and ScaleNorm in one type."""
+    made = []
+    layer_norm, scale_norm = (numbers(100, seed=2), numbers(100, seed=3)), (numbers(1, seed=2), None)
+    for weights, autocast in ((layer_norm, True), (scale_norm, False)):
+        x, delta = numbers(37, 100), numbers(37, 100, seed=1, dtype=torch.bfloat16 if autocast else torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            total, normed = norm.add_norm(x, delta, *weights)
+        leaves = [each for each in (x, delta, *weights) if each is not None]
+        loss = (total.sin() + normed.float().cos()).sum()
+        made += [total.detach(), normed.detach(), *torch.autograd.grad(loss, leaves)]
+    return made
+
+
+@torch.no_grad()
+def decode():
+    """Rows at several places of their chunk, some in a document that began in it."""
+    position, start = torch.tensor([(0, 0), (127, 0), (289, 0), (461, 429), (461, 461)]).T
+    offset, n = position % 128, len(position)
+    carried = (position - offset - start).clamp(min=0)
+    buffers = [numbers(n, 128, width, seed=width).detach() for width in (S, S, 96)]
+    out = decode_step.chunk_decode_step(
+        numbers(n, 2 * 96 + S), numbers(4, S, seed=1), numbers(4, S, seed=2), *rotary(position, S, torch.float32),
+        numbers(128, seed=3), *buffers, numbers(n, S, 96, seed=4), offset, start - position + offset,
+        torch.where(carried > 0, 1 / carried.clamp(min=1), 0.0))
+    return [out, *buffers]
+
+
+LEVELS, PARTS = {(mixed_chunk, "MANY_CHUNKS"): 0}, {(gradients, "SCORES_AT_ONCE"): 128 * 256}
+CASES = [(lambda: chunks(True, 140), LEVELS), (lambda: row(140), {}), (norms, {(norm, "MAX_PROGRAMS"): 3}),
+         (decode, {})]
+LONGER = [(lambda: chunks(True, 280), LEVELS | PARTS), (lambda: chunks(False, 280), LEVELS), (lambda: row(300), PARTS)]
+KERNELS = {name for module in (decode_step, gradients, mixed_chunk, norm, quadratic)
+           for name, each in vars(module).items() if isinstance(each, triton.runtime.interpreter.InterpretedFunction)}
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(LONGER, marks=pytest.mark.campaign)], ids=["push", "longer"])
+def test_no_launch_depends_on_the_order_of_its_programs(cases, monkeypatch):
+    """By the addresses that programs read and write, and by the bits of all results in other orders."""
+    launched = set()
+    for run, settings in cases:
+        with monkeypatch.context() as patch:
+            for (module, name), value in settings.items():
+                patch.setattr(module, name, value)
+            with launch_order.watched(monkeypatch) as launches:
+                first = run()
+            assert {launch.kernel: launch.faults() for launch in launches if launch.faults()} == {}
+            assert all(bool(x.isfinite().all()) for x in first)
+            for order in ("backwards", "shuffled"):
+                with launch_order.in_order(monkeypatch, order):
+                    again = run()
+                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), order
+        launched |= {launch.kernel for launch in launches if len(launch.loads) > 1}
+    if cases is CASES:
+        assert launched <= KERNELS and len(launched) == 13
+
+
+@triton.jit
+def adds_the_one_before(x):
+    at = tl.program_id(0)
+    tl.store(x + at, tl.load(x + at) + tl.load(x + at - 1, mask=at > 0, other=0.0))
+
+
+@triton.jit
+def stores_in_one_place(x):
+    tl.store(x, tl.program_id(0))
+
+
+@triton.jit
+def reads_what_it_stored(x):
+    at = tl.program_id(0)
+    tl.store(x + at, 2.0)
+    tl.store(x + at, tl.load(x + at) + 1.0)
+
+
+@triton.jit
+def reads_beyond(x):
+    at = tl.program_id(0)
+    tl.store(x + at, tl.load(x + at + 1))
+
+
+@pytest.mark.parametrize(("kernel", "fault"), [
+    (adds_the_one_before, "a program reads what another stores"),
+    (stores_in_one_place, "two programs store in one place"),
+    (reads_what_it_stored, "a program reads what it has stored"),
+    (reads_beyond, "an address lies outside of all tensors")])
+def test_a_fault_is_seen(kernel, fault, monkeypatch):
+    with launch_order.watched(monkeypatch) as launches:
+        kernel[(8,)](torch.ones(8))
+    assert fault in launches[0].faults()
+
+
+def test_another_order_is_another_result_where_there_is_a_race(monkeypatch):
+    made = []
+    for order in ("forwards", "backwards", "shuffled"):
+        x = torch.ones(8)
+        if order == "forwards":
+            adds_the_one_before[(8,)](x)
+        else:
+            with launch_order.in_order(monkeypatch, order):
+                adds_the_one_before[(8,)](x)
+        made.append(x.tolist())
+    assert made[0] == [1, 2, 3, 4, 5, 6, 7, 8] and made[0] != made[1] != made[2] != made[0]
