@@ -49,7 +49,9 @@ def test_every_kernel_of_every_op_compiles_for_each(rows, request):
 
 
 def test_no_kernel_spills(rows):
-    assert [row for row in rows if row["spilled"]] == []
+    """But one on sm_100, 24 bytes: docs/tuning.md, "Tiles that were compiled"."""
+    spilled = {(row["kernel"], row["arch"], row["spilled"]) for row in rows if row["spilled"]}
+    assert spilled <= {("differentiate_keys", 100, 24)}
 
 
 def test_every_kernel_fits_into_shared_memory(rows):
