@@ -89,7 +89,8 @@ def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
         say(f"tests: not run, {', '.join(missing)} is missing here")
         return False
     text, how = out / "tests.txt", ["--collect-only"] if tiny else ["-v", "-n", "8"]
-    command = [sys.executable, "-m", "pytest", "tests/ops/test_gpu.py", "-m", "gpu", "-p", "no:cacheprovider", *how]
+    command = [sys.executable, "-m", "pytest", "tests/ops/test_gpu.py", "-m", "gpu", "-p", "no:cacheprovider", *how,
+               "-W", "default"]  # another version of a library may warn, and that fails nothing here
     ended = cells.run(command, seconds, text)
     for line in re.findall(r"^(?:FAILED|ERROR) .*", text.read_text(encoding="utf-8"), re.MULTILINE)[:20]:
         say(f"tests: {line}")
