@@ -84,18 +84,26 @@ def run_stage(stage: str, calls: cells.Calls, out: Path, device: str, deadline: 
 
 def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
     """The tests that need a GPU, their output in tests.txt; a dry run only collects them. In several processes: most of
-    their time a processor compiles kernels."""
+    their time a processor compiles kernels. Those that have passed are in tests-passed.txt and are not run again."""
     if missing := absent(FOR_TESTS):
         say(f"tests: not run, {', '.join(missing)} is missing here")
         return False
-    text, how = out / "tests.txt", ["--collect-only"] if tiny else ["-v", "-n", "8"]
+    text, passed = out / "tests.txt", out / "tests-passed.txt"
+    before = passed.read_text(encoding="utf-8").splitlines() if passed.exists() else []
+    how = ["--collect-only"] if tiny else ["-v", "-n", "8"]
     command = [sys.executable, "-m", "pytest", "tests/ops/test_gpu.py", "-m", "gpu", "-p", "no:cacheprovider", *how,
+               *(f"--deselect={name}" for name in before),
                "-W", "default"]  # another version of a library may warn, and that fails nothing here
     ended = cells.run(command, seconds, text)
+    new = re.findall(r"PASSED (\S.*?) *$", text.read_text(encoding="utf-8"), re.MULTILINE)
+    passed.write_text("".join(f"{name}\n" for name in [*before, *new]), encoding="utf-8")
+    if before:
+        say(f"tests: {len(before)} had passed before")
     for line in re.findall(r"^(?:FAILED|ERROR) .*", text.read_text(encoding="utf-8"), re.MULTILINE)[:20]:
         say(f"tests: {line}")
     say(f"tests: {cells.last_line(text).strip('= ')}")
-    return ended == cells.DONE
+    nothing_left = bool(before) and "no tests ran" in cells.last_line(text)
+    return ended == cells.DONE or nothing_left
 
 
 def summarise(out: Path, tiny: bool) -> None:

@@ -145,6 +145,24 @@ def test_what_fails_of_the_tests_is_said(tmp_path, monkeypatch, capsys, tiny, en
     assert ("--collect-only" in given) == tiny and ("-n" in given) != tiny
 
 
+def test_tests_that_have_passed_are_not_run_again(tmp_path, monkeypatch, capsys):
+    """Names with spaces too."""
+    said = iter(["[gw0] [ 1%] PASSED tests/a.py::test_b[x y] \n[gw1] [ 2%] PASSED tests/a.py::test_c \n"
+                 "[gw0] [ 3%] FAILED tests/a.py::test_d \n", "= 2 deselected, no tests ran in 1.0s =\n"])
+    given = []
+
+    def fake_run(command, seconds, output):
+        given.append([word for word in command if word.startswith("--deselect")])
+        output.write_text(next(said))
+        return "something"
+
+    monkeypatch.setattr(gpu.cells, "run", fake_run)
+    assert not gpu.run_tests(tmp_path, False, 100)
+    assert gpu.run_tests(tmp_path, False, 100)
+    assert given == [[], ["--deselect=tests/a.py::test_b[x y]", "--deselect=tests/a.py::test_c"]]
+    assert "tests: 2 had passed before" in capsys.readouterr().out
+
+
 def test_a_dry_run_collects_the_tests(tmp_path):
     done = script("tests", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
     assert done.returncode == 0 and "tests collected" in done.stdout

@@ -22,7 +22,6 @@ from lineartime.training import train
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS, prepare_text, what_is_left
 
-pytestmark = pytest.mark.xdist_group("context")  # the launch of four ranks, which takes half a minute, is made once
 EXACT = 1e-12
 
 

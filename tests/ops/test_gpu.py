@@ -3,6 +3,7 @@ and the kernels at the sizes they are for, where the tests of each kernel are of
 
 Left out unless asked for: `python -m pytest -m gpu tests/ops/test_gpu.py`, or `make gpu STAGE=tests`."""
 
+import fcntl
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -306,6 +307,15 @@ def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> N
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
 
 
+@pytest.fixture
+def alone(tmp_path_factory):
+    """One test at a time of all processes: each takes tens of gigabytes."""
+    with (tmp_path_factory.getbasetemp().parent / "large.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("two_levels", [True, False])
 def test_long_rows(two_levels: bool) -> None:
     """Chunk states in two levels, which few rows of many chunks get, and in one."""
@@ -317,6 +327,7 @@ def test_long_rows(two_levels: bool) -> None:
     assert too_far("gated_chunk_attention", kernel, definition, inputs, torch.bfloat16) == {}
 
 
+@pytest.mark.usefixtures("alone")
 def test_more_numbers_than_32_bits_count() -> None:
     """The last of several long rows is what it is alone: uvz has 2.5e9 numbers."""
     config = op_config("gated_chunk_attention", 256, True, 2**18)

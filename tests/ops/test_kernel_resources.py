@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("resources")  # what takes a minute to compile is compiled once
 ROOT = Path(__file__).parents[2]
 SCRIPT, LOG = ROOT / "tools" / "kernel_resources.py", ROOT / "docs" / "tuning.md"
 
