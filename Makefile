@@ -84,7 +84,7 @@ wheel:
 	cp tests/ecosystem/typed_use.py out/wheel
 	cd out/wheel && PATH=$(CURDIR)/out/wheel/env/bin:$$PATH PYTHONPATH= sh -e $(CURDIR)/tools/try_wheel
 
-# The oldest versions that pyproject.toml allows, with the tests' own tools as they are pinned.
+# The oldest versions that pyproject.toml allows, beside the newest of what they need in turn, which may call them outdated.
 lowest:
 	$(PYTHON) -m venv --clear out/lowest
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q uv
@@ -93,7 +93,8 @@ lowest:
 	grep -E '^(pytest|pytest-xdist|hypothesis|tensorboard)==' constraints.txt > out/lowest/tools.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -c out/lowest/versions.txt -r out/lowest/tools.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q --no-deps -e .
-	PATH=$(CURDIR)/out/lowest/bin:$$PATH out/lowest/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	PATH=$(CURDIR)/out/lowest/bin:$$PATH out/lowest/bin/python -m pytest -n 2 --dist loadfile \
+		-W default::DeprecationWarning $(PYTEST_ARGS)
 
 # What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.
 ecosystem:
