@@ -464,16 +464,17 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns unless it is 0.
 
         labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding is ignored
-        too. The loss is the mean in nats, or the sum over `num_items_in_batch`, and 0 without labels to learn. In
-        training the logits, which would take most of the memory, are returned only for a `logits_to_keep` other than
-        0."""
+        too, and so is what stands behind padding, which nothing predicts. The loss is the mean in nats, or the sum over
+        `num_items_in_batch`, and 0 without labels to learn. In training the logits, which would take most of the
+        memory, are returned only for a `logits_to_keep` other than 0."""
         x_BTD, cache, states = self.hidden(input_ids, attention_mask, past_key_values, use_cache, inputs_embeds,
                                            position_ids, output_hidden_states, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = loss = None
         if labels is not None:
-            labels_BT = labels.masked_fill(labels == self.padding, -100)
-            loss = mean_loss(self.model, x_BTD[:, :-1], labels_BT[:, 1:], num_items_in_batch)
+            valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
+            labels_BT = labels[:, 1:].masked_fill((labels[:, 1:] == self.padding) | ~valid_BT[:, :-1], -100)
+            loss = mean_loss(self.model, x_BTD[:, :-1], labels_BT, num_items_in_batch)
         if labels is None or not self.training or kept != slice(0, None):
             logits_BTV = self.model.logits(x_BTD[:, kept])
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states)

@@ -224,6 +224,21 @@ def test_padding_anywhere_changes_nothing(ours, hf64):
     ours.float()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_a_row_does_not_depend_on_those_beside_it(hf64, side):
+    """With padding on either side: nothing is predicted from padding."""
+    rows = [[EOD, 1, 2, 3], [EOD, 4, 5, 6, 7, 8, 9]]
+    ids_BT, mask_BT = torch.full((2, 7), 3), torch.zeros(2, 7, dtype=torch.long)
+    for row, ids in enumerate(rows):
+        where = slice(7 - len(ids), 7) if side == "left" else slice(len(ids))
+        ids_BT[row, where], mask_BT[row, where] = torch.tensor(ids), 1
+    labels_BT = ids_BT.masked_fill(mask_BT == 0, -100)
+    with torch.no_grad():
+        together = hf64(ids_BT, attention_mask=mask_BT, labels=labels_BT, num_items_in_batch=1).loss
+        alone = [hf64(torch.tensor([ids]), labels=torch.tensor([ids]), num_items_in_batch=1).loss for ids in rows]
+    assert abs(together - sum(alone)) < 1e-11
+
+
 def test_greedy_tokens_are_those_of_our_generate(ours, hf, said):
     for prompt in PROMPTS:
         batch = left_padded([prompt])
