@@ -364,7 +364,7 @@ class Tiles(NamedTuple):
 
 
 SCAN_COLUMNS = 1024
-MANY_CHUNKS, FEW_PROGRAMS = 4, 264
+MANY_CHUNKS, FEW_PROGRAMS = 8, 264
 """A row of more than MANY_CHUNKS has its states made in two levels if one level has fewer than FEW_PROGRAMS."""
 
 

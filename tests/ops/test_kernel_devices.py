@@ -89,7 +89,7 @@ def test_what_is_too_large_for_the_norm(shape, words):
     assert dispatch.unsupported_norm(torch.empty(shape, device="meta")) == words
 
 
-@pytest.mark.parametrize(("n_chunks", "n_rows", "whole"), [(4, 1, True), (5, 1, False), (32, 1, False), (32, 11, True)])
+@pytest.mark.parametrize(("n_chunks", "n_rows", "whole"), [(8, 1, True), (9, 1, False), (32, 1, False), (32, 11, True)])
 def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monkeypatch):
     """In two levels where a row of chunks would be walked by few programs, one chunk after another."""
     grids = []
