@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lineartime.decoding.cache import ChunkState, DecodeInputs, DecodingState
-from lineartime.generation.step import step_in_window
+from lineartime.decoding.cache import ChunkState, DecodingState
+from lineartime.generation.step import last_tokens, step_in_window
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 
@@ -74,9 +74,7 @@ class CapturedStep:
 
     def close(self, chunk_size: int) -> None:
         """Close the chunks that the last token filled."""
-        newest_B = self.state.seq_lens_B - 1
-        inputs = DecodeInputs(newest_B, self.state.start_B, torch.ones_like(newest_B),
-                              torch.zeros_like(newest_B[:, None]).bool())
+        inputs = last_tokens(self.state)
         for cache in self.state.caches:
             if isinstance(cache, ChunkState):
                 at = inputs.for_heads(cache.n_heads).token_position(self.model.config, cache.kv_BSE.dtype)

@@ -8,19 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, DecodingState
+from lineartime.decoding.cache import ChunkState, DecodeInputs, DecodingState
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 
 
 def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int) -> tuple[Tensor, Tensor]:
     """Append one token to every row without host synchronisation: logits_BV, and the start of each row's document. Of
-    the state only the caches are updated, and full chunks are not closed, see `close_chunks`.
+    the state only the caches are updated, and full chunks are not closed: the caller does that.
 
     window: the number of cached keys that are read, at least the tokens of the longest row with the new one."""
     ids_B1 = ids_B[:, None]
     inputs = DecodeInputs(state.seq_lens_B, state.start_B, torch.ones_like(ids_B), model.begins(ids_B1), window)
     return model.logits(model.extend_layers(ids_B1, inputs, state.caches)[:, 0]), inputs.start_BN[:, 0]
+
+
+def last_tokens(state: DecodingState, window: int | None = None) -> DecodeInputs:
+    """The inputs of each row's last token, which has been appended; window: see `DecodeInputs`."""
+    last_B = state.seq_lens_B - 1
+    begins_B1 = torch.zeros_like(last_B[:, None]).bool()
+    return DecodeInputs(last_B, state.start_B, torch.ones_like(last_B), begins_B1, window)
 
 
 class DecodeStep(nn.Module):
@@ -59,9 +66,16 @@ class DecodeStep(nn.Module):
         state.reserve(self.window)
         return state_tensors(state)
 
+    def to_state(self, state: dict[str, Tensor]) -> DecodingState:
+        """The inverse of `to_tensors`, with copies of the tensors of caches."""
+        caches = [copy.copy(cache) for cache in self.caches]
+        for n, cache in enumerate(caches):
+            vars(cache).update({name: state[f"{n}.{name}"].clone() for name in cache.tensors()})
+        return DecodingState(caches, state["seq_lens_B"], state["start_B"])
+
     def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """ids_B: the next token of each row. A row must not outgrow the window; nothing here looks at its length."""
-        now = DecodingState(with_tensors(self.caches, state), state["seq_lens_B"], state["start_B"])
+        now = self.to_state(state)
         logits_BV, now.start_B = step_in_window(self.model, ids_B, now, self.window)
         now.seq_lens_B = now.seq_lens_B + 1
         new = state_tensors(now)
@@ -72,11 +86,9 @@ class DecodeStep(nn.Module):
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state that change when chunks are closed, after those that the last token filled were."""
-        config, last_B = self.model.config, state["seq_lens_B"] - 1
-        inputs = DecodeInputs(last_B, state["start_B"], torch.ones_like(last_B), torch.zeros_like(last_B[:, None]) > 0,
-                              self.window)
-        changed = {}
-        for n, cache in enumerate(with_tensors(self.caches, state)):
+        config, now, changed = self.model.config, self.to_state(state), {}
+        inputs = last_tokens(now, self.window)
+        for n, cache in enumerate(now.caches):
             assert isinstance(cache, ChunkState)
             at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)
             is_full_B: Tensor = at.offset_B == (config.chunk_size or 0) - 1
@@ -106,11 +118,3 @@ def state_tensors(state: DecodingState) -> dict[str, Tensor]:
     of_caches = {f"{n}.{name}": tensor for n, cache in enumerate(state.caches)
                  for name, tensor in cache.tensors().items()}
     return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B, **of_caches}
-
-
-def with_tensors(caches: list[Cache], tensors: dict[str, Tensor]) -> list[Cache]:
-    """Caches like these with copies of the tensors of `state_tensors`."""
-    caches = [copy.copy(cache) for cache in caches]
-    for n, cache in enumerate(caches):
-        vars(cache).update({name: tensors[f"{n}.{name}"].clone() for name in cache.tensors()})
-    return caches
