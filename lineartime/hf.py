@@ -54,6 +54,7 @@ from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer, weight_files
 from lineartime.settings import require
 from lineartime.weights.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
+from lineartime.weights.placed import use_hooks
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
@@ -331,6 +332,7 @@ class LineartimeModel(PreTrainedModel):
                                       embeds_BTD=embeds_BTD, collected=collected)
         else:
             x_BTD = cache.extend(self.model, ids_BT, valid_BT, embeds_BTD, collected)
+        x_BTD = x_BTD.to(self.model.embed.weight.device)  # the head's, if layers are on several
         return x_BTD, cache, None if collected is None else (*collected, x_BTD)
 
     @property
@@ -379,8 +381,7 @@ class LineartimeModel(PreTrainedModel):
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
         not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
-        missing in `LanguageModel`; UsageError for a device_map of several places: layers are not called as modules,
-        so hooks that move weights do not see them."""
+        missing in `LanguageModel`; UsageError as `weights.placed.use_hooks` does."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -394,9 +395,8 @@ class LineartimeModel(PreTrainedModel):
                       for name, stored, own in sorted(found["mismatched_keys"])]
         if wrong:
             raise CheckpointError("the checkpoint's tensors are not this model's", f"{place}: {first_five(wrong)}")
-        places = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-        require(places != {"disk"} and len(places) <= 1, "the weights of this model stay on one device",
-                f"device_map: {', '.join(sorted(places))}", "name one device")
+        if getattr(model, "hf_device_map", None):
+            use_hooks(model.model)
         readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor and not p.is_meta}
         check_finite(readable, place)  # quantised and offloaded weights are not
         return (model, found) if output_loading_info else model

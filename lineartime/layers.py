@@ -123,6 +123,12 @@ class SequenceInfo:
     """The ranks that share the rows, of which all else here is this rank's part. Segment ids are then given, and 0 is
     the document of the token before the part."""
 
+    def to(self, device: torch.device | str) -> "SequenceInfo":
+        """The same on a device."""
+        sin_cos = None if self.rotary is None else (self.rotary[0].to(device), self.rotary[1].to(device))
+        ids_BT = None if self.segment_ids_BT is None else self.segment_ids_BT.to(device)
+        return dataclasses.replace(self, rotary=sin_cos, segment_ids_BT=ids_BT)
+
     @property
     def exchange(self) -> Exchange | None:
         """What brings the states of the rows' other parts; None if the rows are whole."""

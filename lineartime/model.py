@@ -235,7 +235,7 @@ class LanguageModel(nn.Module):
 
 def in_order(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
     """The vectors of each row in another order: place t has that of place order_BT[b, t]."""
-    return x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD))
+    return x_BTD.gather(1, order_BT.to(x_BTD.device)[..., None].expand_as(x_BTD))
 
 
 def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:

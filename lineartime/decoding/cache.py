@@ -63,6 +63,7 @@ class DecodeInputs:
             if len({*lengths}) == 1 and min(n_new) == len(index_N):
                 self.common_position = lengths[0]
         self.folded: DecodeInputs | None = None
+        self.moved: dict[torch.device, DecodeInputs] = {}
         self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
     def for_heads(self, n_heads: int) -> "DecodeInputs":
@@ -74,6 +75,18 @@ class DecodeInputs:
                      for name in ("seq_lens_B", "start_B", "n_new_B", "begins_BN")}
             self.folded = dataclasses.replace(self, **parts)
         return self.folded
+
+    def to(self, device: torch.device | str) -> "DecodeInputs":
+        """The same on a device; computed once for all its layers."""
+        device = torch.device(device)
+        if device == self.begins_BN.device:
+            return self
+        if device not in self.moved:
+            there = self.moved[device] = copy.copy(self)  # not made anew, which would wait for the device
+            tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+            vars(there).update({name: tensor.to(device) for name, tensor in tensors.items()})
+            there.folded, there.moved, there.token_positions = None, {}, {}
+        return self.moved[device]
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
         """The row's new tokens split by document: start, stop, and whether a document begins at the start."""
@@ -356,5 +369,5 @@ class DecodingState:
                 heads = torch.arange(cache.n_heads, device=rows_B.device)
                 entries_B = (rows_B[:, None] * cache.n_heads + heads).flatten()
             for name, tensor in cache.tensors().items():
-                setattr(cache, name, tensor.index_select(0, entries_B))
+                setattr(cache, name, tensor.index_select(0, entries_B.to(tensor.device)))
         self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)

@@ -56,13 +56,24 @@ def losses(trainer, checkpoint=None):
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def test_accelerate_places_the_model_on_one_device_only(tmp_path):
+def test_accelerate_places_layers(tmp_path):
+    """Weights of layers wait on disk; the same logits and the same text, by beams too."""
     model, tokenizer = opened()
     batch = tokenizer(TEXTS[:2], padding=True, return_tensors="pt")
-    placed = AutoModelForCausalLM.from_pretrained(SMALL, device_map="auto")
-    assert torch.equal(placed(**batch).logits.cpu(), model(**batch).logits) or torch.cuda.is_available()
-    with pytest.raises(UsageError, match="stay on one device"):
-        AutoModelForCausalLM.from_pretrained(SMALL, device_map={"": "disk"}, offload_folder=str(tmp_path))
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    outer = ["model.embed", "model.abs_pos", "model.norm", "model.head_bias"]
+    layers = {f"model.layers.{i}": "disk" if i % 2 else there for i in range(model.config.n_layers)}
+    placed = AutoModelForCausalLM.from_pretrained(SMALL, offload_folder=str(tmp_path / "some"),
+                                                  device_map={**dict.fromkeys(outer, there), **layers})
+    alone = AutoModelForCausalLM.from_pretrained(SMALL, device_map=there)
+    assert all(p.is_meta for p in placed.model.layers[1].parameters())
+    batch = batch.to(there)
+    assert torch.equal(placed(**batch).logits, alone(**batch).logits)
+    for how in ({}, {"num_beams": 3}):
+        text, expected = (each.generate(**batch, max_new_tokens=20, do_sample=False, **how) for each in (placed, alone))
+        assert torch.equal(text, expected)
+    with pytest.raises(UsageError, match="only layers wait on a processor or on disk"):
+        AutoModelForCausalLM.from_pretrained(SMALL, device_map={"": "disk"}, offload_folder=str(tmp_path / "all"))
 
 
 def test_accelerate_and_trainer_smooth_labels(tmp_path):
