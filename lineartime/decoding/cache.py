@@ -64,6 +64,7 @@ class DecodeInputs:
                 self.common_position = lengths[0]
         self.folded: DecodeInputs | None = None
         self.moved: dict[torch.device, DecodeInputs] = {}
+        self.parts: dict[int, tuple[DecodeInputs, DecodeInputs]] = {}
         self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
     def for_heads(self, n_heads: int) -> "DecodeInputs":
@@ -85,8 +86,30 @@ class DecodeInputs:
             there = self.moved[device] = copy.copy(self)  # not made anew, which would wait for the device
             tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
             vars(there).update({name: tensor.to(device) for name, tensor in tensors.items()})
-            there.folded, there.moved, there.token_positions = None, {}, {}
+            there.folded, there.moved, there.parts, there.token_positions = None, {}, {}, {}
         return self.moved[device]
+
+    def whole_chunks(self, chunk_size: int) -> int:
+        """Where to cut so that a part is whole chunks: all N tokens if they are, 0 if no chunk is filled or rows are at
+        different places."""
+        n_tokens = self.begins_BN.shape[1]
+        if self.common_position is None or n_tokens < chunk_size:
+            return 0
+        before = -self.common_position % chunk_size
+        n_whole = (n_tokens - before) // chunk_size * chunk_size
+        return min(before, n_whole) or n_whole
+
+    def split(self, n_tokens: int) -> tuple["DecodeInputs", "DecodeInputs"]:
+        """The same of the first n tokens of each row, and of the others; computed once for all layers. For rows
+        without padding."""
+        if n_tokens not in self.parts:
+            n_new_B = torch.full_like(self.n_new_B, n_tokens)
+            begins_BN, later_BN = self.begins_BN.tensor_split([n_tokens], 1)
+            self.parts[n_tokens] = (
+                DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN),
+                DecodeInputs(self.seq_lens_B + n_tokens, self.start_BN[:, n_tokens - 1], self.n_new_B - n_tokens,
+                             later_BN))
+        return self.parts[n_tokens]
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
         """The row's new tokens split by document: start, stop, and whether a document begins at the start."""

@@ -22,12 +22,13 @@ from lineartime.ops.dispatch import (
     use_kernels,
 )
 from lineartime.ops.reference import mixed_chunk_attention, quadratic_attention
+from lineartime.settings import require
 
 if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
 
-__all__ = ["add_norm", "chunk_decode_step", "gated_chunk_attention", "gated_quadratic_attention",
-           "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
+__all__ = ["add_norm", "carried_chunk_attention", "chunk_decode_step", "gated_chunk_attention",
+           "gated_quadratic_attention", "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
 
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
@@ -54,6 +55,23 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
+
+
+def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+                            past: reference.Past, *, chunk_size: int, segment_ids_BT: Tensor | None = None,
+                            pooling: str = "mean", impl: str | None = None) -> tuple[Tensor, reference.Past]:
+    """Causal `gated_chunk_attention` of whole chunks that go on from a past, and the past of what follows them. A row
+    in parts, each with the past of the one before, is the whole row, and so are its gradients.
+
+    past: kv_BSE `[B, S, E]` and count_B `[B]`, float32 at least, see `reference.Past`; zeros where a row begins.
+    segment_ids_BT: document 0 is the past's, whether it has tokens here or not; without padding. The other arguments
+    and errors are as in `gated_chunk_attention`. Raises UsageError too for T that is not a multiple of the chunk."""
+    require(uvz_BTF.shape[1] % chunk_size == 0, "a past is carried over whole chunks",
+            f"{uvz_BTF.shape[1]} tokens in chunks of {chunk_size}")
+    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
+    module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
+    return module.carried_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, past, chunk_size=chunk_size,
+                                          segment_ids_BT=segment_ids_BT, pooling=pooling)
 
 
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

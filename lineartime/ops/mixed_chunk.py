@@ -311,11 +311,13 @@ class Documents(NamedTuple):
 
 
 def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
-                      pooling: str, device: torch.device, outside_RB: Tensor | None = None) -> Documents:
+                      pooling: str, device: torch.device, outside_RB: Tensor | None = None,
+                      goes_on: bool = False) -> Documents:
     """The `Documents` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`.
 
     outside_RB: of parts of rows, the number of tokens that document 0 has before the part, and when not causal that of
-    the last token has after it. None: 0."""
+    the last token has after it. None: 0. goes_on: whether the last token's document goes on behind a causal row, by a
+    number of tokens that does not matter."""
     chunk_G = torch.arange(0, n_tokens, chunk_size, device=device)
     last_G = (chunk_G + chunk_size - 1).clamp(max=n_tokens - 1)
 
@@ -325,6 +327,7 @@ def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int,
     if segment_ids_BT is None:
         ids_BT, begins_BT, ends_BT = None, None, None
         begin_BG, end_BG = (chunk_G.new_full((n_rows, len(chunk_G)), at) for at in (0, n_tokens))
+        begin_BG = begin_BG if outside_RB is None else begin_BG - outside_RB[0].int()[:, None]
         count_BT = chunk_G.new_full((n_rows, n_tokens), n_tokens)
     else:
         ids_BT, token_T = segment_ids_BT.int(), torch.arange(n_tokens, dtype=torch.int32, device=device)
@@ -336,6 +339,8 @@ def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int,
             begins_BT = begins_BT - torch.where(ids_BT == 0, outside_RB[0].int()[:, None], 0)
             if not causal:
                 ends_BT = ends_BT + torch.where(ids_BT == ids_BT[:, -1:], outside_RB[1].int()[:, None], 0)
+        if goes_on:
+            ends_BT = ends_BT + (ids_BT == ids_BT[:, -1:]).int()
         begins_BT, ends_BT = (torch.where(ids_BT >= 0, x, token_T).contiguous() for x in (begins_BT, ends_BT))
         begin_BG, end_BG, count_BT = begins_BT[:, ::chunk_size], ends_BT[:, last_G], ends_BT - begins_BT
     if causal:
@@ -450,34 +455,40 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
 @on_own_device
 def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None,
             ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
-            chunk_size: int, causal: bool) -> Tensor:
-    """`gated_chunk_attention` of contiguous tensors. past: the sums that enter the rows, past_RBSE, float32, or None.
-    ids, begins, ends, scales, each: see `Documents`."""
+            chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
+    """`gated_chunk_attention` of contiguous tensors, and the sums that leave the rows, left_RBSE, without `carries` no
+    entry. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends, scales, each: see
+    `Documents`."""
     e, documents = (uvz.shape[-1] - gamma.shape[-1]) // 2, Documents(ids, begins, ends, scales, each)
     heads = make_heads(uvz, gamma, beta, sin, cos)
-    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
+    left = torch.empty_like(past) if carries and past is not None else None
+    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
+                            last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
     queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
-    return out
+    return out, scales.new_empty(0) if left is None else left
 
 
 @forward.register_fake
-def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
-    return uvz.new_empty(*uvz.shape[:2], (uvz.shape[-1] - gamma.shape[-1]) // 2)
+def _(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None,
+      ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
+      chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
+    return (uvz.new_empty(*uvz.shape[:2], (uvz.shape[-1] - gamma.shape[-1]) // 2),
+            torch.empty_like(past) if carries and past is not None else scales.new_empty(0))
 
 
 @torch.library.custom_op("lineartime::gated_chunk_attention_backward", mutates_args=())
 @on_own_device
-def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-             past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
-             each: Tensor | None, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta, w and past; the last has no entry where there is no past. Heads, v and states
-    of the forward pass are recomputed."""
+def backward(dout: Tensor, dleft: Tensor | None, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor,
+             w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
+             scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of uvz, gamma, beta, w and past; the last has no entry where there is no past. dleft: the gradient
+    of the sums that leave the rows, or None. Heads, v and states of the forward pass are recomputed."""
     e, documents = dout.shape[-1], Documents(ids, begins, ends, scales, each)
     heads = make_heads(uvz, gamma, beta, sin, cos)
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
     dpast = None if past is None else torch.empty_like(past)
-    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, last_RBSE=dpast)
+    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
     keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
@@ -488,23 +499,24 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
 
 
 @backward.register_fake
-def _(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+def _(dout: Tensor, dleft: Tensor | None, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
       past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
       *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (torch.empty_like(uvz), torch.empty_like(gamma), torch.empty_like(beta), torch.empty_like(w),
             scales.new_empty(0) if past is None else torch.empty_like(past))
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.chunk_size, ctx.causal = inputs
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.chunk_size, ctx.causal, ctx.carries = inputs
     ctx.save_for_backward(*tensors)
 
 
-def differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def differentiate(ctx: Any, dout: Tensor, dleft: Tensor) -> tuple[Tensor | None, ...]:
     uvz, gamma, beta, sin, cos, w, past, *documents = ctx.saved_tensors
-    duvz, dgamma, dbeta, dw, dpast = backward(dout.contiguous(), uvz, gamma, beta, sin, cos, w, past, *documents,
-                                              ctx.chunk_size, ctx.causal)
-    return duvz, dgamma, dbeta, None, None, dw, None if past is None else dpast, *[None] * 7
+    duvz, dgamma, dbeta, dw, dpast = backward(
+        dout.contiguous(), dleft.contiguous() if ctx.carries else None, uvz, gamma, beta, sin, cos, w, past, *documents,
+        ctx.chunk_size, ctx.causal)
+    return duvz, dgamma, dbeta, None, None, dw, None if past is None else dpast, *[None] * 8
 
 
 forward.register_autograd(differentiate, setup_context=keep)
@@ -527,7 +539,22 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device,
                                   outside_RB)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
-    return forward(*tensors, past_RBSE, *documents, chunk_size, causal)
+    return forward(*tensors, past_RBSE, *documents, chunk_size, causal, False)[0]
+
+
+def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+                            past: reference.Past, *, chunk_size: int, segment_ids_BT: Tensor | None = None,
+                            pooling: str = "mean") -> tuple[Tensor, reference.Past]:
+    """`reference.carried_chunk_attention` in kernels; see `gated_chunk_attention`. The numbers of tokens have no
+    gradient."""
+    (kv_BSE, count_B), (n_rows, n_tokens, _) = past, uvz_BTF.shape
+    refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w, kv_BSE)
+    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, True, pooling, uvz_BTF.device,
+                                  count_B[None], goes_on=True)
+    tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
+    out_BTE, left_1BSE = forward(*tensors, kv_BSE.float().contiguous()[None], *documents, chunk_size, True, True)
+    n_left_B = n_tokens + count_B if documents.begins_BT is None else n_tokens - documents.begins_BT[:, -1]
+    return out_BTE, (left_1BSE[0].to(kv_BSE.dtype), n_left_B.to(count_B.dtype))
 
 
 def past_of_rows(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, segment_ids_BT: Tensor,

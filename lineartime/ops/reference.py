@@ -199,6 +199,9 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
 
 States = tuple[Tensor, Tensor, Tensor]
 """Of a document at each place of a row: the sum of k v over its tokens before, their number, and the document."""
+Past = tuple[Tensor, Tensor]
+"""What the linear half keeps of the tokens before a row's first: kv_BSE, the sum of k v over those of document 0, and
+count_B, their number; float32 at least."""
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """Where the rows here are a part of rows: (leaving_DBF, passes_B) -> entering_DBF, the states that enter the part. See
 `distributed.context.exchange_states`."""
@@ -216,17 +219,16 @@ def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gat
     return kv_in_BGSE, count_in_BG, entering_BG
 
 
-def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, initial: tuple[Tensor, Tensor],
+def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, past: Past,
                    gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """`entering_states` of rows that have a past, and the state after the last chunk: kv_BPSE, count_BP, document_BP.
+    """`entering_states` of rows that have a past, and the state after the last chunk: kv_BPSE, count_BP and
+    document_BP."""
+    return with_past(entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=True), past)
 
-    initial: kv_BSE and count_B of document 0 in the past."""
-    return with_past(entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=True), initial)
 
-
-def with_past(states: States, initial: tuple[Tensor, Tensor]) -> States:
-    """States to which a past is added, kv_BSE and count_B of document 0."""
-    (kv_BPSE, count_BP, document_BP), (kv_BSE, count_B) = states, initial
+def with_past(states: States, past: Past) -> States:
+    """States to which a past is added."""
+    (kv_BPSE, count_BP, document_BP), (kv_BSE, count_B) = states, past
     still_BP = document_BP == 0
     kv_BPSE = kv_BPSE + torch.where(still_BP[..., None, None], kv_BSE[:, None], 0.0)
     return kv_BPSE, count_BP + torch.where(still_BP, count_B[:, None], 0.0), document_BP
@@ -363,6 +365,25 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
         causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
         exchange=exchange)
     return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
+
+
+def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+                            past: Past, *, chunk_size: int, segment_ids_BT: Tensor | None = None,
+                            pooling: str = "mean") -> tuple[Tensor, Past]:
+    """Causal `gated_chunk_attention` of rows that go on from a past: out_BTE, and the past of what follows them.
+
+    Arguments: see `ops.carried_chunk_attention`."""
+    kv_BSE, count_B = past
+    entering_BF, left = torch.cat([kv_BSE.flatten(1), count_B.to(kv_BSE.dtype)[:, None]], dim=1), []
+
+    def carry(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        left.append(leaving_DBF[0] + torch.where(passes_B[:, None], entering_BF, 0.0))
+        return entering_BF[None]
+
+    out_BTE = gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=True,
+                                    segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=carry)
+    left_BF, = left
+    return out_BTE, (left_BF[:, :-1].unflatten(1, kv_BSE.shape[1:]), left_BF[:, -1])
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,

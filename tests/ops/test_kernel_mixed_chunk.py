@@ -154,28 +154,62 @@ def test_a_state_that_enters_is_held_to_float64(levels: int, causal: bool, monke
     assert unread.any() and (ours[-1][unread] == 0).all()  # a past that no token belongs to has no gradient
 
 
-@pytest.mark.campaign
-def test_parts_of_a_row_are_the_row() -> None:
-    """One after the other, each with the state that those before hand on: output and gradients of the whole rows."""
-    inputs, ids_BT = make_inputs(1, 256, torch.float32), torch.tensor([[0] * 50 + [1] * 180 + [2] * 26])
+def run_carried(op, inputs: dict[str, Tensor], ids_BT: Tensor | None) -> list[Tensor]:
+    """The output of rows with a past of 300 tokens, the past of what follows, and the gradients of uvz, gamma, beta, w
+    and of the sums that enter."""
     leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
-    states = [torch.zeros(1, 1, S * 64 + 1)]
+    dtype, n_rows = torch.promote_types(inputs["uvz"].dtype, torch.float32), len(inputs["uvz"])
+    kv_BSE = (100 * random(n_rows, S, 64, seed=8).bfloat16()).to(dtype).requires_grad_()
+    out, (left_BSE, n_left_B) = op(*leaves.values(), (kv_BSE, torch.full((n_rows,), 300.0, dtype=dtype)),
+                                   chunk_size=128, segment_ids_BT=ids_BT)
+    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, left_BSE))]
+    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), kv_BSE]
+    return [x.detach() for x in (out, left_BSE, n_left_B, *torch.autograd.grad([out, left_BSE], wanted, given))]
 
-    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
-        states.append(leaving_DBF + torch.where(passes_B[:, None], states[-1], 0.0))
-        return states[-2]
 
-    outs = []
-    for part, first in ((slice(0, 128), 0), (slice(128, 256), 1)):
+WITHOUT_PADDING = torch.tensor([ids for ids in PARTS.values() if min(ids) >= 0])
+
+
+@pytest.mark.parametrize("levels, ids_BT", [(1, WITHOUT_PADDING), (2, None), *(
+    pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, WITHOUT_PADDING), (1, None)))])
+def test_a_past_is_carried_as_in_float64(levels: int, ids_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
+    inputs = make_inputs(2 if ids_BT is None else len(ids_BT), 256, torch.bfloat16)
+    exact = run_carried(reference.carried_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT)
+    ours, theirs = (run_carried(op, inputs, ids_BT)
+                    for op in (mixed_chunk.carried_chunk_attention, reference.carried_chunk_attention))
+    for name, a, b, x in zip(["out", "left", "number", "uvz", "gamma", "beta", "w", "past"], ours, theirs, exact,
+                             strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
+    assert torch.equal(ours[2].double(), exact[2])
+
+
+LAYOUTS = [[0] * 50 + [1] * 300 + [2] * 34, None, [0] * 128 + [1] * 128 + [2] * 128]
+
+
+@pytest.mark.parametrize("op, dtype, limit, ids_T", [
+    *((reference.carried_chunk_attention, torch.float64, 1e-14, ids_T) for ids_T in LAYOUTS),
+    *(pytest.param(mixed_chunk.carried_chunk_attention, torch.float32, 1e-6, ids_T,
+                   marks=pytest.mark.campaign if i else ()) for i, ids_T in enumerate(LAYOUTS))])
+def test_parts_of_a_row_are_the_row(op, dtype: torch.dtype, limit: float, ids_T: list[int] | None) -> None:
+    """One after the other, each with the past of the one before: output and gradients of the whole rows."""
+    inputs = make_inputs(1, 384, dtype, parameters=dtype)
+    ids_BT = None if ids_T is None else torch.tensor([ids_T])
+    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
+    past, outs = (torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
+    for part in (slice(0, 128), slice(128, 384)):
         own = {name: x[:, part] if name in ("uvz", "sin", "cos") else x for name, x in leaves.items()}
-        outs.append(mixed_chunk.gated_chunk_attention(*own.values(), chunk_size=128, causal=True, exchange=exchange,
-                                                      segment_ids_BT=ids_BT[:, part] - first))
-    given = random(1, 256, 64, seed=6).bfloat16().float()
+        first = 0 if ids_BT is None or part.start == 0 else ids_BT[0, part.start - 1]
+        out, past = op(*own.values(), past, chunk_size=128,
+                       segment_ids_BT=None if ids_BT is None else ids_BT[:, part] - first)
+        outs.append(out)
     out = torch.cat(outs, 1)
+    given = random(*out.shape, seed=6).bfloat16().to(dtype)
     made = [out, *torch.autograd.grad(out, [leaves[name] for name in kernel_law.NAMES[1:]], given)]
-    whole = run(mixed_chunk.gated_chunk_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT)
+    whole = run(reference.gated_chunk_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT)
     for a, b in zip(made, whole, strict=True):
-        assert (a - b).norm() <= 1e-6 * b.norm()
+        assert (a - b).norm() <= limit * b.norm()
 
 
 def test_every_run_gives_the_same_bits_in_any_layout() -> None:
@@ -284,6 +318,26 @@ def test_text_is_that_of_the_reference() -> None:
         model.set_impl(impl)
         texts.append(generate(model, prompts, max_new_tokens=12, temperature=0))
     assert texts[0] == texts[1]
+
+
+def test_the_chunks_of_a_prompt_are_read_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two parts, cut inside a chunk, with documents: the states of the rows read at once, and the tokens after."""
+    model, lengths, carried = tiny("flash", end_of_document=0).eval(), [], mixed_chunk.carried_chunk_attention
+    ids_BN = random_ids(2, 300, vocab_size=64)
+    ids_BN[0, 20], ids_BN[1, 200] = 0, 0
+
+    def spy(uvz_BTF: Tensor, *rest: object, **how: object) -> object:
+        lengths.append(uvz_BTF.shape[1])
+        return carried(uvz_BTF, *rest, **how)
+
+    monkeypatch.setattr(mixed_chunk, "carried_chunk_attention", spy)
+    model.set_impl("triton")
+    state = model.decoding_state(2)
+    with torch.no_grad():
+        made = [model.extend(part, torch.tensor([part.shape[1]] * 2), state) for part in ids_BN.split([37, 263], 1)]
+        assert lengths == [128] * len(model.layers)  # tokens 128 to 255; those before and after fill no chunk of a part
+        expected = model.set_impl("reference") or model.hidden(ids_BN)
+    assert (torch.cat(made, 1) - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_layers_that_kernels_do_not_have() -> None:
