@@ -28,7 +28,8 @@ if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
 
 __all__ = ["add_norm", "carried_chunk_attention", "chunk_decode_step", "gated_chunk_attention",
-           "gated_quadratic_attention", "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
+           "gated_quadratic_attention", "linear_cross_entropy", "mixed_chunk_attention",
+           "quadratic_attention", "steps_in_kernel"]
 
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,

@@ -481,7 +481,8 @@ def _(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Ten
 @on_own_device
 def backward(dout: Tensor, dleft: Tensor | None, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor,
              w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
-             scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+             scales: Tensor, each: Tensor | None, chunk_size: int,
+             causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta, w and past; the last has no entry where there is no past. dleft: the gradient
     of the sums that leave the rows, or None. Heads, v and states of the forward pass are recomputed."""
     e, documents = dout.shape[-1], Documents(ids, begins, ends, scales, each)
