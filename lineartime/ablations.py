@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime import ops
 from lineartime.attention.mixed_chunk import attend_in_chunks, linear_heads
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache, TokenPosition, with_room
@@ -74,6 +75,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         config, segment_ids_BT = self.config, info.segment_ids_BT
+        if config.attends_as_flash and config.chunk_size is not None:
+            return self.attend_as_flash(normed_BTD, info)
         use_kernels(self.impl, normed_BTD.device, unsupported_variant)
         u_BTE, v_BTE, z_BTS = self.project(normed_BTD)
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
@@ -85,6 +88,19 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         else:
             out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, gate_BT, info.exchange)
         return self.output(u_BTE, out_BTE)
+
+    def attend_as_flash(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """`branch` of a layer that differs from FLASH in its heads alone, by the op that kernels have."""
+        config, segment_ids_BT = self.config, info.segment_ids_BT
+        assert config.chunk_size is not None
+        uvz_BTF = self.in_proj(normed_BTD)
+        z_BTS = F.silu(uvz_BTF[..., 2 * config.d_inner :])
+        near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
+        heads_4BTS, gate_BT = self.make_heads(z_BTS, near_BTS, info)
+        return self.out_proj(ops.gated_head_attention(
+            uvz_BTF, heads_4BTS, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
+            causal=config.causal, segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT,
+            exchange=info.exchange, impl=self.impl))
 
     def project(self, normed_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u_BTE, v_BTE and z_BTS. In v B counts rows times attention heads."""

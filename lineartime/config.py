@@ -267,12 +267,18 @@ class ModelConfig:
         return self.attn_type == "mixed_chunk" and self.chunk_parts != "local"
 
     @property
+    def attends_as_flash(self) -> bool:
+        """Whether a GAU computes FLASH's or FLASH-Quad's attention, however its heads are made."""
+        return not (self.n_heads > 1 or self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
+                    or self.document_mask != "exact" or self.chunk_pooling == "attention"
+                    or self.chunk_parts != "both" or self.overlap or self.first_to_all or self.cls_softmax
+                    or self.linear_norm)
+
+    @property
     def is_ablated_gau(self) -> bool:
         """Whether a GAU computes other things than those of FLASH-Quad and FLASH; such a GAU is in `ablations.py`."""
-        return (self.n_heads > 1 or self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
-                or self.document_mask != "exact" or self.chunk_pooling not in ("mean", "sum")
-                or self.chunk_parts != "both" or self.overlap or self.first_to_all or self.cls_softmax
-                or self.key_conv > 0 or not self.linear_rope or self.linear_gate or self.linear_norm)
+        return (not self.attends_as_flash or self.chunk_pooling not in ("mean", "sum") or self.key_conv > 0
+                or not self.linear_rope or self.linear_gate)
 
     @property
     def by_document(self) -> bool:

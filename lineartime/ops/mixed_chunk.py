@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops import reference
-from lineartime.ops.dispatch import has_much_shared, on_own_device, refuse_forward_mode
+from lineartime.ops.dispatch import QUERY_KEY_DIM, has_much_shared, on_own_device, refuse_forward_mode
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
 
@@ -460,13 +460,34 @@ def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, 
     entry. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends, scales, each: see
     `Documents`."""
     e, documents = (uvz.shape[-1] - gamma.shape[-1]) // 2, Documents(ids, begins, ends, scales, each)
-    heads = make_heads(uvz, gamma, beta, sin, cos)
     left = torch.empty_like(past) if carries and past is not None else None
+    out = attend(uvz, make_heads(uvz, gamma, beta, sin, cos), w, documents, e, chunk_size, causal, past, left)
+    return out, scales.new_empty(0) if left is None else left
+
+
+def attend(uvz: Tensor, heads: Tensor, w: Tensor, documents: Documents, e: int, chunk_size: int, causal: bool,
+           past: Tensor | None = None, left: Tensor | None = None) -> Tensor:
+    """u * (mixed chunk attention of v) of heads that are made: out_BTE. left: gets the sums that leave the rows."""
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
                             last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
     queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
-    return out, scales.new_empty(0) if left is None else left
+    return out
+
+
+def differentiate_attention(dout: Tensor, uvz: Tensor, heads: Tensor, w: Tensor, documents: Documents, chunk_size: int,
+                            causal: bool, past: Tensor | None = None, dleft: Tensor | None = None,
+                            dpast: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `attend`: duvz, whose z columns are not written, dheads and dw. dpast: gets that of `past`."""
+    e = dout.shape[-1]
+    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
+    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
+    duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
+    queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
+    keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
+    dw = score_gradients(heads, v, do, w, documents.ids_BT, documents.each_BT, dheads, row_len=chunk_size,
+                         scale_len=chunk_size, causal=causal)
+    return duvz, dheads, dw.to(w.dtype)
 
 
 @forward.register_fake
@@ -485,18 +506,11 @@ def backward(dout: Tensor, dleft: Tensor | None, uvz: Tensor, gamma: Tensor, bet
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta, w and past; the last has no entry where there is no past. dleft: the gradient
     of the sums that leave the rows, or None. Heads, v and states of the forward pass are recomputed."""
-    e, documents = dout.shape[-1], Documents(ids, begins, ends, scales, each)
-    heads = make_heads(uvz, gamma, beta, sin, cos)
-    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
-    dpast = None if past is None else torch.empty_like(past)
-    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
-    duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
-    queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
-    keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
-    dw = score_gradients(heads, v, do, w, ids, each, dheads, row_len=chunk_size, scale_len=chunk_size, causal=causal)
+    heads, dpast = make_heads(uvz, gamma, beta, sin, cos), None if past is None else torch.empty_like(past)
+    duvz, dheads, dw = differentiate_attention(dout, uvz, heads, w, Documents(ids, begins, ends, scales, each),
+                                               chunk_size, causal, past, dleft, dpast)
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
-    return (duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw.to(w.dtype),
-            scales.new_empty(0) if dpast is None else dpast)
+    return (duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw, scales.new_empty(0) if dpast is None else dpast)
 
 
 @backward.register_fake
@@ -523,6 +537,51 @@ def differentiate(ctx: Any, dout: Tensor, dleft: Tensor) -> tuple[Tensor | None,
 forward.register_autograd(differentiate, setup_context=keep)
 
 
+@torch.library.custom_op("lineartime::gated_head_attention", mutates_args=())
+@on_own_device
+def forward_of_heads(uvz: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
+                     ends: Tensor | None, scales: Tensor, each: Tensor | None, width: int, chunk_size: int,
+                     causal: bool) -> Tensor:
+    """`gated_head_attention` of contiguous tensors, heads of 128 dimensions. width: E. The rest is as in `forward`."""
+    return attend(uvz, heads, w, Documents(ids, begins, ends, scales, each), width, chunk_size, causal)
+
+
+@forward_of_heads.register_fake
+def _(uvz: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
+      scales: Tensor, each: Tensor | None, width: int, *rest: object) -> Tensor:
+    return uvz.new_empty(*uvz.shape[:2], width)
+
+
+@torch.library.custom_op("lineartime::gated_head_attention_backward", mutates_args=())
+@on_own_device
+def backward_of_heads(dout: Tensor, uvz: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
+                      ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
+                      causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of uvz, 0 for z, of heads and of w."""
+    duvz, dheads, dw = differentiate_attention(dout, uvz, heads, w, Documents(ids, begins, ends, scales, each),
+                                               chunk_size, causal)
+    duvz[..., 2 * dout.shape[-1] :] = 0
+    return duvz, dheads, dw
+
+
+@backward_of_heads.register_fake
+def _(dout: Tensor, uvz: Tensor, heads: Tensor, w: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(uvz), torch.empty_like(heads), torch.empty_like(w)
+
+
+def keep_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, _, ctx.chunk_size, ctx.causal = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def differentiate_heads(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = backward_of_heads(dout.contiguous(), *ctx.saved_tensors, ctx.chunk_size, ctx.causal)
+    return *gradients, *[None] * 8
+
+
+forward_of_heads.register_autograd(differentiate_heads, setup_context=keep_heads)
+
+
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
                           pooling: str = "mean", exchange: reference.Exchange | None = None) -> Tensor:
@@ -532,6 +591,10 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     the inputs. Raises RuntimeError in forward-mode differentiation."""
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
     n_rows, n_tokens, _ = uvz_BTF.shape
+    if (s := gamma_4S.shape[-1]) < QUERY_KEY_DIM:
+        heads_4BTS = reference.make_heads(F.silu(uvz_BTF[..., -s:]), gamma_4S, beta_4S, sin, cos)
+        return gated_head_attention(uvz_BTF, heads_4BTS, w, chunk_size=chunk_size, causal=causal,
+                                    segment_ids_BT=segment_ids_BT, pooling=pooling)
     past_RBSE, outside_RB = None, None
     if exchange is not None:
         if segment_ids_BT is None:
@@ -570,3 +633,22 @@ def past_of_rows(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor
                                       exchange=exchange)
     kv_RBSE, count_RB = (torch.stack([state[i][:, 0] for state in states]) for i in (0, 1))
     return kv_RBSE.float().contiguous(), count_RB
+
+
+def gated_head_attention(uvz_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
+                         exchange: reference.Exchange | None = None) -> Tensor:
+    """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
+    `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
+    assert exchange is None
+    refuse_forward_mode(uvz_BTF, heads_4BTS, w, gate_BT)
+    (n_rows, n_tokens, _), s = uvz_BTF.shape, heads_4BTS.shape[-1]
+    if gate_BT is not None:
+        count_BT = reference.written_counts(segment_ids_BT, gate_BT, chunk_size, causal)
+        q_quad, k_quad, q_lin, k_lin = heads_4BTS.unbind()
+        heads_4BTS = torch.stack([q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin])
+    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
+                                  "mean" if pooling == "mean" else "sum", uvz_BTF.device)
+    heads_4BTS = F.pad(heads_4BTS, [0, QUERY_KEY_DIM - s])
+    return forward_of_heads(uvz_BTF.contiguous(), heads_4BTS.contiguous(), w.contiguous(), *documents,
+                            (uvz_BTF.shape[-1] - s) // 2, chunk_size, causal)

@@ -289,24 +289,34 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
 
     segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
     states = states_of_rows(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, causal=causal, exchange=exchange)
-    kv_BGSE, count_BG, entering_BG = states[0]
-    seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
-    count_BGC = seen_BGC * count_BG[..., None]
+    (seen_BGC, *seen_after), count_BGC = tokens_read(states, segment_ids_BGC, gate_BGC)
     if causal:
         weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
-        return read_states(q_BGCS, kv_BGSE, weight_BGC)
+        return read_states(q_BGCS, states[0][0], weight_BGC)
 
-    kv_after_BGSE, count_after_BG, entering_after_BG = (x.flip(1) for x in states[1])
-    seen_after_BGC = (turned_ids(segment_ids_BGC).flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
-    same_BGCM = same_document(segment_ids_BGC)
-    own_BGC = (same_BGCM if gate_BGC is None else same_BGCM * gate_BGC[..., None, :]).sum(-1)
-    count_BGC = count_BGC + seen_after_BGC * count_after_BG[..., None] + own_BGC
+    (seen_after_BGC,), kv_after_BGSE, same_BGCM = seen_after, states[1][0].flip(1), same_document(segment_ids_BGC)
     each_BGC = 1 / count_BGC.clamp(min=1) if pooling == "mean" else torch.ones_like(count_BGC)
     wide_BGCS = float16_as_float32(q_BGCS)
     scaled_BGCS = (wide_BGCS * each_BGC[..., None]).to(wide_BGCS.dtype)
     own_BGCE = weigh_values(product("bgcs,bgms->bgcm", scaled_BGCS, k_BGCS) * same_BGCM, v_BGCE)
-    before_BGCE = read_states(q_BGCS, kv_BGSE, each_BGC * seen_BGC)
+    before_BGCE = read_states(q_BGCS, states[0][0], each_BGC * seen_BGC)
     return before_BGCE + own_BGCE + read_states(q_BGCS, kv_after_BGSE, each_BGC * seen_after_BGC)
+
+
+def tokens_read(states: list[States], segment_ids_BGC: Tensor,
+                gate_BGC: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    """Which tokens read the state before their chunk and, when not causal, that after it: seen_BGC of each; and the
+    number of tokens that each reads, or the sum of their gates, count_BGC."""
+    _, count_BG, entering_BG = states[0]
+    seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
+    count_BGC = seen_BGC * count_BG[..., None]
+    if len(states) == 1:
+        return [seen_BGC], count_BGC
+    _, count_after_BG, entering_after_BG = (x.flip(1) for x in states[1])
+    seen_after_BGC = (turned_ids(segment_ids_BGC).flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
+    same_BGCM = same_document(segment_ids_BGC)
+    own_BGC = (same_BGCM if gate_BGC is None else same_BGCM * gate_BGC[..., None, :]).sum(-1)
+    return [seen_BGC, seen_after_BGC], count_BGC + seen_after_BGC * count_after_BG[..., None] + own_BGC
 
 
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
@@ -365,6 +375,33 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
         causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
         exchange=exchange)
     return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
+
+
+def gated_head_attention(uvz_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
+                         exchange: Exchange | None = None) -> Tensor:
+    """`gated_chunk_attention` of heads that are made already. Arguments: see `ops.gated_head_attention`."""
+    e = (uvz_BTF.shape[-1] - heads_4BTS.shape[-1]) // 2
+    u_BTE, v_BTE = (F.silu(part) for part in uvz_BTF[..., : 2 * e].split(e, dim=-1))
+    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads_4BTS)
+    v_BGCE, segment_ids_BGC = to_chunks(v_BTE, chunk_size), chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal)
+    quad_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=chunk_size, causal=causal,
+                                    segment_ids_BGC=segment_ids_BGC)
+    lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
+                                pooling="mean" if pooling == "written" else pooling, exchange=exchange,
+                                gate_BGC=None if gate_BT is None else to_chunks(gate_BT, chunk_size))
+    return u_BTE * from_chunks(quad_BGCE + lin_BGCE, u_BTE.shape[1])
+
+
+def written_counts(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool) -> Tensor:
+    """What the linear half of each token is divided by with pooling "written": the sum of the gates that it reads, and
+    at least 1: count_BT, of gate's dtype."""
+    gate_BGC = to_chunks(gate_BT, chunk_size)
+    ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
+    assert ids_BGC is not None
+    none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
+    states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal)
+    return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1].clamp(min=1), gate_BT.shape[1])
 
 
 def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

@@ -100,3 +100,13 @@ def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monk
     mixed_chunk.make_states(uvz, uvz[..., 1536:3072], torch.zeros(4, 1, 1, S), documents, 128, backward=False)
     assert [name for name, _ in grids] == ["walk_states"] + ["scan_states"] * (not whole)
     assert grids[0][1][0] == 48 * n_rows * (1 if whole else n_chunks)
+
+
+@pytest.mark.parametrize(("s", "dtype", "pooling", "shared", "words"), [
+    (64, torch.bfloat16, "written", False, None), (128, torch.float16, "mean", False, None),
+    (256, torch.bfloat16, "mean", False, "query_key_dim 256, kernels have at most 128"),
+    (64, torch.float16, "fixed", False, 'sums of chunk_pooling "fixed" do not fit float16'),
+    (128, torch.float32, "mean", True, "ranks share rows, which kernels have for FLASH without options")])
+def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, shared, words):
+    uvz, heads = torch.empty(2, 300, 2 * 64 + s, dtype=dtype, device="meta"), torch.empty(4, 2, 300, s, device="meta")
+    assert dispatch.unsupported_heads(uvz, heads, 256, pooling, shared) == words

@@ -320,9 +320,61 @@ def test_text_is_that_of_the_reference() -> None:
     assert texts[0] == texts[1]
 
 
+def run_heads(op, inputs: dict[str, Tensor], gated: bool, **how: object) -> list[Tensor]:
+    """The output, and the gradients of uvz, heads, w and gates."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    gate_BT = leaves["gate"].sigmoid()
+    heads_4BTS = torch.cat([leaves["heads"][:3], leaves["heads"][3:] * gate_BT[..., None].to(leaves["heads"].dtype)])
+    out = op(leaves["uvz"], heads_4BTS, leaves["w"], gate_BT=gate_BT if gated else None, **how)
+    given = random(*out.shape, seed=6).bfloat16().to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), given)]
+
+
+@pytest.mark.parametrize("pooling, s, causal, with_documents", [
+    ("written", 128, True, True), ("written", 64, False, True), ("fixed", 128, False, False), *(
+        pytest.param(*case, marks=pytest.mark.campaign) for case in (
+            ("written", 128, True, False), ("written", 128, False, False), ("fixed", 64, True, True),
+            ("mean", 64, True, True), ("mean", 128, False, True)))])
+def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, causal: bool,
+                                                        with_documents: bool) -> None:
+    inputs = {"uvz": random(2, 270, 2 * 64 + s, seed=4).bfloat16(),
+              "heads": (0.7 * random(4, 2, 270, s, seed=7)).bfloat16(), "w": random(255, seed=3) / 3,
+              "gate": random(2, 270, seed=9)}
+    how = {"chunk_size": 128, "causal": causal, "pooling": pooling, "gated": pooling == "written",
+           "segment_ids_BT": documents(2, 270) if with_documents else None}
+    exact = run_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()}, **how)
+    ours, theirs = (run_heads(op, inputs, **how)
+                    for op in (mixed_chunk.gated_head_attention, reference.gated_head_attention))
+    for name, a, b, x in zip(["out", *inputs], ours, theirs, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
+
+
+NEAR = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False}
+OPTIONS = {"three": NEAR, "written": {**NEAR, "linear_gate": True, "chunk_pooling": "written"},
+           "both halves": {**NEAR, "linear_gate": True, "chunk_pooling": "written", "local_key_conv": True,
+                           "local_scale_init": 1.0},
+           "fixed": {**NEAR, "linear_gate": True, "chunk_pooling": "fixed", "linear_divisor": 64.0},
+           "query_key_dim 64": {"query_key_dim": 64}}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_beyond_the_paper_run_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = tiny("flash", **OPTIONS[name]), []
+    inner = mixed_chunk.gated_head_attention
+    monkeypatch.setattr(mixed_chunk, "gated_head_attention", lambda *a, **how: called.append(1) or inner(*a, **how))
+    ids_BT, made = random_ids(1, 140, vocab_size=64), []
+    for impl in ("reference", "triton"):
+        model.set_impl(impl)
+        made.append(model(ids_BT))
+    assert len(called) == len(model.layers)
+    assert 0 < (made[0] - made[1]).norm() <= 1e-5 * made[0].norm()
+
+
 def test_the_chunks_of_a_prompt_are_read_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In two parts, cut inside a chunk, with documents: the states of the rows read at once, and the tokens after."""
-    model, lengths, carried = tiny("flash", end_of_document=0).eval(), [], mixed_chunk.carried_chunk_attention
+    model = tiny("flash", end_of_document=0, linear_scale_init=1.0).eval()
+    lengths, carried = [], mixed_chunk.carried_chunk_attention
     ids_BN = random_ids(2, 300, vocab_size=64)
     ids_BN[0, 20], ids_BN[1, 200] = 0, 0
 
