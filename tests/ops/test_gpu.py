@@ -307,6 +307,30 @@ def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> N
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"query_key_dim": 64}, {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}],
+    ids=["paper", "narrow", "options"])
+def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
+    """FLASH, with narrower heads, with options beyond the paper: gradients, and a prompt in parts."""
+    model = LanguageModel(model_config("flash", n_layers=2, d_model=128, vocab_size=64, context=700, chunk_size=128,
+                                       end_of_document=END, linear_scale_init=1.0, **options)).double()
+    ids_BT = random_ids(2, 700, vocab_size=63) + 1
+    ids_BT[0, [0, 130, 131, 500]] = END
+    expected = output_and_gradients(model, ids_BT)
+    model.zero_grad(set_to_none=True)
+    model, ids_BT = model.to(DEVICE, torch.float32), ids_BT.to(DEVICE)
+    model.set_impl("triton")
+    made = output_and_gradients(model, ids_BT)
+    least = 0.01 * max(float(t.norm()) for t in expected.values())
+    assert {n: e for n in expected if not (e := error(made[n], expected[n], least)) <= LIMITS[torch.float32]} == {}
+    if not options:
+        state = model.decoding_state(2)
+        with torch.no_grad():
+            parts = [model.extend(part, torch.full((2,), part.shape[1], device=DEVICE), state)
+                     for part in ids_BT.split([37, 650, 13], 1)]
+        assert error(model.logits(torch.cat(parts, 1)), expected["logits"]) <= LIMITS[torch.float32]
+
+
 @pytest.fixture
 def alone(tmp_path_factory):
     """One test at a time of all processes: each takes tens of gigabytes."""
