@@ -350,6 +350,18 @@ def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, c
         assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
 
 
+def test_what_the_ops_return_is_what_they_say() -> None:
+    """As `torch.compile` sees them: a past that goes out or does not, and heads from outside."""
+    inputs, ids_BT = make_inputs(2, 5, torch.bfloat16), documents(2, 5)
+    tables = mixed_chunk.lay_out_documents(ids_BT, 2, 5, 128, True, "mean", torch.device("cpu"))
+    kinds = ("test_schema", "test_faketensor")
+    for carries in (True, False):
+        torch.library.opcheck(mixed_chunk.forward, (*inputs.values(), random(1, 2, S, 64, seed=1), *tables, 128, True,
+                                                    carries), test_utils=kinds)
+    torch.library.opcheck(mixed_chunk.forward_of_heads, (inputs["uvz"], random(4, 2, 5, S, seed=2).bfloat16(),
+                                                         inputs["w"], *tables, 64, 128, True), test_utils=kinds)
+
+
 NEAR = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False}
 OPTIONS = {"three": NEAR, "written": {**NEAR, "linear_gate": True, "chunk_pooling": "written"},
            "both halves": {**NEAR, "linear_gate": True, "chunk_pooling": "written", "local_key_conv": True,
