@@ -119,9 +119,13 @@ class SequenceInfo:
     None: every row is one document. See `check_segment_ids`."""
     cu_seqlens: list[int] | None = None
     """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
-    ranks: Ranks = ALONE
+    shared_by: Ranks | None = None
     """The ranks that share the rows, of which all else here is this rank's part. Segment ids are then given, and 0 is
-    the document of the token before the part."""
+    the document of the token before the part. None, the one default that torch.compile can make: this rank alone."""
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.shared_by or ALONE
 
     def to(self, device: torch.device | str) -> "SequenceInfo":
         """The same on a device."""

@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
         if ranks.size > 1:
             self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
             ids_BT, segment_ids_BT, position_1T = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
-        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT, ranks=ranks)
+        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT, None if ranks.size == 1 else ranks)
         masks = self.config.attn_kernel == "softmax" and self.config.attn_type == "quadratic"
         if segment_ids_BT is not None and self.config.by_document and not (torch.compiler.is_compiling() and masks):
             info.cu_seqlens = cu_seqlens(segment_ids_BT)
@@ -219,7 +219,7 @@ class LanguageModel(nn.Module):
         """`extend` without the update of `DecodingState`; only the caches are updated."""
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
-        info = SequenceInfo(self.rotary(position_BN), ranks=ALONE)  # named: torch.compile cannot make a default of it
+        info = SequenceInfo(self.rotary(position_BN))
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         x_BND, delta_BND = embeds_BND + self.abs_pos(position_BN), None
         remaining = iter(caches)

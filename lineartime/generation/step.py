@@ -1,14 +1,13 @@
 """A decode step as a function of tensors: the state goes in and the new state comes out. It is one graph, which
 `torch.compile`, `torch.export` and ONNX take whole."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lineartime.decoding.cache import ChunkState, DecodeInputs, DecodingState
+from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, DecodingState
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 
@@ -52,6 +51,10 @@ class DecodeStep(nn.Module):
         with torch.no_grad():
             step_in_window(model, state.seq_lens_B, state, self.window)  # computes what is constant, such as biases
         self.caches = state.caches
+        # torch.compile of 2.11 reads neither copy.copy nor vars of what it made itself, so the names are known before.
+        self.names = [[*cache.tensors()] for cache in self.caches]
+        self.others = [{name: value for name, value in vars(cache).items() if name not in names}
+                       for cache, names in zip(self.caches, self.names, strict=True)]
 
     def empty_state(self, n_rows: int) -> dict[str, Tensor]:
         """The state of rows that have no token yet."""
@@ -64,13 +67,23 @@ class DecodeStep(nn.Module):
                 "make the step with a larger window")
         state = state.snapshot()
         state.reserve(self.window)
-        return state_tensors(state)
+        return self.tensors_of(state)
+
+    def tensors_of(self, state: DecodingState) -> dict[str, Tensor]:
+        """The tensors of a state by name, those of layer 3 as "3.kv_BSE"."""
+        of_caches = {f"{n}.{name}": getattr(state.caches[n], name) for n, names in enumerate(self.names)
+                     for name in names}
+        return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B, **of_caches}
 
     def to_state(self, state: dict[str, Tensor]) -> DecodingState:
         """The inverse of `to_tensors`, with copies of the tensors of caches."""
-        caches = [copy.copy(cache) for cache in self.caches]
-        for n, cache in enumerate(caches):
-            vars(cache).update({name: state[f"{n}.{name}"].clone() for name in cache.tensors()})
+        caches: list[Cache] = []
+        for n, cache in enumerate(self.caches):
+            caches.append(object.__new__(type(cache)))
+            for name, value in self.others[n].items():
+                setattr(caches[-1], name, value)
+            for name in self.names[n]:
+                setattr(caches[-1], name, state[f"{n}.{name}"].clone())
         return DecodingState(caches, state["seq_lens_B"], state["start_B"])
 
     def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,7 +91,7 @@ class DecodeStep(nn.Module):
         now = self.to_state(state)
         logits_BV, now.start_B = step_in_window(self.model, ids_B, now, self.window)
         now.seq_lens_B = now.seq_lens_B + 1
-        new = state_tensors(now)
+        new = self.tensors_of(now)
         if any(isinstance(cache, ChunkState) for cache in now.caches):
             is_full = (now.seq_lens_B % (self.model.config.chunk_size or 1) == 0).any()
             new |= if_else(is_full, self.closed, self.not_closed, new)
@@ -111,10 +124,3 @@ def if_else(condition: Tensor, yes: Callable[..., Any], no: Callable[..., Any], 
     if torch.compiler.is_compiling():
         return torch.cond(condition, yes, no, operands)
     return yes(*operands) if condition else no(*operands)
-
-
-def state_tensors(state: DecodingState) -> dict[str, Tensor]:
-    """The tensors of a state by name, those of layer 3 as "3.kv_BSE"."""
-    of_caches = {f"{n}.{name}": tensor for n, cache in enumerate(state.caches)
-                 for name, tensor in cache.tensors().items()}
-    return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B, **of_caches}

@@ -55,10 +55,10 @@ def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing):
     model.activation_checkpointing = checkpointing
     model.train()
     model.compile_layers()
-    rounding = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    rounding, of_loss = (2e-2, 1e-4) if dtype == torch.bfloat16 else (1e-5, 1e-7)
     for _ in range(2):
         compiled_loss, compiled = gradients(model, rows_BT, dtype)
-        assert compiled_loss == pytest.approx(wanted_loss, abs=2 * abs(loss - wanted_loss) + 1e-6)
+        assert compiled_loss == pytest.approx(wanted_loss, abs=2 * abs(loss - wanted_loss) + of_loss * wanted_loss)
         for parameter, gradient in wanted.items():
             limit = 2 * (eager[parameter] - gradient).norm() + rounding * gradient.norm()
             assert (compiled[parameter] - gradient).norm() <= limit, parameter  # false for a NaN too

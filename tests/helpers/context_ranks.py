@@ -223,7 +223,7 @@ def compiled_error(ranks):
     for causal in (True, False):
         def attend(q, k, v, ids, ranks, causal=causal):
             return reference.linear_attention(q, k, v, causal=causal, segment_ids_BGC=ids,
-                                              exchange=layers.SequenceInfo(None, ids, ranks=ranks).exchange)
+                                              exchange=layers.SequenceInfo(None, ids, shared_by=ranks).exchange)
 
         whole, part = ([x[:, at].clone().requires_grad_() for x in qkv] for at in (slice(None), own))
         wanted = attend(*whole, ids_BGC, Ranks())
