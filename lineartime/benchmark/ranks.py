@@ -24,7 +24,8 @@ def bytes_sent(work: Callable[[], None]) -> tuple[int, int]:
     states and edges of rows that ranks share, and for all else."""
     for_rows = otherwise = 0
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and end
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True,
+                                acc_events=True) as profile:  # without it older versions of torch warn
         work()
     for event in profile.events():
         if event.name.startswith("c10d::"):
