@@ -93,12 +93,12 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         """`branch` of a layer that differs from FLASH in its heads alone, by the op that kernels have."""
         config, segment_ids_BT = self.config, info.segment_ids_BT
         assert config.chunk_size is not None
-        uvz_BTF = self.in_proj(normed_BTD)
-        z_BTS = F.silu(uvz_BTF[..., 2 * config.d_inner :])
+        uv_BTF, z_BTS = self.in_proj(normed_BTD).split([2 * config.d_inner, config.query_key_dim], dim=-1)
+        z_BTS = F.silu(z_BTS)
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads_4BTS, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         return self.out_proj(ops.gated_head_attention(
-            uvz_BTF, heads_4BTS, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
+            uv_BTF, heads_4BTS, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
             causal=config.causal, segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT,
             exchange=info.exchange, impl=self.impl))
 

@@ -88,8 +88,7 @@ class LanguageModel(nn.Module):
         if ranks.size > 1:
             self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
             ids_BT, segment_ids_BT, position_1T = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
-        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT,
-                            shared_by=None if ranks.size == 1 else ranks)
+        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT, shared_by=ranks)
         masks = self.config.attn_kernel == "softmax" and self.config.attn_type == "quadratic"
         if segment_ids_BT is not None and self.config.by_document and not (torch.compiler.is_compiling() and masks):
             info.cu_seqlens = cu_seqlens(segment_ids_BT)

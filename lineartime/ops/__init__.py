@@ -54,9 +54,9 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
-    if gamma_4S.shape[-1] < QUERY_KEY_DIM:
-        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF, gamma_4S, chunk_size, pooling,
-                                 exchange is not None)
+    if (s := gamma_4S.shape[-1]) < QUERY_KEY_DIM:
+        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], gamma_4S, chunk_size,
+                                 pooling, exchange is not None)
     else:
         in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
     module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
@@ -64,23 +64,23 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
 
 
-def gated_head_attention(uvz_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+def gated_head_attention(uv_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: reference.Exchange | None = None, impl: str | None = None) -> Tensor:
     """`gated_chunk_attention` of heads that are made already, in any way.
 
     | argument | shape, dtype | meaning |
     |---|---|---|
-    | uvz_BTF | `[B, T, 2 E + S]`, floating | as in `gated_chunk_attention`; z is not read |
-    | heads_4BTS | `[4, B, T, S]`, uvz's dtype | q and k of the quadratic half, then of the linear half |
+    | uv_BTF | `[B, T, 2 E]`, floating | u and v concatenated, before silu |
+    | heads_4BTS | `[4, B, T, S]`, uv's dtype | q and k of the quadratic half, then of the linear half |
     | pooling | "mean", "sum", "fixed" or "written" | "fixed" is "sum" of heads that have their divisor |
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF, heads_4BTS, chunk_size, pooling,
+    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads_4BTS, chunk_size, pooling,
                              exchange is not None)
-    module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
-    return module.gated_head_attention(uvz_BTF, heads_4BTS, w, chunk_size=chunk_size, causal=causal,
+    module = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
+    return module.gated_head_attention(uv_BTF, heads_4BTS, w, chunk_size=chunk_size, causal=causal,
                                        segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
                                        exchange=exchange)
 

@@ -99,8 +99,7 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
         lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
     elif document_mask == "exact":
         lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                    pooling="mean" if pooling == "written" else pooling, gate_BGC=gate_BGC,
-                                    exchange=exchange)
+                                    pooling=pooling, gate_BGC=gate_BGC, exchange=exchange)
     else:
         assert segment_ids_BGC is not None
         lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,

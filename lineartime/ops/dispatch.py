@@ -69,27 +69,26 @@ def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None)
     s = gamma_NS.shape[-1]
     if s != QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have {QUERY_KEY_DIM}"
-    return unsupported_sizes(uvz, s, chunk_size)
+    return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, chunk_size)
 
 
-def unsupported_heads(uvz: Tensor, heads: Tensor, chunk_size: int, pooling: str, shared: bool) -> str | None:
+def unsupported_heads(uv: Tensor, heads: Tensor, chunk_size: int, pooling: str, shared: bool) -> str | None:
     """`unsupported_attention` for heads that are made outside of kernels, or their scales, `[..., S]`. shared: whether
     ranks share the rows."""
-    if reason := unsupported_device(uvz.device, uvz.dtype):
+    if reason := unsupported_device(uv.device, uv.dtype):
         return reason
     s = heads.shape[-1]
     if s > QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
     if shared:
         return "ranks share rows, which kernels have for FLASH without options"
-    if pooling in ("fixed", "written") and uvz.dtype == torch.float16:
+    if pooling in ("fixed", "written") and uv.dtype == torch.float16:
         return f'sums of chunk_pooling "{pooling}" do not fit float16'
-    return unsupported_sizes(uvz, s, chunk_size)
+    return unsupported_sizes(uv, uv.shape[-1] // 2, chunk_size)
 
 
-def unsupported_sizes(uvz: Tensor, s: int, chunk_size: int | None) -> str | None:
+def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None:
     """The reason why the attention kernels do not support the sizes of a projection; None if they do."""
-    e = (uvz.shape[-1] - s) // 2
     if e % COLUMNS:
         return f"d_inner {e}, kernels have multiples of {COLUMNS}"
     if chunk_size not in (None, *CHUNK_SIZES):

@@ -539,44 +539,40 @@ forward.register_autograd(differentiate, setup_context=keep)
 
 @torch.library.custom_op("lineartime::gated_head_attention", mutates_args=())
 @on_own_device
-def forward_of_heads(uvz: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
-                     ends: Tensor | None, scales: Tensor, each: Tensor | None, width: int, chunk_size: int,
+def forward_of_heads(uv: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
+                     ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
                      causal: bool) -> Tensor:
-    """`gated_head_attention` of contiguous tensors, heads of 128 dimensions. width: E. The rest is as in `forward`."""
-    return attend(uvz, heads, w, Documents(ids, begins, ends, scales, each), width, chunk_size, causal)
+    """`gated_head_attention` of contiguous tensors, heads of 128 dimensions. The rest is as in `forward`."""
+    return attend(uv, heads, w, Documents(ids, begins, ends, scales, each), uv.shape[-1] // 2, chunk_size, causal)
 
 
 @forward_of_heads.register_fake
-def _(uvz: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
-      scales: Tensor, each: Tensor | None, width: int, *rest: object) -> Tensor:
-    return uvz.new_empty(*uvz.shape[:2], width)
+def _(uv: Tensor, *rest: object) -> Tensor:
+    return uv.new_empty(*uv.shape[:2], uv.shape[-1] // 2)
 
 
 @torch.library.custom_op("lineartime::gated_head_attention_backward", mutates_args=())
 @on_own_device
-def backward_of_heads(dout: Tensor, uvz: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
+def backward_of_heads(dout: Tensor, uv: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
                       ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
                       causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of uvz, 0 for z, of heads and of w."""
-    duvz, dheads, dw = differentiate_attention(dout, uvz, heads, w, Documents(ids, begins, ends, scales, each),
-                                               chunk_size, causal)
-    duvz[..., 2 * dout.shape[-1] :] = 0
-    return duvz, dheads, dw
+    """The gradients of uv, heads and w."""
+    return differentiate_attention(dout, uv, heads, w, Documents(ids, begins, ends, scales, each), chunk_size, causal)
 
 
 @backward_of_heads.register_fake
-def _(dout: Tensor, uvz: Tensor, heads: Tensor, w: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(uvz), torch.empty_like(heads), torch.empty_like(w)
+def _(dout: Tensor, uv: Tensor, heads: Tensor, w: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(uv), torch.empty_like(heads), torch.empty_like(w)
 
 
 def keep_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, _, ctx.chunk_size, ctx.causal = inputs
+    *tensors, ctx.chunk_size, ctx.causal = inputs
     ctx.save_for_backward(*tensors)
 
 
 def differentiate_heads(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     gradients = backward_of_heads(dout.contiguous(), *ctx.saved_tensors, ctx.chunk_size, ctx.causal)
-    return *gradients, *[None] * 8
+    return *gradients, *[None] * 7
 
 
 forward_of_heads.register_autograd(differentiate_heads, setup_context=keep_heads)
@@ -592,8 +588,9 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
     n_rows, n_tokens, _ = uvz_BTF.shape
     if (s := gamma_4S.shape[-1]) < QUERY_KEY_DIM:
-        heads_4BTS = reference.make_heads(F.silu(uvz_BTF[..., -s:]), gamma_4S, beta_4S, sin, cos)
-        return gated_head_attention(uvz_BTF, heads_4BTS, w, chunk_size=chunk_size, causal=causal,
+        uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
+        heads_4BTS = reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos)
+        return gated_head_attention(uv_BTF, heads_4BTS, w, chunk_size=chunk_size, causal=causal,
                                     segment_ids_BT=segment_ids_BT, pooling=pooling)
     past_RBSE, outside_RB = None, None
     if exchange is not None:
@@ -635,20 +632,20 @@ def past_of_rows(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor
     return kv_RBSE.float().contiguous(), count_RB
 
 
-def gated_head_attention(uvz_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+def gated_head_attention(uv_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
     `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
     assert exchange is None
-    refuse_forward_mode(uvz_BTF, heads_4BTS, w, gate_BT)
-    (n_rows, n_tokens, _), s = uvz_BTF.shape, heads_4BTS.shape[-1]
+    refuse_forward_mode(uv_BTF, heads_4BTS, w, gate_BT)
+    n_rows, n_tokens, _ = uv_BTF.shape
     if gate_BT is not None:
         count_BT = reference.written_counts(segment_ids_BT, gate_BT, chunk_size, causal)
         q_quad, k_quad, q_lin, k_lin = heads_4BTS.unbind()
         heads_4BTS = torch.stack([q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin])
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
-                                  "mean" if pooling == "mean" else "sum", uvz_BTF.device)
-    heads_4BTS = F.pad(heads_4BTS, [0, QUERY_KEY_DIM - s])
-    return forward_of_heads(uvz_BTF.contiguous(), heads_4BTS.contiguous(), w.contiguous(), *documents,
-                            (uvz_BTF.shape[-1] - s) // 2, chunk_size, causal)
+                                  "mean" if pooling == "mean" else "sum", uv_BTF.device)
+    heads_4BTS = F.pad(heads_4BTS, [0, QUERY_KEY_DIM - heads_4BTS.shape[-1]])
+    return forward_of_heads(uv_BTF.contiguous(), heads_4BTS.contiguous(), w.contiguous(), *documents, chunk_size,
+                            causal)

@@ -276,9 +276,9 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
                      gate_BGC: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
     """q sum(k^T v) over tokens of the query's document (Eqs. 7-8): when causal those of earlier chunks, otherwise all.
 
-    pooling: "mean" divides by their number (Codes 7-8), "sum" does not. gate_BGC: what each token counts for in their
-    number, which is then at least 1; by default 1. exchange: if the rows are parts of rows, see `Exchange`. Returns
-    `[B, G, C, E]`."""
+    pooling: "mean" divides by their number (Codes 7-8), "written" by the sum of their gates, or by 1 if that is less;
+    others do not. gate_BGC: the gates, for "written". exchange: if the rows are parts of rows, see `Exchange`.
+    Returns `[B, G, C, E]`."""
     if segment_ids_BGC is None and causal and gate_BGC is None and exchange is None:  # one document: no mask
         n_chunks, c = q_BGCS.shape[1:3]
         kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS, v_BGCE))
@@ -291,11 +291,11 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     states = states_of_rows(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     (seen_BGC, *seen_after), count_BGC = tokens_read(states, segment_ids_BGC, gate_BGC)
     if causal:
-        weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
+        weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling in ("mean", "written") else seen_BGC
         return read_states(q_BGCS, states[0][0], weight_BGC)
 
     (seen_after_BGC,), kv_after_BGSE, same_BGCM = seen_after, states[1][0].flip(1), same_document(segment_ids_BGC)
-    each_BGC = 1 / count_BGC.clamp(min=1) if pooling == "mean" else torch.ones_like(count_BGC)
+    each_BGC = 1 / count_BGC.clamp(min=1) if pooling in ("mean", "written") else torch.ones_like(count_BGC)
     wide_BGCS = float16_as_float32(q_BGCS)
     scaled_BGCS = (wide_BGCS * each_BGC[..., None]).to(wide_BGCS.dtype)
     own_BGCE = weigh_values(product("bgcs,bgms->bgcm", scaled_BGCS, k_BGCS) * same_BGCM, v_BGCE)
@@ -322,14 +322,14 @@ def tokens_read(states: list[States], segment_ids_BGC: Tensor,
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
                           v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
                           segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
-                          exchange: Exchange | None = None) -> Tensor:
+                          gate_BGC: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
 
-    q_quad, k_quad, w, scale_len: see `quadratic_attention`. q_lin, k_lin, pooling, exchange: see `linear_attention`."""
+    q_quad, k_quad, w, scale_len: see `quadratic_attention`. The other arguments: see `linear_attention`."""
     quad_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
                                     segment_ids_BGC=segment_ids_BGC)
     return quad_BGCE + linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                        pooling=pooling, exchange=exchange)
+                                        pooling=pooling, gate_BGC=gate_BGC, exchange=exchange)
 
 
 def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
@@ -368,29 +368,28 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 
     Rows are padded to whole chunks. Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
     u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, gamma_4S.shape[-1])
-    heads_NBTS = make_heads(z_BTS, gamma_4S, beta_4S, sin, cos)
-    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads_NBTS)
-    out_BGCE = mixed_chunk_attention(
-        q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
-        causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
-        exchange=exchange)
-    return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
+    heads_4BTS = make_heads(z_BTS, gamma_4S, beta_4S, sin, cos)
+    return gated_attention(u_BTE, v_BTE, heads_4BTS, w, chunk_size, causal, segment_ids_BT, pooling, exchange=exchange)
 
 
-def gated_head_attention(uvz_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+def gated_head_attention(uv_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: Exchange | None = None) -> Tensor:
     """`gated_chunk_attention` of heads that are made already. Arguments: see `ops.gated_head_attention`."""
-    e = (uvz_BTF.shape[-1] - heads_4BTS.shape[-1]) // 2
-    u_BTE, v_BTE = (F.silu(part) for part in uvz_BTF[..., : 2 * e].split(e, dim=-1))
+    u_BTE, v_BTE = (F.silu(part) for part in uv_BTF.chunk(2, dim=-1))
+    return gated_attention(u_BTE, v_BTE, heads_4BTS, w, chunk_size, causal, segment_ids_BT, pooling, gate_BT, exchange)
+
+
+def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads_4BTS: Tensor, w: Tensor, chunk_size: int, causal: bool,
+                    segment_ids_BT: Tensor | None, pooling: str, gate_BT: Tensor | None = None,
+                    exchange: Exchange | None = None) -> Tensor:
+    """u * (mixed chunk attention of v) of rows, in chunks: `[B, T, E]`."""
     q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads_4BTS)
-    v_BGCE, segment_ids_BGC = to_chunks(v_BTE, chunk_size), chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal)
-    quad_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=chunk_size, causal=causal,
-                                    segment_ids_BGC=segment_ids_BGC)
-    lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                pooling="mean" if pooling == "written" else pooling, exchange=exchange,
-                                gate_BGC=None if gate_BT is None else to_chunks(gate_BT, chunk_size))
-    return u_BTE * from_chunks(quad_BGCE + lin_BGCE, u_BTE.shape[1])
+    out_BGCE = mixed_chunk_attention(
+        q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
+        causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
+        gate_BGC=None if gate_BT is None else to_chunks(gate_BT, chunk_size), exchange=exchange)
+    return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
 
 
 def written_counts(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool) -> Tensor:

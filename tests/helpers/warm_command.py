@@ -103,4 +103,6 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # so that processes go on sharing what is imported
     serve(sys.argv[1])
+    # The first to ask torch 2.11's pool of threads after a fork makes it anew. Two of autograd's at once find none.
+    torch.set_num_threads(1)
     train_process.end_with(verbs.main)
