@@ -321,6 +321,8 @@ COMBINER = replace(TRANSFORMER_PLUS, attn_type="rowmajor_axial", chunk_size=256)
 FLASH_QUAD = replace(TRANSFORMER_PLUS, n_heads=1, attn_kernel="relu2", ffn="gau", activation="silu", n_layers=24,
                      expansion_factor=2, gate=True)
 FLASH = replace(FLASH_QUAD, attn_type="mixed_chunk", chunk_size=256)
+FLASH_PLUS = replace(FLASH, key_conv=3, linear_scale_init=1.0, linear_rope=False, linear_gate=True,
+                     chunk_pooling="written")
 
 PRESETS: dict[str, ModelConfig] = {
     "transformer": TRANSFORMER,
@@ -332,8 +334,9 @@ PRESETS: dict[str, ModelConfig] = {
     "mc-tfm++": replace(TRANSFORMER_PLUS_PLUS, attn_type="mixed_chunk", chunk_size=256),
     "flash-quad": FLASH_QUAD,
     "flash": FLASH,
+    "flash+": FLASH_PLUS,
 }
-"""The paper's models by name, as in Table 9 (Wiki-40B)."""
+"""The paper's models by name, as in Table 9 (Wiki-40B), and `flash+`: FLASH with options beyond the paper."""
 
 TASKS = ("c4", "wiki40b", "pg19")
 """Data sets of the paper. Each has a specification table of its own, see `model_config`."""

@@ -15,9 +15,10 @@ from lineartime.benchmark import Row
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NAMES = {"flash": "FLASH", "flash-quad": "FLASH-Quad", "transformer": "Transformer", "transformer+": "Transformer+",
-         "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++", "combiner": "Combiner", "performer": "Performer",
-         "performer-matmul": "Performer-Matmul", "flash-pytorch": "FLASH-pytorch"}
+NAMES = {"flash": "FLASH", "flash+": "FLASH+", "flash-quad": "FLASH-Quad", "transformer": "Transformer",
+         "transformer+": "Transformer+", "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++",
+         "combiner": "Combiner", "performer": "Performer", "performer-matmul": "Performer-Matmul",
+         "flash-pytorch": "FLASH-pytorch"}
 OURS = "flash"
 """The side that is compared with every other."""
 

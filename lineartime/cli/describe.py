@@ -37,7 +37,8 @@ MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
     "combiner": ("attention to a chunk and to summaries of the others: a baseline", (7.7, 12.8, 60.6, 123.9)),
     "mc-tfm++": ("Transformer++ with mixed chunk attention: to see what the GAU adds", (7.5, 12.2, 54.3, 109.7)),
     "flash-quad": ("GAU with quadratic attention: to compare with FLASH", (7.6, 12.5, 55.8, 112.1)),
-    "flash": ("GAU with mixed chunk attention: for long rows and long prompts", (7.6, 12.5, 55.9, 112.1))}
+    "flash": ("GAU with mixed chunk attention: for long rows and long prompts", (7.6, 12.5, 55.9, 112.1)),
+    "flash+": ("FLASH that learns to recall across chunks: ours, not the paper's", (7.6, 12.5, 55.9, 112.1))}
 """What each preset is, and its millions of parameters at each size with 32,000 tokens of vocabulary."""
 
 

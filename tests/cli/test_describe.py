@@ -86,7 +86,7 @@ def completed(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ("lineartime gen", {"generate"}), ("lineartime train fla", {"flash", "flash-quad"}),
+    ("lineartime gen", {"generate"}), ("lineartime train fla", {"flash", "flash+", "flash-quad"}),
     ("lineartime train flash --set linear_n", {"linear_norm="}),
     ("lineartime train flash --set attn_kernel=re", {"attn_kernel=relu", "attn_kernel=relu2"}),
     ("lineartime train flash --size ", set(SIZES)), ("lineartime config trans --task w", {"wiki40b"})])

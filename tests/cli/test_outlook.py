@@ -119,7 +119,7 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
     code, said, err = call(*command(data, tmp_path / "run"))
     assert code == 0
     labels = [line.split()[0] for line in said.splitlines() if line]
-    assert labels[:7] == ["size", "model", "data", "run", "memory", "on", "time"]
+    assert labels[:8] == ["size", "model", "also", "data", "run", "memory", "on", "time"]
     assert "15 steps of 128 tokens in rows of 32: 1,920 tokens, 0.24 epochs" in said and "paper, but for" in said
     parts = dict(line.split(maxsplit=1) for line in said.splitlines() if line)
     assert parts["data"].startswith(f"{read_manifest(data).splits['train'].tokens:,} tokens to train on")

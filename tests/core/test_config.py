@@ -67,7 +67,7 @@ TABLES["pg19"] = TABLES["wiki40b"] | {
 @pytest.mark.parametrize("model", PRESETS)
 def test_presets_are_the_columns_of_the_tables(model, task):
     config = model_config(model, task)
-    column = COLUMNS.index(model.removesuffix("-matmul"))
+    column = COLUMNS.index({"performer-matmul": "performer", "flash+": "flash"}.get(model, model))
     assert {row: getattr(config, row) for row in TABLES[task]} == {row: v[column] for row, v in TABLES[task].items()}
     assert config.prefix_sum == {"performer": "scan", "performer-matmul": "matmul"}.get(model)
     assert config.gate == (config.ffn == "gau")
@@ -258,7 +258,7 @@ def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
 
 @pytest.mark.parametrize(("missing", "message"), [
     ("model", "no model is named: model; one of transformer, transformer+, transformer++, performer, performer-matmul, "
-              "combiner, mc-tfm++, flash-quad, flash, or weights: --from RUN"),
+              "combiner, mc-tfm++, flash-quad, flash, flash+, or weights: --from RUN"),
     ("data", "no data is named: data; give --data a folder made by `lineartime prepare`"),
     ("out", "no folder for the run is named: out; give --out a folder"),
 ])
@@ -460,3 +460,10 @@ def test_every_choice_of_every_field_is_described():
     for name in MODEL_FIELDS + TRAIN_FIELDS:
         with pytest.raises(UsageError, match=f"{name} = .*; it takes "):
             run_config(MINIMAL | {name: object()})
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_flash_plus_is_flash_with_five_fields(task: str) -> None:
+    plus, flash = (to_dict(model_config(name, task)) for name in ("flash+", "flash"))
+    assert {name: value for name, value in plus.items() if flash[name] != value} == {
+        "key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}

@@ -103,7 +103,7 @@ def test_decoding_bytes_are_those_of_a_state(preset):
     state = prefill(LanguageModel(config), [[1] * 24])[1]
     decoding = describe(config).decoding
     assert decoding.at(24) == state.n_bytes
-    assert (decoding.per_token == 0) == (preset in ("flash", "mc-tfm++", "performer", "performer-matmul"))
+    assert (decoding.per_token == 0) == (preset in ("flash", "flash+", "mc-tfm++", "performer", "performer-matmul"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
