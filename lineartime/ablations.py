@@ -80,13 +80,13 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         use_kernels(self.impl, normed_BTD.device, unsupported_variant)
         u_BTE, v_BTE, z_BTS = self.project(normed_BTD)
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
-        heads_NBTS, gate_BT = self.make_heads(z_BTS, near_BTS, info)
+        heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         if segment_ids_BT is not None:
             segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
         if config.chunk_size is None:
-            out_BTE = self.attend_row(heads_NBTS, v_BTE, segment_ids_BT)
+            out_BTE = self.attend_row(heads, v_BTE, segment_ids_BT)
         else:
-            out_BTE = self.attend_chunks(heads_NBTS, v_BTE, z_BTS, segment_ids_BT, gate_BT, info.exchange)
+            out_BTE = self.attend_chunks(heads, v_BTE, z_BTS, segment_ids_BT, gate_BT, info.exchange)
         return self.output(u_BTE, out_BTE)
 
     def attend_as_flash(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
@@ -96,9 +96,9 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         uv_BTF, z_BTS = self.in_proj(normed_BTD).split([2 * config.d_inner, config.query_key_dim], dim=-1)
         z_BTS = F.silu(z_BTS)
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
-        heads_4BTS, gate_BT = self.make_heads(z_BTS, near_BTS, info)
+        heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         return self.out_proj(ops.gated_head_attention(
-            uv_BTF, heads_4BTS, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
+            uv_BTF, heads, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
             causal=config.causal, segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT,
             exchange=info.exchange, impl=self.impl))
 
@@ -109,47 +109,47 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         u_BTE, v_BTE, z_BTS = (activation(part) for part in self.in_proj(normed_BTD).split([e, e, s], dim=-1))
         return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS
 
-    def make_heads(self, z_BTS: Tensor, near_BTS: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
-        """heads_NBTS made from z: q and k of the quadratic half, then with chunks those of the linear half, then those
-        of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads. near_BTS: z, or with
-        `key_conv` its convolution, for the linear half's key, without chunks for the only one, see `local_key_conv`."""
+    def make_heads(self, z_BTS: Tensor, near_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None]:
+        """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of the linear
+        half, then those of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads.
+        near_BTS: z, or with `key_conv` its convolution, for the linear half's key, without chunks for the only one, see
+        `local_key_conv`."""
         config, h = self.config, self.config.n_heads
         assert info.rotary is not None
         sin, cos = (angle[..., None, :] for angle in info.rotary)
-        heads = list(self.scale_offset(z_BTS).unflatten(-1, (h, -1)))
-        if self.key_conv is not None:
-            for key in (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,):
-                k_BTS = near_BTS * self.scale_offset.gamma[key] + self.scale_offset.beta[key]
-                heads[key] = k_BTS.unflatten(-1, (h, -1))
+        (gamma, beta), wide = (self.scale_offset.gamma, self.scale_offset.beta), at_least_float32(z_BTS)
+        keys = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
+        heads = [((at_least_float32(near_BTS) if n in keys else wide) * gamma[n] + beta[n]).unflatten(-1, (h, -1))
+                 for n in range(len(gamma))]
         not_turned = () if config.linear_rope else (2, 3)
         heads = [head if n in not_turned else rope(head, sin, cos) for n, head in enumerate(heads)]
         gate_BT = None
         if config.has_linear_half:
             heads[2], heads[3], gate_BT = linear_heads(heads[2], heads[3], near_BTS, config, self.linear_gate)
-        return torch.stack([fold_heads(head.to(z_BTS.dtype).flatten(-2), h) for head in heads]), gate_BT
+        return [fold_heads(head.to(z_BTS.dtype).flatten(-2), h) for head in heads], gate_BT
 
     def output(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
         """W_o (u * A v) (Eq. 3), or without the gate W_o [u, A v]."""
         out_BTE = unfold_heads(out_BTE, self.config.n_heads)
         return self.out_proj(u_BTE * out_BTE if self.config.gate else torch.cat([u_BTE, out_BTE], dim=-1))
 
-    def attend_row(self, heads_NBTS: Tensor, v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
+    def attend_row(self, heads: list[Tensor], v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
         """A v over the whole row: out_BTE."""
-        config, (q_BTS, k_BTS) = self.config, heads_NBTS.unbind()
+        config, (q_BTS, k_BTS) = self.config, heads
         return ablated_quadratic_attention(
             q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], self.rel_pos_bias(v_BTE.shape[1]),
             kernel=config.attn_kernel, scale_len=config.scale_len, causal=config.causal,
             segment_ids_BGC=None if segment_ids_BT is None else segment_ids_BT[:, None],
             cls_softmax=config.cls_softmax)[:, 0]
 
-    def attend_chunks(self, heads_NBTS: Tensor, v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None,
+    def attend_chunks(self, heads: list[Tensor], v_BTE: Tensor, z_BTS: Tensor, segment_ids_BT: Tensor | None,
                       gate_BT: Tensor | None, exchange: Exchange | None) -> Tensor:
         """A v of mixed chunk attention: out_BTE."""
         config, n_tokens, learned = self.config, v_BTE.shape[1], self.config.chunk_pooling == "attention"
         assert config.chunk_size is not None
         c = config.chunk_size
         segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, config.causal and not learned)
-        q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads_NBTS.unbind())
+        q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads)
         v_BGCE, a_BGG = to_chunks(v_BTE, c), None
         if learned:
             assert segment_ids_BGC is not None
@@ -197,16 +197,16 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
         u_BNE, v_BNE, z_BNS = self.project(normed_BND)
         near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
-        heads_HBNS, gate_BN = self.make_heads(z_BNS, near_BNS, info)
+        heads, gate_BN = self.make_heads(z_BNS, near_BNS, info)
         inputs = inputs.for_heads(self.config.n_heads)
         if isinstance(cache, KeyValueCache):
-            q_BNS, k_BNS = heads_HBNS.unbind()
+            q_BNS, k_BNS = heads
             out_BNE = extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, self.config)
         else:
             assert isinstance(cache, ChunkState)
             if isinstance(cache, LearnedChunkState):
                 cache.take(z_BNS, inputs)
-            out_BNE = extend_chunks(heads_HBNS, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN,
+            out_BNE = extend_chunks(heads, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN,
                                     self.linear_norm)
         return x_BND, self.output(u_BNE, out_BNE)
 

@@ -118,8 +118,7 @@ class LanguageModel(nn.Module):
             layer.add = torch.compile(layer.add)  # type: ignore[method-assign]
 
     def set_impl(self, impl: str | None) -> None:
-        """Set `impl` of all layers: "reference" (PyTorch), "triton" (kernels), or None: kernels on CUDA for supported
-        inputs."""
+        """Set `impl` of all layers: "reference" (PyTorch), "triton" (kernels), or None, see `ops`."""
         for layer in self.residual_layers():
             layer.impl = impl
 

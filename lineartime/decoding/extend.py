@@ -2,7 +2,7 @@
 calls. B counts rows times heads: the heads of a row are adjacent entries of the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -48,23 +48,23 @@ def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tenso
     return state
 
 
-def extend_chunks(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
+def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                   rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None = None,
                   read_norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Causal mixed chunk attention of the next tokens of rows whose past is in `cache`, which is updated: out_BNE.
 
-    heads_HBNS: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
+    heads: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
     of the linear keys. read_norm: applied to the linear half, or None."""
     extend = extend_by_one if inputs.single_token else extend_by_many
-    return extend(heads_HBNS, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN, read_norm)
+    return extend(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN, read_norm)
 
 
-def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
+def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                   rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None,
                   read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     """`extend_chunks` by one token per row, which closes the open chunk if it fills it."""
     at = inputs.token_position(config, cache.kv_BSE.dtype)
-    q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads_HBNS
+    q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
         buffer[at.place] = new_BN[:, 0]
 
@@ -92,7 +92,7 @@ def extend_by_one(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache
     return out_BNE.to(v_BNE.dtype)
 
 
-def extend_by_many(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
+def extend_by_many(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                    rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None,
                    read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     """`extend_chunks` by any number of tokens per row: the open chunk and the new tokens are laid out in whole chunks,
@@ -115,7 +115,7 @@ def extend_by_many(heads_HBNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cach
     first_B = inputs.start_B - open_start_B
     open_ids_BC = torch.where((slot_C < offset_B[:, None]) & (slot_C >= first_B[:, None]), 0, -1)
     segment_ids_BGC = to_slots(inputs.segment_ids_BN, open_ids_BC, fill=-1)
-    q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads_HBNS
+    q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
     k_lin_BGCS, k_quad_BGCS = to_slots(k_lin_BNS, cache.k_lin_BCS), to_slots(k_quad_BNS, cache.k_quad_BCS)
     v_BGCE = to_slots(v_BNE, cache.v_BCE)
     out_BGCE = torch.zeros_like(v_BGCE)

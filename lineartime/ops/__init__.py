@@ -1,19 +1,23 @@
 """The attention ops, the residual addition with its norm, and the loss.
 
 `reference` has the PyTorch reference of every op but the loss. Four ops also have Triton kernels with the same
-signatures; `impl` selects one of the two:
+signatures, and two have `windows`, which keeps less for the backward pass; `impl` selects:
 
 | impl | what runs |
 |---|---|
-| None | kernels on CUDA for supported inputs; otherwise the reference, and on CUDA the reason is logged once |
+| None | kernels on CUDA, `windows` in eager training on a processor, for inputs that they support; else the reference |
 | "reference" | the PyTorch reference |
 | "triton" | kernels; `UsageError` where they do not support the inputs |
 
-`dispatch` says which inputs the kernels support. Inputs without a token (B or T of 0) go to the reference."""
+`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once.
+Inputs without a token (B or T of 0) go to the reference."""
+
+from collections.abc import Sequence
+from types import ModuleType
 
 from torch import Tensor
 
-from lineartime.ops import reference
+from lineartime.ops import reference, windows
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
@@ -22,6 +26,7 @@ from lineartime.ops.dispatch import (
     unsupported_heads,
     unsupported_norm,
     use_kernels,
+    use_windows,
 )
 from lineartime.ops.reference import mixed_chunk_attention, quadratic_attention
 from lineartime.settings import require
@@ -55,16 +60,18 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
     if (s := gamma_4S.shape[-1]) < QUERY_KEY_DIM:
-        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], gamma_4S, chunk_size,
+        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size,
                                  pooling, exchange is not None)
     else:
         in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
-    module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
+    module: ModuleType = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
+    if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
+        module = windows
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
 
 
-def gated_head_attention(uv_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: reference.Exchange | None = None, impl: str | None = None) -> Tensor:
     """`gated_chunk_attention` of heads that are made already, in any way.
@@ -72,15 +79,17 @@ def gated_head_attention(uv_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk
     | argument | shape, dtype | meaning |
     |---|---|---|
     | uv_BTF | `[B, T, 2 E]`, floating | u and v concatenated, before silu |
-    | heads_4BTS | `[4, B, T, S]`, uv's dtype | q and k of the quadratic half, then of the linear half |
+    | heads | four of `[B, T, S]`, uv's dtype | q and k of the quadratic half, then of the linear half |
     | pooling | "mean", "sum", "fixed" or "written" | "fixed" is "sum" of heads that have their divisor |
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads_4BTS, chunk_size, pooling,
-                             exchange is not None)
-    module = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
-    return module.gated_head_attention(uv_BTF, heads_4BTS, w, chunk_size=chunk_size, causal=causal,
+    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size,
+                             pooling, exchange is not None)
+    module: ModuleType = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
+    if use_windows(impl, causal, exchange is not None, uv_BTF, *heads, w):
+        module = windows
+    return module.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                        segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
                                        exchange=exchange)
 

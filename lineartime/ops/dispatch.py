@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lineartime.errors import UsageError
+from lineartime.ops.dtypes import matmul_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +73,11 @@ def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None)
     return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, chunk_size)
 
 
-def unsupported_heads(uv: Tensor, heads: Tensor, chunk_size: int, pooling: str, shared: bool) -> str | None:
-    """`unsupported_attention` for heads that are made outside of kernels, or their scales, `[..., S]`. shared: whether
+def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str, shared: bool) -> str | None:
+    """`unsupported_attention` of uv `[B, T, 2 E]` and heads that are made outside of kernels, `s` wide. shared: whether
     ranks share the rows."""
     if reason := unsupported_device(uv.device, uv.dtype):
         return reason
-    s = heads.shape[-1]
     if s > QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
     if shared:
@@ -128,6 +128,20 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
     if reason and not torch.compiler.is_compiling():
         log_once(f"the PyTorch reference runs in place of kernels: {reason}")
     return not reason
+
+
+def use_windows(impl: str | None, causal: bool, shared: bool, x: Tensor, *parameters: Tensor) -> bool:
+    """Whether `ops.windows` runs in place of the reference: with impl None in eager training on a processor, of causal
+    rows that are not shared by ranks, in the dtype of x. Transforms of `torch.func` and forward mode take the
+    reference."""
+    if impl is not None or not causal or shared or torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype:
+        return False
+    inputs = (x, *parameters)
+    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+    return wants_gradient and not (torch._C._are_functorch_transforms_active() or any(
+        forward_ad.unpack_dual(each).tangent is not None for each in inputs))
 
 
 @functools.cache

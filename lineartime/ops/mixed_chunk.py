@@ -5,6 +5,7 @@ Chunks of a row are visited in a direction R: forwards (0), and when not causal 
 chunk passes on is the mean of k v over the tokens visited so far of the document that crosses the chunk's far edge.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -589,8 +590,8 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     n_rows, n_tokens, _ = uvz_BTF.shape
     if (s := gamma_4S.shape[-1]) < QUERY_KEY_DIM:
         uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
-        heads_4BTS = reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos)
-        return gated_head_attention(uv_BTF, heads_4BTS, w, chunk_size=chunk_size, causal=causal,
+        heads = reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
+        return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                     segment_ids_BT=segment_ids_BT, pooling=pooling)
     past_RBSE, outside_RB = None, None
     if exchange is not None:
@@ -632,20 +633,19 @@ def past_of_rows(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor
     return kv_RBSE.float().contiguous(), count_RB
 
 
-def gated_head_attention(uv_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
     `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
     assert exchange is None
-    refuse_forward_mode(uv_BTF, heads_4BTS, w, gate_BT)
+    refuse_forward_mode(uv_BTF, *heads, w, gate_BT)
     n_rows, n_tokens, _ = uv_BTF.shape
-    if gate_BT is not None:
-        count_BT = reference.written_counts(segment_ids_BT, gate_BT, chunk_size, causal)
-        q_quad, k_quad, q_lin, k_lin = heads_4BTS.unbind()
-        heads_4BTS = torch.stack([q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin])
+    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
                                   "mean" if pooling == "mean" else "sum", uv_BTF.device)
-    heads_4BTS = F.pad(heads_4BTS, [0, QUERY_KEY_DIM - heads_4BTS.shape[-1]])
+    heads_4BTS = torch.stack(list(heads))
+    if (s := heads_4BTS.shape[-1]) < QUERY_KEY_DIM:
+        heads_4BTS = F.pad(heads_4BTS, [0, QUERY_KEY_DIM - s])
     return forward_of_heads(uv_BTF.contiguous(), heads_4BTS.contiguous(), w.contiguous(), *documents, chunk_size,
                             causal)

@@ -8,7 +8,7 @@ Tensors of float16 are multiplied in float32 (`product`): relu(score)^2 and sums
 of one token in a long row is below the smallest float16. A result beyond 65,504 is inf.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -372,24 +372,35 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     return gated_attention(u_BTE, v_BTE, heads_4BTS, w, chunk_size, causal, segment_ids_BT, pooling, exchange=exchange)
 
 
-def gated_head_attention(uv_BTF: Tensor, heads_4BTS: Tensor, w: Tensor, *, chunk_size: int, causal: bool,
+def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: Exchange | None = None) -> Tensor:
     """`gated_chunk_attention` of heads that are made already. Arguments: see `ops.gated_head_attention`."""
     u_BTE, v_BTE = (F.silu(part) for part in uv_BTF.chunk(2, dim=-1))
-    return gated_attention(u_BTE, v_BTE, heads_4BTS, w, chunk_size, causal, segment_ids_BT, pooling, gate_BT, exchange)
+    return gated_attention(u_BTE, v_BTE, heads, w, chunk_size, causal, segment_ids_BT, pooling, gate_BT, exchange)
 
 
-def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads_4BTS: Tensor, w: Tensor, chunk_size: int, causal: bool,
+def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads: Iterable[Tensor], w: Tensor, chunk_size: int, causal: bool,
                     segment_ids_BT: Tensor | None, pooling: str, gate_BT: Tensor | None = None,
                     exchange: Exchange | None = None) -> Tensor:
     """u * (mixed chunk attention of v) of rows, in chunks: `[B, T, E]`."""
-    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads_4BTS)
+    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads)
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
         causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
         gate_BGC=None if gate_BT is None else to_chunks(gate_BT, chunk_size), exchange=exchange)
     return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
+
+
+def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_ids_BT: Tensor | None, chunk_size: int,
+                     causal: bool) -> Sequence[Tensor]:
+    """Heads whose linear queries are divided by what pooling "written" divides by, so that a sum is left; without gates
+    the heads themselves."""
+    if gate_BT is None:
+        return heads
+    q_quad, k_quad, q_lin, k_lin = heads
+    count_BT = written_counts(segment_ids_BT, gate_BT, chunk_size, causal)
+    return q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin
 
 
 def written_counts(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool) -> Tensor:

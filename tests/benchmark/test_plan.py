@@ -78,7 +78,7 @@ def test_what_several_processes_have():
     outside = n - 4 * per_layer
     assert sharded.moments == four.moments and sharded.holes == 0
     assert sharded.weights == pytest.approx(n / 4 + 3 * per_layer + outside, rel=1e-3)
-    longer = {**settings, "context": 4096, "tokens_per_step": 4096, "micro_batch_tokens": 4096}
+    longer = {**settings, "model": "mc-tfm++", "context": 4096, "tokens_per_step": 4096, "micro_batch_tokens": 4096}
     assert planned(4, **longer, context_parallel=4).activations < 0.3 * planned(1, **longer).activations
 
 

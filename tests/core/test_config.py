@@ -316,7 +316,7 @@ def valid_settings(draw):
     model = draw(st.sampled_from(list(PRESETS)))
     return {
         "model": model, "task": draw(st.sampled_from(TASKS)),
-        "data": draw(st.text(min_size=1)), "out": "run",
+        "data": draw(st.text(st.characters(exclude_characters="\0"), min_size=1)), "out": "run",
         "context": context, "micro_batch_tokens": rows * context, "tokens_per_step": rows * context * micro_batches,
         "steps": steps, "warmup_steps": draw(st.integers(0, steps)), "d_model": 96 * draw(st.integers(1, 8)),
         "n_layers": draw(st.integers(1, 100)), "learning_rate": draw(st.floats(1e-9, 1.0)),

@@ -375,4 +375,4 @@ def test_parameter_counts_of_the_ablations(name: str) -> None:
 
 def test_every_preset_and_task_is_in_the_tables() -> None:
     assert set(PARAMETERS_IN_MILLIONS) == set(TASKS)
-    assert set(PARAMETERS_IN_MILLIONS["c4"]) == set(PARAMETERS_IN_MILLIONS["wiki40b"]) == set(PRESETS)
+    assert set(PARAMETERS_IN_MILLIONS["c4"]) == set(PARAMETERS_IN_MILLIONS["wiki40b"]) == {*PRESETS} - {"flash+"}

@@ -97,7 +97,8 @@ def test_feed_forward(norm: str, activation: str) -> None:
 @pytest.mark.parametrize("init_std", [0.02, 0.07])
 @pytest.mark.parametrize("task", ["c4", "wiki40b"])
 @pytest.mark.parametrize(("preset", "options"), [
-    *((preset, {}) for preset in PRESETS if preset != "flash+"), ("transformer++", {"attn_kernel": "relu2", "gate": True}),
+    *((preset, {}) for preset in PRESETS if preset != "flash+"),
+    ("transformer++", {"attn_kernel": "relu2", "gate": True}),
     ("mc-tfm++", {"attn_kernel": "relu2"}), ("flash", {"chunk_pooling": "attention", "overlap": True}),
     ("flash-quad", {"gate": False}), ("flash", {"causal": False, "first_to_all": True}),
 ], ids=lambda x: "-".join(x) if isinstance(x, dict) else x)

@@ -331,8 +331,9 @@ def run_heads(op, inputs: dict[str, Tensor], gated: bool, **how: object) -> list
     """The output, and the gradients of uv, heads, w and gates."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     gate_BT = leaves["gate"].sigmoid()
-    heads_4BTS = torch.cat([leaves["heads"][:3], leaves["heads"][3:] * gate_BT[..., None].to(leaves["heads"].dtype)])
-    out = op(leaves["uv"], heads_4BTS, leaves["w"], gate_BT=gate_BT if gated else None, **how)
+    *heads, k_lin = leaves["heads"]
+    heads.append(k_lin * gate_BT[..., None].to(k_lin.dtype))
+    out = op(leaves["uv"], heads, leaves["w"], gate_BT=gate_BT if gated else None, **how)
     given = random(*out.shape, seed=6).bfloat16().to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), given)]
 

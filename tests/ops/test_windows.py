@@ -1,0 +1,198 @@
+"""FLASH's attention on a processor, whose backward pass makes again what it did not keep, held to the reference."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_law import assert_held, random
+from lineartime import ops
+from lineartime.config import model_config
+from lineartime.errors import UsageError
+from lineartime.model import LanguageModel, token_losses
+from lineartime.ops import dispatch, reference, windows
+from tiny_models import random_ids
+
+E, S = 24, 16
+LAYOUTS = {"one document": None,
+           "documents and padding": [[0] * 50 + [1] + [2] * 200 + [3] * 49, [0] * 128 + [1] * 100 + [-1] * 72,
+                                     [0] * 300],
+           "begins at chunks": [[0] * 64 + [1] * 64 + [2] * 172, [0] * 299 + [1], [-1] * 300]}
+
+
+def make_inputs(n_rows: int, n_tokens: int, chunk: int, dtype: torch.dtype,
+                parameters: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    sin, cos = reference.rotary(torch.arange(n_tokens)[None], S, torch.float64)
+    made = {"gamma": 0.5 + random(4, S, seed=1) / 3, "beta": random(4, S, seed=2) / 3, "sin": sin, "cos": cos,
+            "w": random(2 * chunk - 1, seed=3) / 3}
+    return {"uvz": random(n_rows, n_tokens, 2 * E + S, seed=4).to(dtype),
+            **{name: x.to(parameters) for name, x in made.items()}}
+
+
+def run_heads(op, ids_BT: Tensor | None, pooling: str, dtype: torch.dtype, chunk: int) -> list[Tensor]:
+    """The output, and the gradients of uv, the four heads, w and the gates."""
+    made = [random(3, 300, 2 * E, seed=4), *(random(3, 300, S, seed=n) for n in (5, 6, 7, 8)),
+            random(2 * chunk - 1, seed=3) / 3, random(3, 300, seed=9)]
+    leaves = [x.to(dtype).requires_grad_() for x in made]
+    uv, *heads, w, gate = leaves
+    gate_BT = gate.double().sigmoid() if dtype == torch.float64 else gate.float().sigmoid()
+    heads[3] = (heads[3] * gate_BT[..., None]).to(dtype)
+    out = op(uv, heads, w, chunk_size=chunk, causal=True, segment_ids_BT=ids_BT, pooling=pooling,
+             gate_BT=gate_BT if pooling == "written" else None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, random(*out.shape, seed=1).bfloat16().to(dtype))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pooling", ["mean", "sum", "written"])
+@pytest.mark.parametrize("chunk, window", [(128, 4096), (128, 256), (64, 128), (50, 50), (300, 1)])
+def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int, pooling: str, layout: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows in one window, windows of single rows, of single chunks; chunks that blocks do not divide."""
+    monkeypatch.setattr(windows, "WINDOW_TOKENS", window)
+    ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
+    ours, theirs = (run_heads(module.gated_head_attention, ids_BT, pooling, torch.float64, chunk)
+                    for module in (windows, reference))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 2e-15 * max(float(b.norm()), 1.0)
+    if pooling != "written":
+        inputs = make_inputs(3, 300, chunk, torch.float64, torch.float64)
+        assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
+                    causal=True, segment_ids_BT=ids_BT, pooling=pooling, floor=2e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: str) -> None:
+    ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
+    assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, make_inputs(3, 300, 64, dtype),
+                chunk_size=64, causal=True, segment_ids_BT=ids_BT)
+    exact, ours, theirs = (run_heads(module.gated_head_attention, ids_BT, "written", kind, 64)
+                           for module, kind in ((reference, torch.float64), (windows, dtype), (reference, dtype)))
+    for a, b, x in zip(ours, theirs, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert (a - x).norm() <= max(2 * float((b - x).norm()), 1e-6 * float(x.norm()))
+
+
+def test_angles_of_their_own_for_each_row() -> None:
+    inputs = make_inputs(3, 200, 64, torch.float64, torch.float64)
+    position_BT = torch.arange(200) + torch.tensor([[0], [7], [1000]])
+    inputs["sin"], inputs["cos"] = reference.rotary(position_BT, S, torch.float64)
+    assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=64, causal=True,
+                floor=2e-15)
+
+
+def kept_bytes(config, dtype: torch.dtype, impl: str | None) -> int:
+    """What a layer's attention keeps for the backward pass beyond its parameters, each storage once."""
+    torch.manual_seed(0)
+    model, kept = LanguageModel(config), {}
+    model.set_impl(impl)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", dtype=dtype,
+                                                                                    enabled=dtype != torch.float32):
+        losses = model(random_ids(2, 1024))
+    losses.sum().backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("preset, most", [("flash", 0.5), ("flash+", 0.75)])
+def test_little_is_kept_for_the_backward_pass(preset: str, most: float, dtype: torch.dtype) -> None:
+    """The bytes of layers: those of one model less those of a model with fewer layers."""
+    config = {n: model_config(preset, n_layers=n, d_model=64, query_key_dim=32, chunk_size=128, context=1024,
+                              vocab_size=50) for n in (1, 3)}
+    ours, theirs = (kept_bytes(config[3], dtype, impl) - kept_bytes(config[1], dtype, impl)
+                    for impl in (None, "reference"))
+    assert 0 < ours < most * theirs
+
+
+def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager training of causal rows on a processor; all else takes the reference."""
+    ran = []
+    for name in ("gated_chunk_attention", "gated_head_attention"):
+        plain = getattr(windows, name)
+        monkeypatch.setattr(windows, name, lambda *args, plain=plain, **how: ran.append(1) or plain(*args, **how))
+
+    def runs(task: str = "wiki40b", preset: str = "flash", impl: str | None = None, dtype: torch.dtype | None = None,
+             grad: bool = True, compiled: bool = False) -> bool:
+        ran.clear()
+        fields = {"query_key_dim": 16, "n_layers": 1, "d_model": 16, "vocab_size": 20, "context": 32}
+        chunks = {} if preset == "flash-quad" else {"chunk_size": 8}
+        model = LanguageModel(model_config(preset, task, **fields, **chunks))
+        if dtype is not None:
+            model = model.to(dtype)
+        model.set_impl(impl)
+        call = torch.compile(model, backend="eager") if compiled else model
+        with torch.set_grad_enabled(grad):
+            call(torch.ones(1, 20, dtype=torch.long))
+        return bool(ran)
+
+    assert runs() and runs(preset="flash+") and runs(dtype=torch.bfloat16)
+    assert not runs("c4") and not runs(impl="reference") and not runs(grad=False) and not runs(compiled=True)
+    assert not runs(dtype=torch.float16) and not runs(preset="flash-quad")
+    with pytest.raises(UsageError, match="it is reference or triton"):
+        runs(impl="windows")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
+def test_other_derivatives() -> None:
+    """Transforms of `torch.func` and forward mode take the reference. A second derivative is refused, not wrong."""
+    inputs = make_inputs(2, 70, 32, torch.float64, torch.float64)
+    uvz, *rest = inputs.values()
+
+    def total(x: Tensor, impl: str | None = None) -> Tensor:
+        return ops.gated_chunk_attention(x, *rest, chunk_size=32, causal=True, impl=impl).square().sum()
+
+    (first,) = torch.autograd.grad(total(leaf := uvz.clone().requires_grad_()), leaf)
+    each = torch.func.vmap(torch.func.grad(total))(uvz[:, None])[:, 0]
+    assert (each - first).norm() <= 1e-14 * first.norm()
+    _, along = torch.func.jvp(total, (uvz,), (uvz,))
+    assert math.isclose(float(along), float((first * uvz).sum()), rel_tol=1e-12)
+    (first,) = torch.autograd.grad(total(leaf), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+    (first,) = torch.autograd.grad(total(leaf, "reference"), leaf, create_graph=True)
+    first.sum().backward()
+    assert leaf.grad is not None
+
+
+def test_a_model_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With documents, padding and activation checkpointing: the loss and every gradient of the reference."""
+    fields = {"query_key_dim": 16, "chunk_size": 32, "n_layers": 2, "d_model": 32, "vocab_size": 50, "context": 100,
+              "end_of_document": 1}
+    for preset in ("flash", "flash+"):
+        torch.manual_seed(0)
+        model = LanguageModel(model_config(preset, **fields)).double()
+        ids, found = random_ids(3, 100), []
+        for impl, checkpointing in (("reference", False), (None, False), (None, True)):
+            model.set_impl(impl)
+            model.activation_checkpointing = checkpointing
+            model.zero_grad()
+            token_losses(model, ids).sum().backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        for name, wanted in found[0].items():
+            for other in found[1:]:
+                assert (other[name] - wanted).norm() <= 1e-12 * wanted.norm() + 1e-15, (preset, name)
+
+
+@pytest.mark.parametrize("n_rows, n_chunks", [(1, 1), (5, 3), (7, 8), (2, 9), (3, 40)])
+def test_windows_hold_every_chunk_once_and_states_go_through_them(n_rows: int, n_chunks: int,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "WINDOW_TOKENS", 8 * 10)
+    seen = torch.zeros(n_rows, n_chunks)
+    for rows, window in windows.windows_of(n_rows, n_chunks, 10):
+        part = seen[rows, window]
+        assert part.numel() <= 8 and (len(part) == 1 or part.shape[1] == n_chunks)
+        assert (seen[rows, : window.start] == 1).all() and (seen[rows, window.start :] == 0).all()
+        seen[rows, window] += 1
+    assert (seen == 1).all()
+
+
+def test_dispatch_of_what_is_empty() -> None:
+    assert not dispatch.use_windows(None, True, False, torch.empty(0, 5, 3, requires_grad=True))
