@@ -79,7 +79,7 @@ CASE = [field.name for field in fields(Case)]
 Program = dict[str, Any]
 """A kernel compiled for one architecture: `kernel`, `arch`, `options` (its other constants that are true), `tiles`,
 `warps`, `stages`; `registers` and `spilled` bytes of a thread, `shared` bytes of a program, and `tensor_cores`, the
-instructions that use them."""
+instructions that use them; and what `pipeline_of` reads."""
 
 
 @contextlib.contextmanager
@@ -102,9 +102,9 @@ def recording(arch: int, known: dict[tuple[object, ...], Program]) -> Iterator[l
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", record))
         for name, module in list(sys.modules.items()):
-            if name.startswith("lineartime.ops.") and hasattr(module, "has_much_shared"):
-                stack.enter_context(patch.object(module, "has_much_shared",
-                                                 lambda device: SHARED_KIB[arch] >= MUCH_SHARED_KIB))
+            if name.startswith("lineartime.ops.") and hasattr(module, "tile_class"):
+                kind = "small" if SHARED_KIB[arch] < MUCH_SHARED_KIB else "hopper" if arch == 90 else "large"
+                stack.enter_context(patch.object(module, "tile_class", lambda device, kind=kind: kind))
         yield launches
 
 
@@ -127,7 +127,15 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
     return {"kernel": kernel.__name__, "arch": arch, "options": ", ".join(true).lower().replace("_", " "),
             "tiles": " ".join(tiles), "warps": options.num_warps, "stages": options.num_stages,
             "registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": made.metadata.shared,
-            "tensor_cores": len(re.findall(r"\bHG?MMA\b", listing))}
+            "tensor_cores": len(re.findall(r"\bHG?MMA\b", listing)), **pipeline_of(made.asm["ttgir"])}
+
+
+def pipeline_of(code: str) -> dict[str, int]:
+    """How a program overlaps copies and products, from its code before registers are given out: `in_flight`, the most
+    copies that a loop lets go on while it multiplies, and `rows_of_warps`, the rows that its warps cover at once."""
+    waits = re.findall(r"async_wait\b.*num = (\d+)", code)
+    warps = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+)", code)
+    return {"in_flight": max(map(int, waits), default=0), "rows_of_warps": 16 * max(map(int, warps), default=0)}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ MAX_NORMED = 2**30 - 1
 """The most rows of the norm's kernels, all tokens of a batch."""
 MUCH_SHARED_KIB = 227
 """Shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB."""
+
+TileClass = Literal["small", "hopper", "large"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -159,13 +161,16 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
         raise RuntimeError("a kernel has no forward-mode derivative: use the function of this name in ops.reference")
 
 
-def has_much_shared(device: torch.device) -> bool:
-    """Whether a program can have the shared memory that Hopper's tiles take, on the device itself: by its number, some
-    with compute capability 12.0 would not fit. True for a CPU."""
+def tile_class(device: torch.device) -> TileClass:
+    """Which tiles a device has: "small" where a program has less than MUCH_SHARED_KIB of shared memory on the device
+    itself (by its number, some with compute capability 12.0 would not fit), "hopper" for compute capability 9.0, else
+    "large", also on a CPU, where Triton's interpreter runs kernels."""
     if device.type != "cuda":
-        return True
+        return "large"
     properties: Any = torch.cuda.get_device_properties(device)  # its stub has not all of it
-    return properties.shared_memory_per_block_optin >= MUCH_SHARED_KIB * 1024
+    if properties.shared_memory_per_block_optin < MUCH_SHARED_KIB * 1024:
+        return "small"
+    return "hopper" if properties.major == 9 else "large"
 
 
 def on_own_device(launch: Callable[Args, Result]) -> Callable[Args, Result]:

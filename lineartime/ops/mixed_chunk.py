@@ -6,7 +6,7 @@ chunk passes on is the mean of k v over the tokens visited so far of the documen
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops import reference
-from lineartime.ops.dispatch import QUERY_KEY_DIM, has_much_shared, on_own_device, refuse_forward_mode
+from lineartime.ops.dispatch import QUERY_KEY_DIM, TileClass, on_own_device, refuse_forward_mode, tile_class
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
 
@@ -374,20 +374,27 @@ MANY_CHUNKS, FEW_PROGRAMS = 8, 264
 """A row of more than MANY_CHUNKS has its states made in two levels if one level has fewer than FEW_PROGRAMS."""
 
 
-def state_tiles(dtype: torch.dtype, much_shared: bool) -> Tiles:
+def state_tiles(dtype: torch.dtype, kind: TileClass) -> Tiles:
     """Tiles of `walk_states`, with the dimensions of a state as rows."""
-    return Tiles(128, 64, 64, 4, 2) if much_shared and dtype != torch.float32 else Tiles(128, 32, 32, 4, 2)
+    if dtype == torch.float32:
+        return Tiles(128, 32, 32, 4, 2)
+    return Tiles(128, 16, 32, 4, 3) if kind == "small" else Tiles(128, 32, 64, 4, 3)
 
 
-def attention_tiles(dtype: torch.dtype, causal: bool, backward: bool, much_shared: bool) -> Tiles:
-    """Tiles of `attend_queries` and `differentiate_keys`: the largest that do not spill registers."""
+def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "queries", "keys"], kind: TileClass) -> Tiles:
+    """Tiles of `attend_queries`, for its output or for the gradients of queries, and of `differentiate_keys`: the
+    largest that do not spill registers with three stages, in which a tile is copied while another is multiplied."""
     if dtype == torch.float32:
         return Tiles(32, 32, 16, 4, 2, 1, 16)
-    if not much_shared:
-        return Tiles(64, 128, 32, 8, 2, 1)
-    if not backward:
-        return Tiles(128, 128, 64, 8, 2, 2)
-    return Tiles(64, 128, 32, 8, 2, 2) if causal else Tiles(64, 128, 64, 8, 2, 1)
+    if kind == "small":
+        return Tiles(64, 128, 16, 4, 3, 1) if causal else Tiles(64, 128, 32, 8, 3, 1)
+    if kind == "large" and causal:
+        return Tiles(128, 128, 32, 8, 3, 2)
+    if kind == "hopper" and of == "out":
+        return Tiles(128, 128, 64, 8, 3, 2)
+    if not causal:
+        return Tiles(128, 64, 32, 8, 3, 2)
+    return Tiles(64, 128, 16 if of == "queries" else 32, 4, 3, 2)
 
 
 def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: Documents, chunk_size: int,
@@ -402,7 +409,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     n_directions, _, n_chunks = documents.scales_RBG.shape
     x_out_BTE = uvz_BTF.new_empty(n_rows, n_tokens, e)
     states_RBGSE = uvz_BTF.new_empty(n_directions, n_rows, n_chunks, s, e)
-    tiles = state_tiles(uvz_BTF.dtype, has_much_shared(uvz_BTF.device))
+    tiles = state_tiles(uvz_BTF.dtype, tile_class(uvz_BTF.device))
     n_tiles = triton.cdiv(e, tiles.columns)
     whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows >= FEW_PROGRAMS
     n_places = n_rows if whole else n_rows * n_chunks
@@ -425,7 +432,8 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
 def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: Documents, out: Tensor | None,
             dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int, causal: bool) -> None:
     """Run `attend_queries`: forward into `out`, or with `dout` backward into `duvz` and `dq_lin`."""
-    tiles, n_chunks = attention_tiles(uvz.dtype, causal, dout is not None, has_much_shared(uvz.device)), states.shape[2]
+    tiles = attention_tiles(uvz.dtype, causal, "out" if dout is None else "queries", tile_class(uvz.device))
+    n_chunks = states.shape[2]
     for number in range(n_rounds(tiles, chunk_size, causal)):
         attend_queries[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
             uvz, heads, v, states, w, documents.begins_BT, documents.ends_BT, documents.each_BT, out, dout, duvz,
@@ -438,7 +446,7 @@ def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, do
 def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: Documents,
          duvz: Tensor, dk_lin: Tensor, chunk_size: int, causal: bool) -> None:
     """Run `differentiate_keys` into `duvz` and `dk_lin`."""
-    tiles, n_chunks = attention_tiles(uvz.dtype, causal, True, has_much_shared(uvz.device)), dstates.shape[2]
+    tiles, n_chunks = attention_tiles(uvz.dtype, causal, "keys", tile_class(uvz.device)), dstates.shape[2]
     for number in range(n_rounds(tiles, chunk_size, causal)):
         differentiate_keys[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
             uvz, heads, v, do, dstates, w, documents.begins_BT, documents.ends_BT, documents.each_BT, duvz, dk_lin,

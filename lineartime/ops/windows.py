@@ -293,9 +293,9 @@ class GatedChunkAttention(torch.autograd.Function):
 
         def take_gradient(rows: slice, at: slice, dheads: list[Tensor]) -> None:
             z_raw_BTS = uvz_BTF[rows, at, -s:]
-            wide = torch.promote_types(gamma_4S.dtype, z_raw_BTS.dtype)
             sin_BTR, cos_BTR = part_of(sin, rows, at), part_of(cos, rows, at)
-            dmade_4BTS = rotate(torch.stack([dhead_BTS.to(wide) for dhead_BTS in dheads]), -sin_BTR, cos_BTR)
+            dheads_4BTS = torch.stack([at_least_float32(dhead_BTS) for dhead_BTS in dheads])
+            dmade_4BTS = rotate(dheads_4BTS, -sin_BTR, cos_BTR)
             dbeta_4S.add_(dmade_4BTS.sum((1, 2)))
             dgamma_4S.add_((dmade_4BTS * F.silu(z_raw_BTS)).sum((1, 2)))
             dz_BTS = dmade_4BTS.mul_(gamma_4S[:, None, None]).sum(0).to(z_raw_BTS.dtype)
@@ -311,8 +311,8 @@ def heads_from_z(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor
                  at: slice) -> Tensor:
     """`reference.make_heads` of some tokens."""
     z_BTS = F.silu(uvz_BTF[rows, at, -gamma_4S.shape[-1] :])
-    wide = torch.promote_types(gamma_4S.dtype, z_BTS.dtype)
-    made_4BTS = torch.addcmul(beta_4S.to(wide)[:, None, None], z_BTS.to(wide), gamma_4S.to(wide)[:, None, None])
+    z, gamma, beta = (at_least_float32(x) for x in (z_BTS, gamma_4S[:, None, None], beta_4S[:, None, None]))
+    made_4BTS = torch.addcmul(beta, z, gamma)
     return rotate(made_4BTS, part_of(sin, rows, at), part_of(cos, rows, at)).to(z_BTS.dtype)
 
 

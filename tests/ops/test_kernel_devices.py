@@ -59,12 +59,14 @@ def test_the_device_of_the_tensors_is_current_at_every_launch(monkeypatch):
     assert [name for name, guarded in launched if not guarded] == []
 
 
-@pytest.mark.parametrize(("kib", "much"), [(99, False), (163, False), (227, True)])
-def test_tiles_are_those_of_the_shared_memory(kib, much, monkeypatch):
-    """Not of the number: compute capability 12.0 has 99 KiB, 9.0 has 227."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=kib * 1024)
+@pytest.mark.parametrize(("major", "kib", "kind"), [
+    (8, 163, "small"), (8, 99, "small"), (12, 99, "small"), (9, 227, "hopper"), (10, 227, "large"), (9, 164, "small")])
+def test_tiles_are_those_of_the_shared_memory(major, kib, kind, monkeypatch):
+    """First of all: compute capability 12.0 has 99 KiB, 10.0 has 227."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib * 1024, major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert dispatch.has_much_shared(torch.device("cuda")) == much
+    assert dispatch.tile_class(torch.device("cuda")) == kind
+    assert dispatch.tile_class(torch.device("cpu")) == "large"
 
 
 def test_rocm_runs_the_reference(monkeypatch):

@@ -80,12 +80,14 @@ def test_sums_in_place_of_means(causal: bool) -> None:
                 segment_ids_BT=documents(1, 267))
 
 
-@pytest.mark.parametrize("much", [True, False])
-def test_more_columns_and_parameters_of_the_same_type(much: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tiles of either kind of GPU."""
-    monkeypatch.setattr(mixed_chunk, "has_much_shared", lambda device: much)
+@pytest.mark.parametrize("kind, causal", [
+    ("hopper", True), ("small", True), *(pytest.param(kind, False, marks=pytest.mark.campaign)
+                                         for kind in ("hopper", "small"))])
+def test_more_columns_and_parameters_of_the_same_type(kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles of the other kinds of GPU."""
+    monkeypatch.setattr(mixed_chunk, "tile_class", lambda device: kind)
     assert_held(make_inputs(1, 140, torch.bfloat16, d_inner=192, chunk=256, parameters=None), chunk_size=256,
-                causal=True)
+                causal=causal)
 
 
 @pytest.mark.parametrize("n_tokens, dtype", [(1, torch.float32), (40, torch.bfloat16), (128, torch.float16)])

@@ -64,9 +64,11 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: str) -> None:
+    """With parameters of float32, as in training, and of the same type, as in a model that is cast."""
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
-    assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, make_inputs(3, 300, 64, dtype),
-                chunk_size=64, causal=True, segment_ids_BT=ids_BT)
+    for parameters in (torch.float32, dtype):
+        assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention,
+                    make_inputs(3, 300, 64, dtype, parameters), chunk_size=64, causal=True, segment_ids_BT=ids_BT)
     exact, ours, theirs = (run_heads(module.gated_head_attention, ids_BT, "written", kind, 64)
                            for module, kind in ((reference, torch.float64), (windows, dtype), (reference, dtype)))
     for a, b, x in zip(ours, theirs, exact, strict=True):
