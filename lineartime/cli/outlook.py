@@ -94,7 +94,7 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
     say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {layers} of width "
         f"{model.d_model}{chunks}")
     if config.preset == "flash" and config.source is None and not model.is_ablated_gau:
-        say("also     flash is the paper's; flash+, as fast, learns to recall what is further back than a chunk")
+        say("also     flash is the paper's; flash+ learns to recall what is further back than a chunk")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
         f"{n_tokens:,} tokens, {words_of(n_tokens / n_train)} epochs")

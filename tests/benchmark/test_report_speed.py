@@ -170,7 +170,7 @@ SHIPPED = [row for row in map(json.loads, (ROOT / "lineartime/results/speed.json
 ONE_OF_EACH = {row["benchmark"]: row for row in SHIPPED}
 UNUSED = ("label", "config", "check", "python", "lineartime", "tokens_per_s", "repeats", "peer", "block_tokens",
           "allocated_state_bytes", "dtype_ms", "wall_ms", "mfu", "peak_flops", "peak_flops_from", "flops_per_token",
-          "vocab_size", "d_model")
+          "vocab_size", "d_model", "times")
 """Fields of rows that no table or picture is made of; "wall_ms" where another clock counts."""
 
 
