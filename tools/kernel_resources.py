@@ -203,15 +203,15 @@ QUICK = ("push", "usual", "everywhere")
 
 def selected(case: Case, arch: int, quick: str | None) -> bool:
     """Whether a case is compiled for an architecture: "usual" leaves out what trains seldom (float32 has many rounds
-    where chunks are larger), "push" also the types whose programs are those of bfloat16 or of the other
-    architecture; "everywhere" is what "usual" has in bfloat16, for every architecture."""
+    where chunks are larger), "push" also types other than bfloat16 and states that enter; "everywhere" is what "usual"
+    has in bfloat16, for every architecture."""
     if quick is None:
         return True
     if quick != "everywhere" and arch not in SHOWN:
         return False
     if quick == "everywhere" and case.dtype != "bfloat16":
         return False
-    if quick == "push" and case.dtype != "bfloat16" and (case.dtype == "float16" or arch != SHOWN[0]):
+    if quick == "push" and (case.dtype != "bfloat16" or case.past):
         return False
     if case.op == "gated_chunk_attention" and case.dtype == "float32":
         return replace(case, chunk=256).usual and case.chunk == 128
