@@ -68,8 +68,9 @@ def assert_same_state(out, expected):
 GLOBAL = {"clip_scope": "global"}
 
 
-@pytest.mark.parametrize("settings", [{}, GLOBAL | {"precision": "bfloat16"}, GLOBAL | {"shard": True}],
-                         ids=["local clipping", "global clipping, bfloat16", "sharded"])
+@pytest.mark.parametrize("settings", [
+    pytest.param({}, id="local clipping"), pytest.param(GLOBAL | {"shard": True}, id="sharded"),
+    pytest.param(GLOBAL | {"precision": "bfloat16"}, id="global clipping, bfloat16", marks=pytest.mark.campaign)])
 def test_any_number_of_ranks_ends_in_the_same_bits(settings, data, ranks, tmp_path):
     def train(n_ranks):
         assert ranks.run(n_ranks, command(data, tmp_path / str(n_ranks), **SIZES, **settings)) == [0] * n_ranks, (
@@ -89,7 +90,8 @@ def test_masked_models_too(masked_data, ranks, tmp_path):
     assert_same_state(tmp_path / "4", state_of(tmp_path / "1"))
 
 
-@pytest.mark.parametrize("settings", [{}, GLOBAL | {"shard": True}], ids=["whole", "sharded"])
+@pytest.mark.parametrize("settings", [
+    pytest.param({}, id="whole"), pytest.param(GLOBAL | {"shard": True}, id="sharded", marks=pytest.mark.campaign)])
 def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_path):
     settings = SIZES | settings | {"steps": 100, "eval_every": 40, "save_every": 15}
     assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]
