@@ -142,8 +142,7 @@ def use_windows(impl: str | None, causal: bool, shared: bool, x: Tensor, *parame
         return False
     inputs = (x, *parameters)
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
-    return wants_gradient and not (torch._C._are_functorch_transforms_active() or any(
-        forward_ad.unpack_dual(each).tangent is not None for each in inputs))
+    return wants_gradient and not (torch._C._are_functorch_transforms_active() or have_tangent(*inputs))
 
 
 @functools.cache
@@ -152,12 +151,15 @@ def log_once(line: str) -> None:
     logger.warning(line)
 
 
+def have_tangent(*inputs: Tensor | None) -> bool:
+    """Whether forward-mode differentiation carries a tangent of any of the inputs."""
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+
+
 def refuse_forward_mode(*inputs: Tensor | None) -> None:
     """Raise RuntimeError in forward-mode differentiation (`torch.func.jvp`, `jacfwd`): a custom op would silently drop
     the tangent, and the derivative would be zero. For `torch.func.grad` torch itself raises."""
-    if torch.compiler.is_compiling():
-        return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+    if not torch.compiler.is_compiling() and have_tangent(*inputs):
         raise RuntimeError("a kernel has no forward-mode derivative: use the function of this name in ops.reference")
 
 

@@ -186,12 +186,17 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
     return total.flatten(1, 2)[:, :n_places]
 
 
+def last_documents(segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor]:
+    """The last document of each chunk, last_BG, and whether a token is one of it, tail_BGC."""
+    last_BG = segment_ids_BGC.amax(-1)
+    return last_BG, (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
+
+
 def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                  gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the tokens of each chunk's last document: the sum of k v, their number, and the document: kv_BGSE and
     count_BG, in float32 at least, and last_BG. gate_BGC: what each token counts for, 1 by default."""
-    last_BG = segment_ids_BGC.amax(-1)
-    tail_BGC = (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
+    last_BG, tail_BGC = last_documents(segment_ids_BGC)
     kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
     counted_BGC = tail_BGC if gate_BGC is None else tail_BGC * gate_BGC
     return kv_BGSE, counted_BGC.sum(-1).to(kv_BGSE.dtype), last_BG

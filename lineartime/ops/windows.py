@@ -56,9 +56,8 @@ def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: i
     none_BGC0 = like.new_zeros(*ids_BGC.shape, 0)
     states = reference.states_of_rows(none_BGC0, none_BGC0, ids_BGC, causal=True)
     (seen_BGC,), count_BGC = reference.tokens_read(states, ids_BGC, None)
-    last_BG = ids_BGC.amax(-1)
+    last_BG, tail_BGC = reference.last_documents(ids_BGC)
     weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
-    tail_BGC = (ids_BGC == last_BG[..., None]) & (ids_BGC >= 0)
     return Documents(ids_BGC, *(x.to(like.dtype) for x in (weight_BGC, tail_BGC, states[0][2] == last_BG)))
 
 
@@ -191,7 +190,6 @@ def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents:
     n_chunks, bias_CC = -(-n_tokens // chunk_size), causal_bias(w, chunk_size)
     out_BTE, attended_BTE = (uv_BTF.new_empty(n_rows, n_tokens, e) for _ in range(2))
     kv_BGSE = uv_BTF.new_empty(n_rows, n_chunks, s, e)
-    state_BSE = torch.empty(0)
     for rows, window in windows_of(n_rows, n_chunks, chunk_size):
         at, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
         u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, at].chunk(2, dim=-1))
@@ -211,7 +209,7 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
     """The gradient of w. That of uv is written to duv_BTF, those of heads are given to `take_gradient`."""
     n_rows, n_chunks, s, e = kv_BGSE.shape
     bias_CC = causal_bias(w, chunk_size)
-    dbias_CC, dstate_BSE = torch.zeros_like(bias_CC), torch.empty(0)
+    dbias_CC = torch.zeros_like(bias_CC)
     for rows, window in reversed(windows_of(n_rows, n_chunks, chunk_size)):
         at, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
         u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, at].chunk(2, dim=-1))
@@ -230,6 +228,13 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
     return diagonal_sums(dbias_CC).to(w.dtype)
 
 
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Keep the inputs and what `attend_rows` returns for the backward pass."""
+    *tensors, ctx.documents, ctx.chunk_size = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
 class GatedHeadAttention(torch.autograd.Function):
     """`attend_rows` of heads that are made already, and the gradients of uv, heads and w."""
 
@@ -240,11 +245,7 @@ class GatedHeadAttention(torch.autograd.Function):
         return attend_rows(uv_BTF, q_quad.shape[-1], lambda rows, at: (x[rows, at] for x in heads), w, documents,
                            chunk_size)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        *tensors, ctx.documents, ctx.chunk_size = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*tensors, *output[1:])
+    setup_context = staticmethod(keep)
 
     @staticmethod
     @once_differentiable
@@ -280,9 +281,7 @@ class GatedChunkAttention(torch.autograd.Function):
         return attend_rows(uvz_BTF[..., :-s], s, partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
                            documents, chunk_size)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        GatedHeadAttention.setup_context(ctx, inputs, output)
+    setup_context = staticmethod(keep)
 
     @staticmethod
     @once_differentiable
