@@ -17,7 +17,7 @@ from lineartime.settings import check_fields, parse_field, replace_fields, requi
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
            "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16,
-           "row_tiles": 2**16}
+           "row_tiles": 2**16, "window_tokens": 2**26}
 """The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
 
 
@@ -420,6 +420,9 @@ class TrainConfig:
     row_tiles: int | None = None
     """Tiles of a row that are computed one by one: training ends in the same bits for any `context_parallel` that has
     1, 2, 4, ... tiles per rank. None: `context_parallel`, a tile for each rank."""
+    window_tokens: int | None = None
+    """Tokens of a row that are differentiated at once, whole chunks: the memory of activations is that of a window, and
+    the layers are computed once more. The gradient is that of whole rows. None: whole rows."""
     eval_every: int = 500
     """Steps between held-out evaluations."""
     eval_tokens: int = 100_000
@@ -462,6 +465,12 @@ class TrainConfig:
         require(not self.shard or (per_rank == 1 and self.context_parallel.bit_count() == 1),
                 "a sharded model has one tile of a row per rank, and 1, 2, 4, ... ranks share it",
                 f"context_parallel = {self.context_parallel}, row_tiles = {self.row_tiles}", "set shard = false")
+        require(self.window_tokens is None or self.window_tokens >= 1, "window_tokens must be at least 1",
+                f"window_tokens = {self.window_tokens}", 'say "none" for whole rows')
+        for name, given in (("shard", self.shard), ("activation_checkpointing", self.activation_checkpointing),
+                            ("context_parallel", self.context_parallel > 1), ("row_tiles", self.n_tiles > 1)):
+            require(self.window_tokens is None or not given, f"window_tokens does not go with {name}",
+                    f"{name} = {getattr(self, name)}", "leave one out")
         require(self.tokens_per_step % self.micro_batch_tokens == 0,
                 "tokens_per_step must be a multiple of micro_batch_tokens",
                 f"{self.tokens_per_step} and {self.micro_batch_tokens}")
@@ -477,26 +486,28 @@ class TrainConfig:
         return self.context_parallel if self.row_tiles is None else self.row_tiles
 
 
-def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
+def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "context_parallel") -> None:
     """Raise UsageError unless `n_ranks` ranks can share a row of the model's context: each has whole chunks, and needs
-    from the others no more than a state, and with `key_conv` the last positions of its neighbours."""
+    from the others no more than a state, and with `key_conv` the last positions of its neighbours. name: the setting
+    that asks for it; "window_tokens", where windows stand for ranks."""
     if n_ranks == 1:
         return
-    what = "context_parallel is for mixed chunk attention and Performer"
-    require(config.attn_type in ("mixed_chunk", "linear"), what, f"attn_type = {config.attn_type}",
-            "take flash, mc-tfm++ or performer, or set context_parallel = 1")
-    for name, wrong in (("chunk_pooling", config.chunk_pooling == "attention"), ("overlap", config.overlap),
-                        ("document_mask", config.document_mask == "paper"), ("first_to_all", config.first_to_all),
-                        ("cls_softmax", config.cls_softmax)):
-        require(not wrong, f"context_parallel does not go with {name}", f"{name} = {getattr(config, name)}",
-                "leave it out, or set context_parallel = 1")
+    off = f"set {name} = {'none' if name == 'window_tokens' else 1}"
+    require(config.attn_type in ("mixed_chunk", "linear"), f"{name} is for mixed chunk attention and Performer",
+            f"attn_type = {config.attn_type}", f"take flash, mc-tfm++ or performer, or {off}")
+    for field, wrong in (("chunk_pooling", config.chunk_pooling == "attention"), ("overlap", config.overlap),
+                         ("document_mask", config.document_mask == "paper"), ("first_to_all", config.first_to_all),
+                         ("cls_softmax", config.cls_softmax)):
+        require(not wrong, f"{name} does not go with {field}", f"{field} = {getattr(config, field)}",
+                f"leave it out, or {off}")
     own = config.context // n_ranks
     require(config.context % (n_ranks * (config.chunk_size or 1)) == 0,
             "every rank of context_parallel, and every one of row_tiles, must hold equally many whole chunks",
             f"context = {config.context}, {n_ranks} parts, chunk_size = {config.chunk_size}",
             f"make context a multiple of {n_ranks * (config.chunk_size or 1)}")
     require(config.key_conv <= own, "a rank's part of a row is shorter than the window of key_conv",
-            f"{own} tokens, key_conv = {config.key_conv}", "lower context_parallel")
+            f"{own} tokens, key_conv = {config.key_conv}",
+            "raise window_tokens" if name == "window_tokens" else "lower context_parallel")
 
 
 @dataclass(frozen=True)
@@ -528,6 +539,12 @@ class RunConfig:
         require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
         check_context_parallel(self.model, self.train.n_tiles)
+        if (window := self.train.window_tokens) is not None:
+            require(self.model.causal, "window_tokens is for causal models", "causal = false", "leave it out")
+            require(context % window == 0 and window % (self.model.chunk_size or 1) == 0,
+                    "a row must be whole windows, and a window whole chunks",
+                    f"context = {context}, window_tokens = {window}, chunk_size = {self.model.chunk_size}")
+            check_context_parallel(self.model, self.n_windows, "window_tokens")
 
     @property
     def rows_per_step(self) -> int:
@@ -538,6 +555,11 @@ class RunConfig:
     def micro_batch_rows(self) -> int:
         """Rows per forward and backward pass, at least 1."""
         return self.train.micro_batch_tokens // self.model.context
+
+    @property
+    def n_windows(self) -> int:
+        """Windows of a row, see `TrainConfig.window_tokens`."""
+        return self.model.context // (self.train.window_tokens or self.model.context)
 
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))

@@ -48,11 +48,12 @@ from lineartime.distributed.ranks import (
 )
 from lineartime.distributed.shard import OrderedReduceScatter, local, padded, shard_model, sharded_parts, write_back
 from lineartime.distributed.tiles import by_tile, twins_of
+from lineartime.distributed.windows import differentiate_windows
 from lineartime.errors import NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate_data, xz_bits_per_byte
 from lineartime.generation.generate import generate
 from lineartime.masking import masked_sample
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, read_rows
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import Run, Wanted, read_result, result_or_none
@@ -93,7 +94,8 @@ def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.Ad
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig, *, parts: Sequence[Part] | None = None, ranks: Ranks = ALONE,
-                     twins: Sequence[nn.Module] = (), reduce_scatter: OrderedReduceScatter | None = None,
+                     twins: Sequence[nn.Module] = (), n_windows: int = 1,
+                     reduce_scatter: OrderedReduceScatter | None = None,
                      between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
@@ -102,6 +104,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     ranks. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm returned is
     the mean of their norms; with "global" the average is clipped. parts: what this rank updates, by default all;
     `part.own.grad` is set. twins: of `tiles.twins_of`, one for each further tile of a row that this rank has.
+    n_windows: windows of a row, see `distributed.windows`; more than one for `NextToken` and one tile.
     reduce_scatter: of a sharded model, `shard_model`'s. between is called before each micro-batch, and may raise.
     Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
     """
@@ -112,14 +115,27 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
     n_targets = max(int(gather(counts, ranks.in_column).sum()), 1)
     losses, norms, is_sharded = [], [], reduce_scatter is not None and ranks.size > 1
+    autocast = partial(torch.autocast, batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
     models = [(model, parameters), *((twin, [p for p in twin.parameters() if p.requires_grad]) for twin in twins)]
+
+    def mean_loss(model: nn.Module, micro_batch: Sequence[Tensor], count: int, part: Ranks) -> Tensor:
+        with autocast():
+            return objective.losses(model, *micro_batch, ranks=part).sum() / max(count, 1)
+
+    def read(model: nn.Module, micro_batch: Sequence[Tensor], part: Ranks) -> None:
+        with autocast():
+            read_rows(model, micro_batch[0], part)
 
     def gradient_of(micro_batch: Sequence[Tensor], count: int, i: int, tile: Ranks) -> tuple[Tensor, list[Tensor]]:
         model, parameters = models[i]
-        with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss = objective.losses(model, *micro_batch, ranks=tile).sum() / max(count, 1)
-        forget(parameters)
-        loss.backward()
+        if n_windows > 1:
+            forget(parameters)
+            loss = differentiate_windows(partial(read, model, micro_batch),
+                                         partial(mean_loss, model, micro_batch, count), n_windows).sum()
+        else:
+            loss = mean_loss(model, micro_batch, count, tile)
+            forget(parameters)
+            loss.backward()
         return loss.detach(), [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in parameters]
 
     def gradients() -> Iterator[list[Tensor]]:
@@ -336,6 +352,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         try:
             loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
                                           ranks=ranks, twins=twins, reduce_scatter=reduce_scatter,
+                                          n_windows=run.config.n_windows,
                                           between=partial(begin_micro_batch, step, itertools.count()))
             optimizer.step()
             if reduce_scatter is None:
@@ -538,10 +555,13 @@ def suggest_size(model: nn.Module, parts: Sequence[Part], optimizer: torch.optim
         try:
             moments += [torch.zeros_like(part.own) for part in parts if not optimizer.state[part.own] for _ in range(2)]
             with suppress(NumericsError):
-                compute_gradient(model, objective, [part[: 2 * n_tried] for part in batch], n_tried, config.train)
+                compute_gradient(model, objective, [part[: 2 * n_tried] for part in batch], n_tried, config.train,
+                                 n_windows=config.n_windows)
             size = n_rows * config.model.context
             return f"micro_batch_tokens = {size} fits; as the unit of local clipping it is yours to change"
         except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):
                 raise
+    if config.train.window_tokens is not None:
+        return "not even one row fits; lower window_tokens, or context"
     return "not even one row fits; lower context, or switch activation_checkpointing on"

@@ -22,8 +22,11 @@ PEER = "flash-pytorch"
 """Others' FLASH, which is given the size of ours."""
 
 VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
-            "checkpoint": "checkpointed", "checkpointed": "checkpointed"}
+            "checkpoint": "checkpointed", "checkpointed": "checkpointed", "windowed": "windowed"}
 """What may stand behind a model, and the field of its `Label`; a label's text has them in this order."""
+
+WINDOW_TOKENS = 4096
+"""Tokens of a window of `Label.windowed`."""
 
 CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                   SDPBackend.MATH]
@@ -37,6 +40,8 @@ class Label:
     model: str
     compiled: bool = False
     checkpointed: bool = False
+    windowed: bool = False
+    """Rows in windows of `WINDOW_TOKENS`, see `distributed.windows`."""
     unfused: bool = False
     reference: bool = False
     """The PyTorch reference where there are kernels too."""
@@ -47,7 +52,12 @@ class Label:
 
     @property
     def variant(self) -> str:
-        return ("compiled" if self.compiled else "eager") + ("+checkpointed" if self.checkpointed else "")
+        less = "+checkpointed" if self.checkpointed else "+windowed" if self.windowed else ""
+        return ("compiled" if self.compiled else "eager") + less
+
+    def n_windows(self, n_tokens: int) -> int:
+        """Windows of a row of so many tokens."""
+        return max(n_tokens // WINDOW_TOKENS, 1) if self.windowed else 1
 
     @property
     def preset(self) -> str:
@@ -67,6 +77,9 @@ def parse_label(text: str) -> Label:
     for wrong, why, variant in (
             (label.unfused and not softmax, "only the Transformers have a fused attention", "unfused"),
             (label.checkpointed and model == PEER, "a peer has no activation checkpointing", "checkpoint"),
+            (label.windowed and (preset.attn_type not in ("mixed_chunk", "linear") or model == PEER),
+             "windows are for mixed chunk attention and Performer of ours", "windowed"),
+            (label.windowed and label.checkpointed, "windows need no activation checkpointing", "checkpointed"),
             (label.reference and model == PEER, "a peer has no reference of ours", "reference"),
             (label.reference and label.unfused, "unfused attention is a reference already", "reference")):
         require(not wrong, why, text, f"leave out :{variant}")

@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lineartime.benchmark.ranks import numbers_sent
 from lineartime.config import RunConfig
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import ALONE, Ranks, in_rows
+from lineartime.distributed.windows import differentiate_windows
 from lineartime.info import mib, table
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, token_losses
 from lineartime.runtime import LARGEST_KEPT, rss_bytes
 
 USES = {"process": "Python, PyTorch and this package", "weights": "weights", "moments": "moments of the optimizer",
@@ -152,7 +154,8 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
 
 
 def forward_and_backward(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
-    """A process's part of one micro-batch, all its tiles at once, for their activations are alive together.
+    """A process's part of one micro-batch, all its tiles at once, for their activations are alive together. Of windows,
+    which are not, two, beside what all of them give to each other.
 
     ranks: those that share the rows."""
     train, length = config.train, config.model.context
@@ -160,10 +163,21 @@ def forward_and_backward(model: LanguageModel, config: RunConfig, ranks: Ranks) 
     model.activation_checkpointing = train.activation_checkpointing
     if config.model.by_document:  # documents cannot be told in a tensor without data
         length, ranks = length // ranks.size, ALONE
-    ids_BT = torch.zeros(config.micro_batch_rows, length, dtype=torch.long)
-    targets_BT = torch.zeros(config.micro_batch_rows, length // ranks.size, dtype=torch.long)
-    with torch.autocast("cpu", torch.bfloat16, enabled=train.precision == "bfloat16"):
-        model(ids_BT, targets=targets_BT, ranks=ranks).sum().backward()
+    if config.n_windows > 1:
+        length = 2 * config.model.context // config.n_windows
+    rows_BT = torch.zeros(config.micro_batch_rows, length + 1, dtype=torch.long)
+
+    def loss(part: Ranks) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=train.precision == "bfloat16"):
+            return token_losses(model, rows_BT, part).sum()
+
+    if config.n_windows == 1:
+        loss(ranks).backward()
+        return
+    n_given = numbers_sent(config.model) * len(model.attention_layers()) * config.n_windows * len(rows_BT)
+    given = torch.empty(n_given)
+    differentiate_windows(loss, loss, 2)
+    del given
 
 
 def print_plan(config: RunConfig, n_ranks: int) -> None:

@@ -78,6 +78,8 @@ class StepCase:
         """Rows and tokens in a row of the step that is checked."""
         if self.label.compiled or self.tokens_per_step <= CHECKED_WHOLE:
             return self.n_rows, self.config.context
+        if self.label.windowed:
+            return 1, min(self.config.context, 2 * peers.WINDOW_TOKENS)
         return 1, min(self.config.context, 5 * (self.config.chunk_size or 256) // 2)
 
 
@@ -193,11 +195,11 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
     times: Times = {}
 
     def step() -> None:
-        compute_gradient(model, task, batch, n_rows, train)
+        compute_gradient(model, task, batch, n_rows, train, n_windows=parsed.n_windows(fields.context))
         optimizer.step()
 
     with peers.attention_backend(on):
-        checked = check_step(model, fields, train, seed, wanted)
+        checked = check_step(model, fields, train, seed, wanted, parsed.n_windows(wanted["shape"][1]))
         if wanted["shape"] == [n_rows, fields.context]:
             optimizer.step()
         else:
@@ -260,7 +262,8 @@ def check_causal(model: nn.Module, ids_1T: Tensor) -> None:
                             f"and from its place on by {after:.2g}")
 
 
-def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: int, wanted: Row) -> Row:
+def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: int, wanted: Row,
+               n_windows: int = 1) -> Row:
     """A row's "check": the largest relative error of the loss and the gradients of a step. Raises NumericsError where
     it is above the limit.
 
@@ -269,7 +272,7 @@ def check_step(model: nn.Module, config: ModelConfig, train: TrainConfig, seed: 
     a single number, a sum over all tokens that cancels, may be ten times as far off."""
     n_rows, n_tokens = wanted["shape"]
     task, batch = random_batch(config, n_rows, n_tokens, seed, next(model.parameters()).device)
-    loss, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
+    loss, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None), n_windows=n_windows)
     errors = {"the loss": abs(loss - wanted["loss"]) / wanted["loss"]}
     for name, expected in load_file(wanted["path"]).items():
         gradient = model.get_parameter(name).grad

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lineartime.benchmark import cells as bench_cells
 from lineartime.benchmark import measure, peers, step
 from lineartime.benchmark.cells import named_calls, read_cells, shape_named, shaped_config
-from lineartime.benchmark.peers import Peer, build, parse_label
+from lineartime.benchmark.peers import WINDOW_TOKENS, Peer, build, parse_label
 from lineartime.benchmark.step import benchmark_step, random_batch, step_cases
 from lineartime.cli import benchmark as cli
 from lineartime.cli.verbs import app
@@ -51,8 +51,12 @@ def test_a_label_is_a_model_and_how_it_runs():
     assert parse_label("flash:checkpoint").variant == "eager+checkpointed"
     assert parse_label("flash:compile:reference").text == "flash:reference:compiled"
     assert parse_label("flash-pytorch").preset == "flash"
+    windowed = parse_label("mc-tfm++:windowed")
+    assert windowed.variant == "eager+windowed" and windowed.n_windows(3 * WINDOW_TOKENS) == 3
+    assert windowed.n_windows(512) == label.n_windows(3 * WINDOW_TOKENS) == 1
     for wrong in ("flush", "flash:fused", "flash:unfused", "flash-quad:unfused", "performer:unfused",
-                  "flash-pytorch:checkpoint", "flash-pytorch:reference", "transformer:unfused:reference", "flash:"):
+                  "flash-pytorch:checkpoint", "flash-pytorch:reference", "transformer:unfused:reference", "flash:",
+                  "transformer++:windowed", "flash-pytorch:windowed", "flash:windowed:checkpointed"):
         with pytest.raises(UsageError):
             parse_label(wrong)
 

@@ -65,6 +65,13 @@ def test_tiles_of_a_row_are_alive_together():
     assert tiled.gradients - whole.gradients == pytest.approx(3 * whole.weights, rel=0.05)
 
 
+def test_a_row_in_windows_needs_the_activations_of_one():
+    settings = {"model": "flash+", "context": 8192, "tokens_per_step": 8192, "micro_batch_tokens": 8192}
+    whole, fourth, eighth = (planned(1, **settings, window_tokens=n) for n in (None, 2048, 1024))
+    assert eighth.activations < 0.6 * fourth.activations < 0.5 * whole.activations
+    assert fourth.weights == whole.weights and fourth.moments == whole.moments
+
+
 def test_what_several_processes_have():
     n = 4 * sum(p.numel() for p in LanguageModel(run_config({**BASE, "model": "flash"}).model).parameters())
     settings = {"model": "flash", "tokens_per_step": 8 * 512, "micro_batch_tokens": 512}
@@ -83,7 +90,7 @@ def test_what_several_processes_have():
 
 
 def test_thirteen_billion_parameters_take_seconds():
-    config = run_config({"model": "flash", "data": "d", "out": "o", "d_model": 5120, "n_layers": 80, "context": 2048,
+    config = run_config({"model": "flash", "data": "d", "out": "o", "d_model": 10_240, "n_layers": 20, "context": 2048,
                          "tokens_per_step": 64 * 2048, "micro_batch_tokens": 2048, "shard": True,
                          "clip_scope": "global", "activation_checkpointing": True})
     found = plan(config, 64)

@@ -1,0 +1,137 @@
+"""A row in windows: the gradient of the whole row, what a fault does, memory, compiled code, a run, refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from context_ranks import LENGTH, SHARED, Tokens, model_of
+from lineartime.config import RunConfig, TrainConfig, run_config
+from lineartime.distributed.windows import Carried
+from lineartime.errors import UsageError
+from lineartime.run import read_metrics
+from lineartime.training import compute_gradient, train
+from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids
+from tiny_runs import SETTINGS, prepare_text
+
+CONFIG = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=2 * LENGTH, clip=0.1)
+
+
+def gradient_of(model, n_windows, rows_BL=None):
+    """The loss, the norm and the gradients of a step of two micro-batches of rows of several documents."""
+    rows_BL = random_ids(4, LENGTH + 1, seed=3) if rows_BL is None else rows_BL
+    found = compute_gradient(model, Tokens(), [rows_BL], 2, CONFIG, n_windows=n_windows)
+    return found, [p.grad.clone() for p in model.parameters()]
+
+
+def error_of(model, n_windows):
+    """The largest error of the loss, of the norm, and of the gradients in parts of the largest entry of each."""
+    (wanted, gradients), (found, others) = gradient_of(model, 1), gradient_of(model, n_windows)
+    most = max(g.abs().max() for g in gradients)
+    return max(*(abs(a - b) for a, b in zip(found, wanted, strict=True)),
+               *(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3 * most))
+                 for a, b in zip(others, gradients, strict=True)))
+
+
+@pytest.mark.parametrize("n_windows", [2, 6])
+@pytest.mark.parametrize("name", SHARED)
+def test_the_gradient_is_that_of_the_whole_row(name, n_windows):
+    model = model_of(name, True)
+    n_windows = n_windows if LENGTH // n_windows % (model.config.chunk_size or 1) == 0 else 3
+    assert error_of(model, n_windows) < 1e-12
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
+def test_a_state_or_a_gradient_that_is_not_carried_is_seen(monkeypatch, before, after):
+    whole = Carried.gather
+
+    def faulty(self, values, rank):
+        found = whole(self, values, rank)
+        found[:rank] *= before
+        found[rank + 1 :] *= after
+        return found
+
+    monkeypatch.setattr(Carried, "gather", faulty)
+    for name in ("flash", "flash long memory", "performer"):
+        assert error_of(model_of(name, True), 3) > 1e-6
+
+
+def most_kept(model, n_windows, rows_BL):
+    """The largest number of elements that autograd keeps for the backward pass of one window."""
+    kept, most = 0, 0
+
+    def pack(x):
+        nonlocal kept, most
+        kept += x.numel()
+        most = max(most, kept)
+        return x
+
+    class Counting(Tokens):
+        def losses(self, *args, **kwargs):
+            nonlocal kept
+            kept = 0
+            return super().losses(*args, **kwargs)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        compute_gradient(model, Counting(), [rows_BL], 1, CONFIG, n_windows=n_windows)
+    return most
+
+
+def test_activations_do_not_grow_with_the_row():
+    model = model_of("flash long memory", True)
+    window, four = (most_kept(model, n, random_ids(1, n * LENGTH + 1, seed=5)) for n in (2, 8))
+    assert four < 1.1 * window < 0.7 * most_kept(model, 1, random_ids(1, 2 * LENGTH + 1, seed=5))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_are_compiled_a_few_times_for_any_number_of_windows():
+    torch.compiler.reset()
+    model, compiled = model_of("flash long memory", True), []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    plain = gradient_of(model, 6)[1]
+    for layer in model.layers:
+        layer.add = torch.compile(layer.add, backend=backend, fullgraph=True)
+    for a, b in zip(plain, gradient_of(model, 6)[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    n_compiled = len(compiled)
+    gradient_of(model, 6)
+    assert len(compiled) == n_compiled <= 8
+
+
+def test_a_run_learns_what_whole_rows_teach(tmp_path):
+    data = prepare_text(tmp_path)
+    settings = {"model": "flash", "data": str(data), **SETTINGS, "steps": 4}
+    for name, window in (("whole", None), ("windows", SETTINGS["context"] // 4)):
+        train({**settings, "window_tokens": window, "out": str(tmp_path / name)}, device="cpu")
+    losses, norms = ([[line[key] for line in read_metrics(tmp_path / name) if "grad_norm" in line]
+                      for name in ("whole", "windows")] for key in ("loss", "grad_norm"))
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def run_of(name, window, **changes):
+    config = {**CONFIGS, **UNPACKED, **BIDIRECTIONAL}[name]
+    base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
+                       "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
+    return RunConfig(config, replace(base.train, window_tokens=window, **changes), "p", "t", "data", "out")
+
+
+@pytest.mark.parametrize(("name", "window", "changes", "said"), [
+    ("flash", 0, {}, "window_tokens must be at least 1: window_tokens = 0"),
+    ("flash", 10, {}, "a row must be whole windows, and a window whole chunks: context"),
+    ("flash", CONFIGS["flash"].chunk_size + 1, {}, "a row must be whole windows"),
+    ("transformer++", 8, {}, "window_tokens is for mixed chunk attention .*set window_tokens = none"),
+    ("flash overlap", CONFIGS["flash"].chunk_size, {}, "window_tokens does not go with overlap"),
+    ("flash first to all", 8, {}, "window_tokens is for causal models"),
+    ("flash", CONFIGS["flash"].chunk_size, {"activation_checkpointing": True},
+     "window_tokens does not go with activation_checkpointing"),
+    ("flash", CONFIGS["flash"].chunk_size, {"row_tiles": 2}, "window_tokens does not go with row_tiles"),
+    ("flash", CONFIGS["flash"].chunk_size, {"shard": True, "clip_scope": "global"},
+     "window_tokens does not go with shard")])
+def test_refusals(name, window, changes, said):
+    with pytest.raises(UsageError, match=said):
+        run_of(name, window, **changes)
