@@ -1,8 +1,8 @@
 """What FLASH's layer moves and computes on a GPU, counted by hand from its kernels: for tools/kernel_times.py.
 
-A `Launch` is one of a Triton kernel, a `Pass` one of cuBLAS, PyTorch or torch.compile. Bytes are those of bfloat16 under
-autocast, of causal rows of ROW tokens with documents. n: tokens of a micro-batch. A test compares the launches'
-programs with those of the ops, and the bytes with docs/kernels.md.
+A `Launch` is one of a Triton kernel, a `Pass` one of cuBLAS, PyTorch or torch.compile. Bytes are those of bfloat16
+under autocast, of causal rows of ROW tokens with documents. n: tokens of a call. A test compares the launches' programs
+with those of the ops, and the bytes with docs/kernels.md.
 """
 
 from typing import Literal, NamedTuple
@@ -119,7 +119,8 @@ def backward(config: ModelConfig, n: int, kind: TileClass) -> list[Launch]:
     n_tiles = side * (side + 1) / 2  # of a chunk, of side^2: what causality leaves
     scores = n_tiles * bm * bn / c
     of_scores = Launch("differentiate_scores", n // c * side**2, n * (4 * S + 4 * e + 2 * scores),
-                       n * (n_tiles * (bm + bn) * 2 * (S + e) / c + 2 * scores), n * 2 * scores * (S + e), bn, waits=5, trips=(S + e) / be, busy=n_tiles / side**2)
+                       n * (n_tiles * (bm + bn) * 2 * (S + e) / c + 2 * scores), n * 2 * scores * (S + e), bn,
+                       waits=5, trips=(S + e) / be, busy=n_tiles / side**2)
     of_heads = [Launch(name, n // own, n * (2 * scores + 4 * S), n * (2 * scores + 2 * S * scores / own + 2 * S),
                        n * 2 * scores * S, S, waits=3, trips=scores / others)
                 for name in ("differentiate_head (of queries)", "differentiate_head")]

@@ -22,73 +22,25 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import kernel_counts as counts  # noqa: E402
 from kernel_counts import Launch, Pass  # noqa: E402
+from kernel_devices import (  # noqa: E402
+    BEST,
+    DEVICES,
+    REGISTERS,
+    SCHEDULERS,
+    SPECIAL,
+    THREADS,
+    WAITS_OF_PASS,
+    WORST,
+    Assumed,
+    Device,
+    constants_table,
+)
 
 from lineartime import ModelConfig, model_config  # noqa: E402
 from lineartime.benchmark.markdown import folded, markdown  # noqa: E402
-from lineartime.ops.dispatch import TileClass  # noqa: E402
 
 PLACE = re.compile(r"(<!-- times: begin -->\n).*?(<!-- times: end -->)", re.DOTALL)
 BATCH = 2**18
-
-
-class Device(NamedTuple):
-    """A GPU. Pairs are what is assumed at best and at worst."""
-
-    name: str
-    arch: int
-    """Whose programs of the page it has; those of sm_80 stand for sm_89, which has the same tiles."""
-    kind: TileClass
-    n_sms: int
-    """Streaming multiprocessors."""
-    ghz: float
-    copy: float
-    """TB/s of a large copy, bytes read and written counted alike."""
-    cache: float
-    """TB/s of the second-level cache."""
-    peak: float
-    """TFLOP/s of dense bfloat16, sums in float32."""
-    shared: int
-    """KiB of a multiprocessor."""
-    warps: int
-    programs: int
-    issue: float
-    """Instructions of warps that a multiprocessor begins in a cycle."""
-    matmul: tuple[float, float]
-    """The share of `peak` of large matmuls in cuBLAS."""
-    product: tuple[float, float]
-    """The same of the products in a kernel's loop, but for `fixed`."""
-    fixed: tuple[float, float]
-    """What a tensor-core instruction costs beside its columns, in columns."""
-    tokens: int
-    """Of a micro-batch at 110 M parameters: a power of 2 that the compiled reference has memory for."""
-
-
-# Multiprocessors, clock, peak, shared memory, warps and programs: NVIDIA's papers on the architectures of A100, H100 and
-# Ada, the H200's data sheet, the table of compute capabilities in the CUDA programming guide. copy: 4.3 was measured on
-# an H200; the others are 0.86 to 0.91 of 3.35, 2.04 and 1.01 of the data sheets, assumed. cache: assumed, about what
-# public micro-benchmarks reach. issue: 4 schedulers; an A100 has half of the float32 units, taken as 3. matmul: 790 of 989 was measured on an H200; the rest is assumed, an H100 a little less
-# for its power limit. product: assumed; on sm_80 each warp loads an operand from shared memory for itself, which takes
-# all of that memory's rate on an A100. fixed: assumed; wgmma of few columns waits for the operand in registers.
-DEVICES = (
-    Device("H100 SXM", 90, "hopper", 132, 1.75, 3.0, 6.5, 989, 228, 64, 32, 4, (.75, .62), (.9, .75), (16, 48), 2**16),
-    Device("H200", 90, "hopper", 132, 1.75, 4.3, 6.5, 989, 228, 64, 32, 4, (.80, .68), (.9, .75), (16, 48), 2**16),
-    Device("A100 80GB", 80, "small", 108, 1.41, 1.75, 4.5, 312, 164, 64, 32, 3, (.85, .72), (.65, .4), (0, 0), 2**16),
-    Device("RTX 4090", 80, "small", 128, 2.52, .92, 5.0, 165, 100, 48, 24, 4, (.95, .8), (.85, .6), (0, 0), 2**14))
-REGISTERS, SPECIAL, SCHEDULERS, THREADS = 65536, 16, 4, 32
-"""Of a multiprocessor, by the CUDA guide: registers, special-function results in a cycle, schedulers; of a warp."""
-
-ASSUMED = {
-    "stream": (.97, .85, "share of a copy's rate, where nothing else is in the way"),
-    "latency": (.5, .9, "us until bytes of GPU memory are there, under load; idle it is about 0.3"),
-    "near": (.2, .35, "us until bytes of the second-level cache are there, or a sum over the threads of a program"),
-    "exposed": (.5, 1., "share of such a wait in a loop that the program's own instructions do not hide"),
-    "issue": (.8, .5, "share of the instructions that a multiprocessor could begin"),
-    "batched": (.6, .35, "share of the peak of cuBLAS, matmuls of one chunk each"),
-    "launch": (1., 2., "us between two kernels"),
-    "small": (1.5, 3.5, "us of an operation of PyTorch on a few numbers")}
-"""What no assembler says, at best and at worst. Nothing of it was measured."""
-BEST, WORST = ({"side": side, **{name: pair[side] for name, pair in ASSUMED.items()}} for side in (0, 1))
-Assumed = dict[str, float]
 
 
 class Program(NamedTuple):
@@ -161,7 +113,7 @@ def pass_us(each: Pass, n: int, device: Device, assumed: Assumed) -> float:
     """Microseconds of a pass over n tokens."""
     share = assumed["batched"] if each.chunked else device.matmul[int(assumed["side"])]
     memory, products = each.bytes / (device.copy * assumed["stream"]), each.flop / (device.peak * share)
-    return assumed["launch"] + n * max(memory, products) / 1e6
+    return assumed["launch"] + max(n * max(memory, products) / 1e6, WAITS_OF_PASS * assumed["latency"])
 
 
 def program_of(launch: Launch, programs: Programs, device: Device) -> Program:
@@ -206,103 +158,109 @@ def step_ns(config: ModelConfig, n: int, device: Device, programs: Programs, ass
     return parts | whole | {"step": sum(whole.values())}
 
 
-def span(best: float, worst: float, form: str = ".3g") -> str:
-    """Two numbers as a range, the smaller one first; one number where both are written alike."""
-    low, high = (format(x, form) for x in sorted((best, worst)))
+def span(best: float, worst: float) -> str:
+    """A range, the smaller number first."""
+    low, high = (f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in sorted((best, worst)))
     return low if low == high else f"{low} to {high}"
 
 
-def both(ranges: Sequence[dict[str, float]], *names: str) -> tuple[float, float]:
-    """The sums of some parts, at best and at worst."""
+Range = tuple[float, float]
+"""At best and at worst."""
+
+
+def total(ranges: Sequence[dict[str, float]], *names: str) -> Range:
+    """The sums of some parts."""
     best, worst = (sum(each[name] for name in names) for each in ranges)
     return best, worst
 
 
-def verdict(kernels: tuple[float, float], reference: tuple[float, float]) -> str:
-    """What the whole ranges of two times say."""
-    if kernels[1] < reference[0]:
-        return "kernels"
-    return "compiled reference" if reference[1] < kernels[0] else "open: the ranges overlap"
+def verdict(kernels: Range, reference: Range) -> str:
+    """Which of two times is shorter by the whole range, "kernels" or "reference"; "open" if neither is."""
+    return "kernels" if kernels[1] < reference[0] else "reference" if reference[1] < kernels[0] else "open"
 
 
 ATTENTION = ("attention, forward", "attention, backward")
 LEAST_KB = (18.9, 26.9)
 """What must be moved of a token at 110 M, forward and backward: docs/tuning.md."""
+CALLS = (2**11, 2**12, 2**13, 2**14, 2**16)
+"""Tokens of a call of mixed chunk attention."""
 
 
-def launch_lines(config: ModelConfig, device: Device, programs: Programs) -> list[list[str]]:
-    """A line for each launch of a layer on a device."""
+def attention_ns(config: ModelConfig, n: int, device: Device, programs: Programs) -> list[Range]:
+    """Mixed chunk attention of n tokens, forward and backward: by the kernels, by the compiled reference."""
+    return [total([layer_ns(config, n, device, programs, each, kernels) for each in (BEST, WORST)], *ATTENTION)
+            for kernels in (True, False)]
+
+
+def by_tokens(config: ModelConfig, programs: Programs) -> str:
+    """A table of `attention_ns` by the tokens of a call; what is shorter by the whole range is bold."""
+    lines = []
+    for device in DEVICES:
+        for kernels in (True, False):
+            line = [device.name if kernels else "", ("kernels", "reference")[not kernels]]
+            for n in CALLS:
+                pair = attention_ns(config, n, device, programs)
+                wins = verdict(*pair) == line[1]
+                line.append(f"**{span(*pair[not kernels])}**" if wins else span(*pair[not kernels]))
+            lines.append(line)
+    return markdown(["GPU", "ns", *(f"{n:,}" for n in CALLS)], lines)
+
+
+def launches_table(config: ModelConfig, device: Device, programs: Programs) -> str:
+    """A line for each launch of a layer, forward, backward and norm."""
     n, lines = device.tokens, []
-    groups = {"forward": counts.forward, "backward": counts.backward, "norm": lambda config, n, _: counts.norms(config, n)}
-    for group, launches in groups.items():
-        for launch in launches(config, n, device.kind):
-            program = program_of(launch, programs, device)
-            (best, waits), (worst, waits_worst) = (launch_us(launch, program, device, each) for each in (BEST, WORST))
-            at_once, name = occupancy(device, program), launch.kernel.partition(" (")[0]
-            lines.append([f"`{name}`, {group}" + f", round {launch.round + 1}" * (launch.round > 0),
-                          f"{launch.programs:,}", str(at_once),
-                          f"{launch.programs * launch.busy / at_once / device.n_sms:.1f}", f"{launch.dram / n / 1e3:.1f}",
-                          f"{launch.flop / n / 1e6:.2f}", span(best * 1e3 / n, worst * 1e3 / n),
-                          waits if waits == waits_worst else f"{waits}; {waits_worst}"])
-    return lines
+    for launch in [*counts.forward(config, n, device.kind), *counts.backward(config, n, device.kind),
+                   *counts.norms(config, n)]:
+        program = program_of(launch, programs, device)
+        (best, waits), (worst, waits_worst) = (launch_us(launch, program, device, each) for each in (BEST, WORST))
+        at_once, (name, _, options) = occupancy(device, program), launch.kernel.partition(" ")
+        lines.append([f"`{name}` {options}".strip() + f", round {launch.round + 1}" * (launch.round > 0),
+                      f"{launch.programs:,}", str(at_once),
+                      f"{launch.programs * launch.busy / at_once / device.n_sms:.1f}", f"{launch.dram / n / 1e3:.1f}",
+                      f"{launch.flop / n / 1e6:.2f}", span(best * 1e3 / n, worst * 1e3 / n),
+                      waits if waits == waits_worst else f"{waits}; {waits_worst}"])
+    return markdown(["kernel", "programs", "at once on an SM", "waves", "KB", "MFLOP", "ns", "bound by"], lines)
 
 
 def section(programs: Programs) -> str:
     """The predictions, as docs/tuning.md has them."""
     config, large = model_config("flash"), model_config("flash", "pg19")
-    steps = {device.name: tuple([step_ns(config, device.tokens, device, programs, each, kernels)
-                                 for each in (BEST, WORST)] for kernels in (True, False)) for device in DEVICES}
-    head = ["GPU", "tiles", "kernels: forward", "backward", "both", "compiled reference: forward", "backward", "both",
-            "shorter by the whole range"]
-    compared = [[device.name, device.kind] + [span(*both(side, *names)) for side in steps[device.name]
-                                              for names in (ATTENTION[:1], ATTENTION[1:], ATTENTION)]
-                + [verdict(*(both(side, *ATTENTION) for side in steps[device.name]))] for device in DEVICES]
-    parts = ["**Predictions. No GPU has run any of this.** A range is from the constants that favour speed to those that "
-             "do not. FLASH in bfloat16, documents, rows of 2,048 tokens, micro-batches of 65,536 tokens, on the RTX "
-             "4090 of 16,384; steps of 262,144 tokens. Nanoseconds are per token, and in a layer per layer.",
-             "Mixed chunk attention, 110 M, ns:", markdown(head, compared)]
-    names = [*steps["H200"][0][0]]
-    lines = [[name, *(span(*both(kernels, name)) for kernels, _ in steps.values())] for name in names]
-    lines += [[f"compiled reference: {name}", *(span(*both(other, name)) for _, other in steps.values())]
-              for name in ("layer", "step")]
-    lines.append(["tokens per second, thousands, kernels",
-                  *(span(*(1e6 / x for x in both(kernels, "step")), ".0f") for kernels, _ in steps.values())])
-    lines.append(["compiled reference", *(span(*(1e6 / x for x in both(other, "step")), ".0f")
-                                          for _, other in steps.values())])
-    for title, kernels in (("500 M, kernels", True), ("compiled reference", False)):
-        speeds = [[1e6 / step_ns(large, device.tokens // 4, device, programs, each, kernels)["step"]
-                   for each in (BEST, WORST)] for device in DEVICES]
-        lines.append([title, *(span(*speed, ".0f") for speed in speeds)])
-    parts += ["A training step, 110 M; of 500 M the tokens per second, in micro-batches of a quarter, with the registers "
-              "of chunks of 256:", markdown(["ns", *steps], lines)]
-    head = ["kernel", "programs", "at once on an SM", "waves", "KB", "MFLOP", "ns", "waits for, at best; at worst"]
-    parts += [folded(f"The launches of a layer, {device.name}", markdown(head, launch_lines(config, device, programs)))
-              for device in DEVICES]
-    ours, reference = steps["H200"]
-    copy = DEVICES[1].copy
-    shares = [sorted(100 * least / copy / x for x in both(ours, name))
-              for name, least in zip(ATTENTION, LEAST_KB, strict=True)]
-    ratio = [both(reference, "step")[0] / both(ours, "step")[1], both(reference, "step")[1] / both(ours, "step")[0]]
-    goals = [["forward, share of a copy's rate", "55%, aim 80%", span(*shares[0], ".0f") + "%"],
-             ["backward, share of a copy's rate", "45%, aim 65%", span(*shares[1], ".0f") + "%"],
-             ["tokens per second, 110 M", "585,000, aim 650,000",
-              span(*(round(1e6 / x) * 1000 for x in both(ours, "step")), ",")],
-             ["over the compiled references, a step", "1.15, aim 1.35", span(*ratio, ".2f")]]
-    parts += ["Goals, for an H200:", markdown(["what", "goal", "predicted"], goals)]
-    fields = ["n_sms", "ghz", "copy", "cache", "peak", "shared", "warps", "issue", "matmul", "product", "fixed"]
-    what = ["multiprocessors", "GHz", "TB/s of a copy", "TB/s of the second-level cache", "TFLOP/s", "KiB shared", "warps",
-            "instructions of warps in a cycle", "cuBLAS, share of TFLOP/s", "products in kernels, share",
-            "columns' worth that an instruction costs besides"]
-    shown = [[title, *(span(*x) if isinstance(x := getattr(device, field), tuple) else f"{x:g}" for device in DEVICES)]
-             for title, field in zip(what, fields, strict=True)]
-    constants = [[f"`{name}`", what, f"{best:g}", f"{worst:g}"] for name, (best, worst, what) in ASSUMED.items()]
-    parts.append(folded("The constants", markdown(["of a device", *steps], shown) + "\n\n"
-                        + markdown(["assumed", "what", "at best", "at worst"], constants)))
-    return "\n\n".join(parts)
+    steps = [[[step_ns(config, device.tokens, device, programs, each, kernels) for each in (BEST, WORST)]
+              for kernels in (True, False)] for device in DEVICES]
+    head = ["ns", *(f"{device.name} ({device.kind})" for device in DEVICES)]
+    lines = [[name, *(span(*total(kernels, name)) for kernels, _ in steps)] for name in steps[0][0][0]]
+    lines += [[f"compiled reference: {name}", *(span(*total(other, name)) for _, other in steps)]
+              for name in (*ATTENTION, "layer", "step")]
+    for i, title in enumerate(("tokens per second, thousands: kernels", "compiled reference")):
+        lines.append([title, *(span(*(1e6 / x for x in total(sides[i], "step"))) for sides in steps)])
+    for title, kernels in (("500 M: kernels", True), ("compiled reference", False)):
+        lines.append([title, *(span(*(1e6 / step_ns(large, device.tokens // 4, device, programs, each, kernels)["step"]
+                                      for each in (BEST, WORST))) for device in DEVICES)])
+    at = [device.name for device in DEVICES].index("H200")
+    ours, reference = steps[at]
+    rates = [span(*(100 * least / DEVICES[at].copy / x for x in total(ours, name)))
+             for name, least in zip(ATTENTION, LEAST_KB, strict=True)]
+    (best, worst), (other_best, other_worst) = total(ours, "step"), total(reference, "step")
+    goals = [["forward, share of a copy's rate", "55%, aim 80%", f"{rates[0]}%"],
+             ["backward, share of a copy's rate", "45%, aim 65%", f"{rates[1]}%"],
+             ["a step, tokens per second, 110 M", "585,000, aim 650,000", span(1e9 // best, 1e9 // worst)],
+             ["over the compiled reference, a step", "1.15, aim 1.35", span(other_best / worst, other_worst / best)]]
+    return "\n\n".join([
+        "**Predictions. No GPU has run any of this.** A range is from the constants that favour speed to those that do "
+        "not. FLASH in bfloat16, documents, rows of 2,048 tokens; nanoseconds per token, and in a layer per layer.",
+        "Of an H200:", markdown(["what", "goal", "predicted"], goals),
+        "Mixed chunk attention, forward and backward, 110 M, by the tokens of a call; the reference is compiled. Bold: "
+        "shorter by the whole range.", by_tokens(config, programs),
+        "The same of 500 M, with the registers of chunks of 256:", by_tokens(large, programs),
+        f"A training step of {BATCH:,} tokens, 110 M, in micro-batches of {DEVICES[0].tokens:,}, on the RTX 4090 of "
+        f"{DEVICES[-1].tokens:,}; of 500 M the tokens per second, with a quarter in a micro-batch:",
+        markdown(head, lines),
+        *(folded(f"The launches of a layer, {device.name}", launches_table(config, device, programs))
+          for device in DEVICES), folded("The constants", constants_table())])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How long FLASH's kernels and a training step should take: predictions.")
+    parser = argparse.ArgumentParser(description="How long FLASH's kernels and a step should take: predictions.")
     parser.add_argument("--resources", type=Path, default=ROOT / "docs" / "tuning.md",
                         help="the page that has the table of tools/kernel_resources.py")
     parser.add_argument("--into", type=Path, help="write the predictions into this page")
