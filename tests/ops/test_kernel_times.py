@@ -47,6 +47,7 @@ def made(registers=32, warps=4, shared=0.0, stages=3, instructions=0, in_loop=0,
 @pytest.mark.parametrize(("device", "program", "at_once"), [
     (H100, made(255, 8), 1), (H100, made(255, 4), 2), (H100, made(128, 8), 2), (H100, made(129, 8), 1),
     (A100, made(168, 4), 3),  # 5,376 registers a warp: 12 warps fit
+    (H100, made(97, 4), 4), (H100, made(96, 4), 5),  # 3,328 registers a warp, 19 fit; 3,072 and 21
     (A100, made(32, 4), 16), (RTX_4090, made(32, 4), 12),  # 64 and 48 warps
     (H100, made(32, 1), 32), (RTX_4090, made(32, 1), 24),  # programs of a multiprocessor
     (A100, made(32, 4, shared=48), 3), (H100, made(32, 4, shared=48), 4), (RTX_4090, made(32, 4, shared=48), 2),
@@ -73,11 +74,13 @@ def test_copies_on_their_way_are_those_of_littles_law():
 
 
 def test_a_wave_that_is_not_full_takes_a_wave():
-    """Products alone, one program at once on a multiprocessor: one more than fits takes as long as twice as many."""
-    def of(n_programs):
+    """Products alone, with one program at once on a multiprocessor or two: one more than there are multiprocessors
+    takes as long as twice as many."""
+    def of(n_programs, warps=8):
         launch = Launch("products", n_programs, dram=0.0, cache=0.0, flop=1e9 * n_programs)
-        return kernel_times.launch_us(launch, made(255, 8), A100, BEST)[0] - BEST["launch"]
+        return kernel_times.launch_us(launch, made(255, warps), A100, BEST)[0] - BEST["launch"]
 
+    assert of(A100.n_sms + 1, warps=4) == pytest.approx(of(2 * A100.n_sms, warps=4)) == pytest.approx(2 * of(1))
     assert of(A100.n_sms + 1) == pytest.approx(2 * of(A100.n_sms)) == pytest.approx(of(2 * A100.n_sms))
     assert of(A100.n_sms) == pytest.approx(1e9 / (A100.peak * 1e6 / A100.n_sms * A100.product[0]))
 
