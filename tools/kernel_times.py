@@ -180,6 +180,7 @@ def verdict(kernels: Range, reference: Range) -> str:
 
 
 ATTENTION = ("attention, forward", "attention, backward")
+CALL = (*ATTENTION, "small operations")
 LEAST_KB = (18.9, 26.9)
 """What must be moved of a token at 110 M, forward and backward: docs/tuning.md."""
 CALLS = (2**11, 2**12, 2**13, 2**14, 2**16)
@@ -187,8 +188,8 @@ CALLS = (2**11, 2**12, 2**13, 2**14, 2**16)
 
 
 def attention_ns(config: ModelConfig, n: int, device: Device, programs: Programs) -> list[Range]:
-    """Mixed chunk attention of n tokens, forward and backward: by the kernels, by the compiled reference."""
-    return [total([layer_ns(config, n, device, programs, each, kernels) for each in (BEST, WORST)], *ATTENTION)
+    """A call of mixed chunk attention of n tokens, forward and backward: by the kernels, by the compiled reference."""
+    return [total([layer_ns(config, n, device, programs, each, kernels) for each in (BEST, WORST)], *CALL)
             for kernels in (True, False)]
 
 
@@ -249,8 +250,8 @@ def section(programs: Programs) -> str:
         "**Predictions. No GPU has run any of this.** A range is from the constants that favour speed to those that do "
         "not. FLASH in bfloat16, documents, rows of 2,048 tokens; nanoseconds per token, and in a layer per layer.",
         "Of an H200:", markdown(["what", "goal", "predicted"], goals),
-        "Mixed chunk attention, forward and backward, 110 M, by the tokens of a call; the reference is compiled. Bold: "
-        "shorter by the whole range.", by_tokens(config, programs),
+        "Mixed chunk attention, forward and backward with its small operations, 110 M, by the tokens of a call; the "
+        "reference is compiled. Bold: shorter by the whole range.", by_tokens(config, programs),
         "The same of 500 M, with the registers of chunks of 256:", by_tokens(large, programs),
         f"A training step of {BATCH:,} tokens, 110 M, in micro-batches of {DEVICES[0].tokens:,}, on the RTX 4090 of "
         f"{DEVICES[-1].tokens:,}; of 500 M the tokens per second, with a quarter in a micro-batch:",
