@@ -55,19 +55,19 @@ REGISTERS, SPECIAL, SCHEDULERS, THREADS = 65536, 16, 4, 32
 """Of a multiprocessor, by the CUDA guide: registers, special-function results in a cycle, schedulers; of a warp."""
 
 ASSUMED = {
-    "stream": (.97, .85, "share of a copy's rate, where nothing else is in the way"),
-    "latency": (.5, .9, "us until bytes of GPU memory are there, under load; idle it is about 0.3"),
-    "near": (.2, .35, "us until bytes of the second-level cache are there, or a sum over the threads of a program"),
-    "exposed": (.5, 1., "share of such a wait in a loop that the program's own instructions do not hide"),
-    "issue": (.8, .5, "share of the instructions that a multiprocessor could begin"),
-    "batched": (.6, .35, "share of the peak of cuBLAS, matmuls of one chunk each"),
-    "launch": (1., 2., "us between two kernels"),
-    "small": (1.5, 3.5, "us of an operation of PyTorch on a few numbers")}
+    "stream": ("share of a copy's rate, where nothing else is in the way", (.97, .85)),
+    "latency": ("us until bytes of GPU memory are there, under load; idle it is about 0.3", (.5, .9)),
+    "near": ("us until bytes of the second-level cache are there, or a sum over the threads of a program", (.2, .35)),
+    "exposed": ("share of such a wait in a loop that the program's own instructions do not hide", (.5, 1.)),
+    "issue": ("share of the instructions that a multiprocessor could begin", (.8, .5)),
+    "batched": ("share of the peak of cuBLAS, matmuls of one chunk each", (.6, .35)),
+    "launch": ("us between two kernels", (1., 2.)),
+    "small": ("us of an operation of PyTorch on a few numbers", (1.5, 3.5))}
 """What no assembler says, at best and at worst. Nothing of it was measured."""
 WAITS_OF_PASS = 4
 """For GPU memory, one after another, in a pass over few tokens: assumed too."""
 Assumed = dict[str, float]
-BEST, WORST = ({"side": side, **{name: pair[side] for name, pair in ASSUMED.items()}} for side in (0, 1))
+BEST, WORST = ({"side": side, **{name: pair[side] for name, (_, pair) in ASSUMED.items()}} for side in (0, 1))
 
 
 def pair_of(value: float | tuple[float, float]) -> list[float]:
@@ -85,6 +85,6 @@ def constants_table() -> str:
     shown = [[title,
               *(" to ".join(f"{x:g}" for x in pair_of(getattr(device, field))) for device in DEVICES)]
              for field, title in named.items()]
-    assumed = [[f"`{name}`", what, f"{best:g}", f"{worst:g}"] for name, (best, worst, what) in ASSUMED.items()]
+    assumed = [[f"`{name}`", what, f"{best:g}", f"{worst:g}"] for name, (what, (best, worst)) in ASSUMED.items()]
     return (markdown(["of a multiprocessor or a device", *(device.name for device in DEVICES)], shown) + "\n\n"
             + markdown(["constant", "what", "at best", "at worst"], assumed))

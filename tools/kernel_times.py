@@ -64,8 +64,8 @@ def programs_of(page: str) -> Programs:
                       r"([\d.]+) \| \d+ \| (\d+), (\d+), (\d+) \| bfloat16(?:, C 256, causal, documents)? \|$",
                       re.MULTILINE)
     found: Programs = {}
-    for kernel, options, arch, *numbers in line.findall(page):
-        program = Program(*(float(x) if "." in x else int(x) for x in numbers))
+    for kernel, options, arch, warps, stages, registers, shared, *counted in line.findall(page):
+        program = Program(int(warps), int(stages), int(registers), float(shared), *map(int, counted))
         found.setdefault((f"{kernel} {options}".strip(), int(arch)), []).append(program)
     return found
 
