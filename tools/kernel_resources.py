@@ -79,7 +79,7 @@ CASE = [field.name for field in fields(Case)]
 Program = dict[str, Any]
 """A kernel compiled for one architecture: `kernel`, `arch`, `options` (its other constants that are true), `tiles`,
 `warps`, `stages`; `registers` and `spilled` bytes of a thread, `shared` bytes of a program, and `tensor_cores`, the
-instructions that use them; and what `pipeline_of` reads."""
+instructions that use them; and what `pipeline_of` and `instructions_of` read."""
 
 
 @contextlib.contextmanager
@@ -127,7 +127,8 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
     return {"kernel": kernel.__name__, "arch": arch, "options": ", ".join(true).lower().replace("_", " "),
             "tiles": " ".join(tiles), "warps": options.num_warps, "stages": options.num_stages,
             "registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": made.metadata.shared,
-            "tensor_cores": len(re.findall(r"\bHG?MMA\b", listing)), **pipeline_of(made.asm["ttgir"])}
+            "tensor_cores": len(re.findall(r"\bHG?MMA\b", listing)), **pipeline_of(made.asm["ttgir"]),
+            **instructions_of(listing)}
 
 
 def pipeline_of(code: str) -> dict[str, int]:
@@ -136,6 +137,23 @@ def pipeline_of(code: str) -> dict[str, int]:
     waits = re.findall(r"async_wait\b.*num = (\d+)", code)
     warps = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+)", code)
     return {"in_flight": max(map(int, waits), default=0), "rows_of_warps": 16 * max(map(int, warps), default=0)}
+
+
+def instructions_of(listing: str) -> dict[str, int]:
+    """Instructions in the assembler's listing, a warp's: `instructions`, all; `in_loop`, those of the longest loop that
+    has no other inside, 0 without one; `special`, those of the loop, or without one of all, that make special
+    functions."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
+    places = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    jumps = [(places.get(int(to, 16), i), i) for i, (_, text) in enumerate(lines)
+             for to in re.findall(r"\bBRA\b.*?(0x[0-9a-f]+)", text)]
+    loops = [(first, last) for first, last in jumps if first < last]
+    inner = [(first, last) for first, last in loops
+             if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)]
+    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    counted = lines[first : last + 1] or lines
+    return {"instructions": len(lines), "in_loop": last + 1 - first,
+            "special": sum("MUFU" in text for _, text in counted)}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -258,15 +276,17 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         spilled = f"**{row['spilled']}**" if row["spilled"] else "0"
         lines.append([name, f"sm_{row['arch']}", row["tiles"], f"{row['warps']}, {row['stages']}",
                       str(row["registers"]), spilled, f"{row['shared'] / 1024:.3g}", str(row["tensor_cores"]),
-                      case_text([row, *others])])
+                      f"{row['instructions']}, {row['in_loop']}, {row['special']}", case_text([row, *others])])
     return lines
 
 
 def section(rows: Sequence[dict[str, Any]]) -> str:
     """The place in the log: what training uses, then the rest, folded."""
     parts = [f"Triton {triton.__version__}, {len(rows):,} programs. Registers and spilled bytes are a thread's, KiB of "
-             "shared memory a program's; the last number is that of instructions for the tensor cores."]
-    head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores", "of"]
+             "shared memory a program's. Of instructions: those for the tensor cores; all, those of the longest loop "
+             "without another inside, and of these, or without a loop of all, those for special functions."]
+    head = ["kernel", "for", "tiles", "warps, stages", "registers", "spilled", "KiB", "tensor cores",
+            "instructions, in the loop, special", "of"]
     for op in OPS:
         mine = [row for row in rows if row["op"] == op]
         default = [row for row in mine if Case(**{name: row[name] for name in CASE}).default]

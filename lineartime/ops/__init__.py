@@ -9,7 +9,8 @@ signatures, and two have `windows`, which keeps less for the backward pass; `imp
 | "reference" | the PyTorch reference |
 | "triton" | kernels; `UsageError` where they do not support the inputs |
 
-`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once.
+`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once. In
+`torch.compile` a call of FLASH's attention of few tokens takes the reference (`dispatch.compile_reference`).
 Inputs without a token (B or T of 0) go to the reference."""
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
     QUERY_KEY_DIM,
+    compile_reference,
     unsupported_attention,
     unsupported_heads,
     unsupported_norm,
@@ -64,7 +66,8 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
                                  pooling, exchange is not None)
     else:
         in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
-    module: ModuleType = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
+    in_kernels = in_kernels and uvz_BTF.numel() > 0 and not compile_reference(impl, uvz_BTF)
+    module: ModuleType = mixed_chunk if in_kernels else reference
     if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
         module = windows
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,

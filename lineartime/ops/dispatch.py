@@ -30,6 +30,10 @@ MAX_NORMED = 2**30 - 1
 MUCH_SHARED_KIB = 227
 """Shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB."""
 
+FEW_TOKENS = 2048
+"""Tokens of a call, all rows counted, up to which a training step of the compiled reference is predicted to be faster
+than one of the kernels, whose programs are then too few to fill a GPU."""
+
 TileClass = Literal["small", "hopper", "large"]
 
 Args = ParamSpec("Args")
@@ -130,6 +134,14 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
     if reason and not torch.compiler.is_compiling():
         log_once(f"the PyTorch reference runs in place of kernels: {reason}")
     return not reason
+
+
+def compile_reference(impl: str | None, x: Tensor) -> bool:
+    """Whether `torch.compile` takes FLASH's reference in place of kernels: with impl None, where gradients are enabled,
+    for rows x `[B, T, ...]` of at most FEW_TOKENS in all. Not in `torch.export`, whose length may be symbolic."""
+    if impl is not None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return torch.is_grad_enabled() and x.shape[0] * x.shape[1] <= FEW_TOKENS
 
 
 def use_windows(impl: str | None, causal: bool, shared: bool, x: Tensor, *parameters: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 import interpreter  # noqa: F401 - first: has Triton interpret
+from lineartime import ops
 from lineartime.ops import decode_step, dispatch, mixed_chunk, norm, quadratic
 
 S = 128
@@ -112,3 +113,23 @@ def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monk
 def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, shared, words):
     uv = torch.empty(2, 300, 2 * 64, dtype=dtype, device="meta")
     assert dispatch.unsupported_heads(uv, s, 256, pooling, shared) == words
+
+
+@pytest.mark.parametrize(("impl", "compiling", "exporting", "training", "shape", "reference"), [
+    (None, True, False, True, (1, 2048), True), (None, True, False, True, (4, 512), True),
+    (None, True, False, True, (1, 2049), False), (None, True, False, True, (5, 512), False),
+    (None, False, False, True, (1, 2048), False), (None, True, True, True, (1, 2048), False),
+    (None, True, False, False, (1, 2048), False), ("triton", True, False, True, (1, 2048), False)])
+def test_compiled_calls_of_few_tokens_take_the_reference(impl, compiling, exporting, training, shape, reference,
+                                                         monkeypatch):
+    """All rows counted; in training, where kernels could run and nobody asked for them."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
+    monkeypatch.setattr(ops, "use_kernels", lambda *inputs: True)
+    monkeypatch.setattr(ops, "use_windows", lambda *inputs: False)
+    for module in (mixed_chunk, ops.reference):
+        monkeypatch.setattr(module, "gated_chunk_attention", lambda *inputs, module=module, **fields: module)
+    with torch.set_grad_enabled(training):
+        chosen = ops.gated_chunk_attention(torch.empty(*shape, 3 * S), *[torch.empty(4, S)] * 2, *[torch.empty(1)] * 3,
+                                           chunk_size=128, causal=True, impl=impl)
+    assert chosen is (ops.reference if reference else mixed_chunk)

@@ -21,6 +21,7 @@ Case, SHARED_KIB = kernel_resources.Case, kernel_resources.SHARED_KIB
 PRODUCTS = {"add_up", "attend_queries", "differentiate_head", "differentiate_keys", "differentiate_scores",
             "walk_states", "weigh"}
 """Kernels that multiply matrices, and so must use the tensor cores in types of 16 bits."""
+CHUNKED = {"attend_queries", "differentiate_keys", "walk_states"}
 
 
 @pytest.fixture(scope="module", params=["push", *(pytest.param(name, marks=pytest.mark.campaign)
@@ -47,11 +48,36 @@ def test_every_kernel_of_every_op_compiles_for_each(rows, request):
         assert first and all(found == first for arch, found in names.items() if arch != 80), op
 
 
+LISTING = """
+        /*0000*/                   MUFU.EX2 R2, R2 ;           /* 0x0000000200027308 */
+                                                               /* 0x000fc80000000f00 */
+        /*0010*/                   IMAD R1, R1, 0x2, R3 ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR8], R24 ;
+        /*0030*/                   MUFU.RCP R2, R2 ;
+        /*0040*/              @P0  BRA 0x20 ;
+        /*0050*/                   FADD R1, R1, R2 ;
+        /*0060*/              @!P1 BRA 0x10 ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   BRA 0x80;
+"""
+
+
+def test_the_loop_is_the_longest_without_another_inside():
+    """A jump to itself, which fills up the end of a program, is none."""
+    found = kernel_resources.instructions_of(LISTING)
+    assert found == {"instructions": 9, "in_loop": 3, "special": 1}
+    without = LISTING.replace("BRA 0x20", "BRA 0x80").replace("BRA 0x10", "BRA 0x80")
+    assert kernel_resources.instructions_of(without) == {"instructions": 9, "in_loop": 0, "special": 2}
+
+
+def test_loops_of_products_have_their_instructions(rows):
+    chunked = [row for row in rows if row["kernel"] in CHUNKED]
+    assert [row for row in chunked if not 0 < row["in_loop"] < row["instructions"]] == []
+    assert [row for row in chunked if not 0 < row["special"] < row["in_loop"]] == []
+
+
 def test_no_kernel_spills(rows):
     assert [row for row in rows if row["spilled"]] == []
-
-
-CHUNKED = {"attend_queries", "differentiate_keys", "walk_states"}
 
 
 def test_chunk_kernels_copy_while_they_multiply(rows):
