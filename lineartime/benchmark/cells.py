@@ -120,6 +120,8 @@ def end_with_parent(parent: int, number: int) -> None:
     """Ask Linux to send this process a signal when its parent ends, so that it does not go on holding a run's lock.
 
     parent: the process id of the parent, which may have ended before this call; then this process ends too."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would take it and be gone after exec
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
