@@ -104,12 +104,19 @@ class GatedAttentionUnit(ResidualLayer):
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """u * A v of the next tokens: out_BNE. The cache is updated. Chunks that all rows fill are those of a row that
         is read at once."""
-        assert info.rotary is not None
-        if isinstance(cache, ChunkState) and (cut := inputs.whole_chunks(cache.v_BCE.shape[1])):
+        cut = 0
+        if isinstance(cache, ChunkState) and self.config.attends_as_flash:
+            cut = inputs.whole_chunks(cache.v_BCE.shape[1])
             if cut == uvz_BNF.shape[1]:
                 return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
-            parts = zip(uvz_BNF.tensor_split([cut], 1), info.split(cut), inputs.split(cut), strict=True)
-            return torch.cat([self.attend_next(*part, cache) for part in parts], dim=1)
+        if cut == 0:
+            return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
+        parts = zip(uvz_BNF.tensor_split([cut], 1), info.split(cut), inputs.split(cut), strict=True)
+        return torch.cat([self.attend_next(*part, cache) for part in parts], dim=1)
+
+    def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
+        """`attend_next` of tokens at any place."""
+        assert info.rotary is not None
         config, (gamma, beta), (sin, cos) = self.config, (self.scale_offset.gamma, self.scale_offset.beta), info.rotary
         wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         if (isinstance(cache, ChunkState) and inputs.single_token and not wants_gradient
@@ -125,13 +132,12 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        """u * A v of whole chunks behind those that are closed: out_BNE."""
+        """`attend_next` of whole chunks behind those that are closed."""
         assert info.rotary is not None
         c = cache.v_BCE.shape[1]
-        count_B = inputs.n_carried_B(c).to(cache.kv_BSE.dtype)
-        past = torch.where(count_B[:, None, None] > 0, cache.kv_BSE, 0.0), count_B
         out_BNE, (cache.kv_BSE, _) = ops.carried_chunk_attention(
-            uvz_BNF, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary, self.rel_pos_bias(c), past,
+            uvz_BNF, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary, self.rel_pos_bias(c),
+            cache.past(inputs),
             chunk_size=c, segment_ids_BT=inputs.segment_ids_BN if inputs.any_begins else None,
             pooling=self.config.chunk_pooling, impl=self.impl)
         return out_BNE

@@ -16,7 +16,7 @@ from torch import Tensor
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
-from lineartime.ops.reference import carried_states, read_states
+from lineartime.ops.reference import Past, carried_states, read_states
 
 
 @dataclasses.dataclass
@@ -257,6 +257,13 @@ class ChunkState(Cache):
                 written_B = torch.where(at.weight_B11[at.full][:, 0, 0] > 0, written_B, 0.0)
             self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
+    def past(self, inputs: DecodeInputs) -> Past:
+        """The past of the open chunk, see `reference.Past`: of the document that each row is in before the new
+        tokens."""
+        n_carried_B = inputs.n_carried_B(self.v_BCE.shape[1]).to(self.kv_BSE.dtype)
+        count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
+        return torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0), count_B
+
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                 inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor],
                 gate_BGC: Tensor | None = None) -> Tensor:
@@ -265,10 +272,7 @@ class ChunkState(Cache):
         to_slots: maps new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`. gate_BGC: with pooling "written" the
         gates of tokens in their slots."""
         c = self.v_BCE.shape[1]
-        n_carried_B = inputs.n_carried_B(c).to(self.kv_BSE.dtype)
-        entering_BSE = torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0)
-        count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
-        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, (entering_BSE, count_B),
+        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, self.past(inputs),
                                                         gate_BGC)
         seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
         count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling in ("mean", "written") else 1.0

@@ -62,14 +62,11 @@ def unsupported_norm(x: Tensor) -> str | None:
     return None if n_rows <= MAX_NORMED else f"{n_rows:,} tokens, the norm's kernels have {MAX_NORMED:,}"
 
 
-def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None) -> str | None:
+def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | None:
     """The reason why the attention kernels do not support a projection uvz `[B, T, 2 E + S]`, or without T; None if
-    they do.
-
-    gamma_NS: the scales, whose last axis is S. chunk_size: None for attention over the whole row."""
+    they do. chunk_size: None for attention over the whole row."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
         return reason
-    s = gamma_NS.shape[-1]
     if s != QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have {QUERY_KEY_DIM}"
     return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, chunk_size)
