@@ -201,9 +201,9 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
         heads, gate_BN = self.make_heads(z_BNS, near_BNS, info)
         out_BNE, (cache.kv_BSE, count_B) = ops.carried_head_attention(
-            uv_BNF, heads, self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
-            segment_ids_BT=inputs.segment_ids_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
-            gate_BT=gate_BN, impl=self.impl)
+            inputs.without_padding(uv_BNF), heads, self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
+            segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
+            gate_BT=None if gate_BN is None else inputs.without_padding(gate_BN), impl=self.impl)
         if cache.written_B is not None:
             cache.written_B = count_B
         return out_BNE

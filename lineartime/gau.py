@@ -102,17 +102,20 @@ class GatedAttentionUnit(ResidualLayer):
         return x_BND, self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """u * A v of the next tokens: out_BNE. The cache is updated. Chunks that all rows fill are those of a row that
-        is read at once."""
-        cut = 0
-        if isinstance(cache, ChunkState) and self.config.attends_as_flash:
-            cut = inputs.whole_chunks(cache.v_BCE.shape[1])
-            if cut == uvz_BNF.shape[1]:
-                return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
-        if cut == 0:
+        """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills are attended as
+        those of rows that are read at once; the tokens before and behind them are parts of their own."""
+        if not isinstance(cache, ChunkState) or not self.config.attends_as_flash:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
-        parts = zip(uvz_BNF.tensor_split([cut], 1), info.split(cut), inputs.split(cut), strict=True)
-        return torch.cat([self.attend_next(*part, cache) for part in parts], dim=1)
+        first = inputs.whole_chunks(cache.v_BCE.shape[1])
+        if not first:
+            return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
+        if first == inputs.n_new and max(first) == uvz_BNF.shape[1]:
+            return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
+        assert info.rotary is not None
+        cut = inputs.cut(first)
+        angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
+        parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)
+        return cut.join(*(self.attend_next(*part, cache) for part in parts))
 
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`attend_next` of tokens at any place."""
@@ -132,14 +135,15 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        """`attend_next` of whole chunks behind those that are closed."""
+        """`attend_next` of whole chunks behind those that are closed. Behind the chunks of a shorter row values are
+        0: no state changes by them, and no token before them sees them."""
         assert info.rotary is not None
         c = cache.v_BCE.shape[1]
         out_BNE, (cache.kv_BSE, _) = ops.carried_chunk_attention(
-            uvz_BNF, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary, self.rel_pos_bias(c),
-            cache.past(inputs),
-            chunk_size=c, segment_ids_BT=inputs.segment_ids_BN if inputs.any_begins else None,
-            pooling=self.config.chunk_pooling, impl=self.impl)
+            inputs.without_padding(uvz_BNF), self.scale_offset.gamma, self.scale_offset.beta, *info.rotary,
+            self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
+            segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
+            impl=self.impl)
         return out_BNE
 
     def step_in_kernel(self, uvz_BF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:

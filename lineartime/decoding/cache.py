@@ -45,8 +45,10 @@ class DecodeInputs:
             starts_BN = starts_BN.cummax(1).values
         self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])
         """Start position of each token's document."""
-        self.segment_ids_BN = torch.where(self.valid_BN, begins_BN.cumsum(1), -1)
-        """0 for the row's current document, then 1, 2, ...; -1 for padding."""
+        self.document_BN = begins_BN.cumsum(1)
+        """0 for the row's current document, then 1, 2, ...; for padding that of the row's last token."""
+        self.segment_ids_BN = torch.where(self.valid_BN, self.document_BN, -1)
+        """The same; -1 for padding."""
         self.longest = self.window or 0
         """Tokens of the longest row, with the new ones; with a window the window."""
         self.any_begins, self.one_document = True, False
@@ -55,16 +57,19 @@ class DecodeInputs:
         """Whether every row has exactly one new token, the common case of decoding."""
         self.common_position: int | None = None
         """Position of the first new token, if it is the same in all rows and no row has padding."""
+        self.lengths: tuple[int, ...] = ()
+        self.n_new: tuple[int, ...] = ()
+        """`seq_lens_B` and `n_new_B`; with a window unknown."""
         if self.window is None:
-            lengths, n_new = self.seq_lens_B.tolist(), self.n_new_B.tolist()
-            self.longest = max(map(sum, zip(lengths, n_new, strict=True)))
+            self.lengths, self.n_new = tuple(self.seq_lens_B.tolist()), tuple(self.n_new_B.tolist())
+            self.longest = max(map(sum, zip(self.lengths, self.n_new, strict=True)))
             self.any_begins, self.one_document = bool(begins_BN.any()), not bool(self.start_BN.any())
-            self.single_token = len(index_N) == 1 and min(n_new) == 1
-            if len({*lengths}) == 1 and min(n_new) == len(index_N):
-                self.common_position = lengths[0]
+            self.single_token = len(index_N) == 1 and min(self.n_new) == 1
+            if len({*self.lengths}) == 1 and min(self.n_new) == len(index_N):
+                self.common_position = self.lengths[0]
         self.folded: DecodeInputs | None = None
         self.moved: dict[torch.device, DecodeInputs] = {}
-        self.parts: dict[int, tuple[DecodeInputs, DecodeInputs]] = {}
+        self.cuts: dict[tuple[int, ...], Cut] = {}
         self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
     def for_heads(self, n_heads: int) -> "DecodeInputs":
@@ -86,30 +91,29 @@ class DecodeInputs:
             there = self.moved[device] = copy.copy(self)  # not made anew, which would wait for the device
             tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
             vars(there).update({name: tensor.to(device) for name, tensor in tensors.items()})
-            there.folded, there.moved, there.parts, there.token_positions = None, {}, {}, {}
+            there.folded, there.moved, there.cuts, there.token_positions = None, {}, {}, {}
         return self.moved[device]
 
-    def whole_chunks(self, chunk_size: int) -> int:
-        """Where to cut so that a part is whole chunks: all N tokens if they are, 0 if no chunk is filled or rows are at
-        different places."""
-        n_tokens = self.begins_BN.shape[1]
-        if self.common_position is None or n_tokens < chunk_size:
-            return 0
-        before = -self.common_position % chunk_size
-        n_whole = (n_tokens - before) // chunk_size * chunk_size
-        return min(before, n_whole) or n_whole
+    def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
+        """Where to cut each row so that the first part or the second is whole chunks: behind the tokens that fill the
+        open chunk; if there are none, behind the whole chunks, which may be all new tokens. Empty if no row fills
+        another chunk than the open one."""
+        rows = list(zip(self.lengths, self.n_new, strict=True))
+        before = tuple(min(-length % chunk_size, n_new) for length, n_new in rows)
+        whole = tuple((n_new - n) // chunk_size * chunk_size for n, (_, n_new) in zip(before, rows, strict=True))
+        return (before if any(before) else whole) if any(whole) else ()
 
-    def split(self, n_tokens: int) -> tuple["DecodeInputs", "DecodeInputs"]:
-        """The same of the first n tokens of each row, and of the others; computed once for all layers. For rows
-        without padding."""
-        if n_tokens not in self.parts:
-            n_new_B = torch.full_like(self.n_new_B, n_tokens)
-            begins_BN, later_BN = self.begins_BN.tensor_split([n_tokens], 1)
-            self.parts[n_tokens] = (
-                DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN),
-                DecodeInputs(self.seq_lens_B + n_tokens, self.start_BN[:, n_tokens - 1], self.n_new_B - n_tokens,
-                             later_BN))
-        return self.parts[n_tokens]
+    def cut(self, first: tuple[int, ...]) -> "Cut":
+        """The new tokens of each row in two parts; computed once for all layers."""
+        if first not in self.cuts:
+            self.cuts[first] = Cut(self, first)
+        return self.cuts[first]
+
+    def without_padding(self, x_BN: Tensor) -> Tensor:
+        """A tensor `[B, N, ...]` with 0 for padding."""
+        if self.common_position is not None:
+            return x_BN
+        return torch.where(self.valid_BN.view(*self.valid_BN.shape, *[1] * (x_BN.dim() - 2)), x_BN, 0.0)
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
         """The row's new tokens split by document: start, stop, and whether a document begins at the start."""
@@ -155,6 +159,37 @@ class DecodeInputs:
         if dtype not in self.token_positions:
             self.token_positions[dtype] = TokenPosition(self, config, dtype)
         return self.token_positions[dtype]
+
+
+class Cut:
+    """The next tokens of rows in two parts: the first so many of each row, and the others."""
+
+    def __init__(self, inputs: DecodeInputs, first: tuple[int, ...]):
+        device, n_tokens = inputs.begins_BN.device, inputs.begins_BN.shape[1]
+        self.row_B1 = torch.arange(len(first), device=device)[:, None]
+        self.n_first = max(first)
+        n_others = max(1, *(n_new - n for n, n_new in zip(first, inputs.n_new, strict=True)))
+        first_B1, index_N = torch.tensor(first, device=device)[:, None], torch.arange(n_tokens, device=device)
+        self.others_BN = (first_B1 + index_N[:n_others]).clamp(max=n_tokens - 1)
+        """Where the other tokens are; behind them anything."""
+        joined_BN = torch.where(index_N < first_B1, index_N, index_N + self.n_first - first_B1)
+        self.joined_BN = joined_BN.clamp(max=self.n_first + n_others - 1)
+        """Where each token is, if the parts are one behind the other."""
+        first_B, begins_BN = first_B1[:, 0], inputs.begins_BN
+        last_B = inputs.start_BN.gather(1, (first_B1 - 1).clamp(min=0))[:, 0]
+        self.inputs = (
+            DecodeInputs(inputs.seq_lens_B, inputs.start_B, first_B, begins_BN[:, : self.n_first]),
+            DecodeInputs(inputs.seq_lens_B + first_B, torch.where(first_B > 0, last_B, inputs.start_B),
+                         inputs.n_new_B - first_B, begins_BN[self.row_B1, self.others_BN]))
+        """Of both parts."""
+
+    def split(self, x_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Both parts of a tensor `[B, N, ...]`."""
+        return x_BN[:, : self.n_first], x_BN[self.row_B1, self.others_BN]
+
+    def join(self, first_BN: Tensor, others_BN: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        return torch.cat([first_BN, others_BN], dim=1)[self.row_B1, self.joined_BN]
 
 
 class TokenPosition:

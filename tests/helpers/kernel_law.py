@@ -65,7 +65,8 @@ def tiny(preset: str, **fields: object) -> LanguageModel:
     """A model of heads as wide as kernels have them."""
     torch.manual_seed(0)
     chunk = {"chunk_size": 128} if preset == "flash" else {}
-    return LanguageModel(model_config(preset, n_layers=2, d_model=64, vocab_size=64, context=256, **chunk, **fields))
+    sizes = {"n_layers": 2, "d_model": 64, "vocab_size": 64, "context": 256}
+    return LanguageModel(model_config(preset, **{**sizes, **chunk, **fields}))
 
 
 def head_inputs(n_rows: int, n_tokens: int, s: int, dtype: torch.dtype) -> dict[str, Tensor]:

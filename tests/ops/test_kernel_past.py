@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
@@ -159,11 +160,12 @@ FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_p
             {"key_conv": 3, "chunk_pooling": "fixed", "linear_divisor": 64.0}, {"query_key_dim": 64}))])
 def test_the_chunks_of_a_prompt_are_read_by_kernels(name: str, fields: dict[str, object],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two parts, cut inside a chunk, with documents: the states of the rows read at once, and the tokens after."""
-    model = tiny("flash", end_of_document=0, linear_scale_init=1.0, **fields).eval()
+    """With documents, in parts that end inside chunks and are shorter in the last row, which then goes on alone: the
+    rows read at once."""
+    model = tiny("flash", n_layers=1, end_of_document=0, linear_scale_init=1.0, **fields).eval()
     lengths, carried = [], getattr(mixed_chunk, name)
-    ids_BN = random_ids(2, 300, vocab_size=64)
-    ids_BN[0, 20], ids_BN[1, 200] = 0, 0
+    ids_BT = random_ids(3, 310, vocab_size=63) + 1
+    ids_BT[[0, 1, 2], [20, 200, 150]] = 0
 
     def spy(uvz_BTF: Tensor, *rest: object, **how: object) -> object:
         lengths.append(uvz_BTF.shape[1])
@@ -171,9 +173,15 @@ def test_the_chunks_of_a_prompt_are_read_by_kernels(name: str, fields: dict[str,
 
     monkeypatch.setattr(mixed_chunk, name, spy)
     model.set_impl("triton")
-    state = model.decoding_state(2)
+    state, n_read, made = model.decoding_state(3), [0, 0, 0], torch.empty(3, 310, 64)
     with torch.no_grad():
-        made = [model.extend(part, torch.tensor([part.shape[1]] * 2), state) for part in ids_BN.split([37, 263], 1)]
-        assert lengths == [128] * len(model.layers)  # tokens 128 to 255; those before and after fill no chunk of a part
-        expected = model.set_impl("reference") or model.hidden(ids_BN)
-    assert (torch.cat(made, 1) - expected).norm() <= 1e-5 * expected.norm()
+        for n_new in ([37, 37, 37], [263, 263, 20], [0, 0, 243], [10, 10, 10]):
+            parts = [slice(start, start + n) for start, n in zip(n_read, n_new, strict=True)]
+            ids_BN = torch.stack([F.pad(ids_T[part], [0, max(n_new) - n])
+                                  for ids_T, part, n in zip(ids_BT, parts, n_new, strict=True)])
+            x_BND = model.extend(ids_BN, torch.tensor(n_new), state)
+            for row, (part, n) in enumerate(zip(parts, n_new, strict=True)):
+                made[row, part], n_read[row] = x_BND[row, :n], part.stop
+        assert lengths == [128, 128]  # tokens 128 to 255, of the last row in the third part
+        expected = model.set_impl("reference") or model.hidden(ids_BT)
+    assert (made - expected).norm() <= 1e-5 * expected.norm()
