@@ -91,17 +91,28 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return self.out_proj(self.gated(u_BTE, out_BTE))
 
     def attend_as_flash(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """`branch` of a layer that differs from FLASH in its heads alone, by the op that kernels have."""
+        """`branch` of a layer that differs from FLASH in its heads alone, by the op that kernels have. Attention heads
+        are entries of the batch."""
         config, segment_ids_BT = self.config, info.segment_ids_BT
         assert config.chunk_size is not None
-        uv_BTF, z_BTS = self.in_proj(normed_BTD).split([2 * config.d_inner, config.query_key_dim], dim=-1)
-        z_BTS = F.silu(z_BTS)
+        uv_BTF, z_BTS = self.split_uv(self.in_proj(normed_BTD))
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
-        return self.out_proj(ops.gated_head_attention(
+        if segment_ids_BT is not None:
+            segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
+        out_BTE = ops.gated_head_attention(
             uv_BTF, heads, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
             causal=config.causal, segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT,
-            exchange=info.exchange, impl=self.impl))
+            exchange=info.exchange, impl=self.impl)
+        return self.out_proj(unfold_heads(out_BTE, config.n_heads))
+
+    def split_uv(self, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
+        """u and v concatenated, before silu, and z_BTS. In uv_BTF B counts rows times attention heads."""
+        h, e, s = self.config.n_heads, self.config.d_inner, self.config.query_key_dim
+        uv_BTF, z_BTS = uvz_BTF.split([2 * e, s], dim=-1)
+        if h > 1:
+            uv_BTF = torch.cat([fold_heads(part_BTE, h) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
+        return uv_BTF, F.silu(z_BTS)
 
     def split(self, uvz_BTF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u_BTE, v_BTE and z_BTS. In v B counts rows times attention heads."""
@@ -196,17 +207,17 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
         c = cache.v_BCE.shape[1]
-        uv_BNF, z_BNS = uvz_BNF.split([2 * self.config.d_inner, self.config.query_key_dim], dim=-1)
-        z_BNS = F.silu(z_BNS)
+        uv_BNF, z_BNS = self.split_uv(uvz_BNF)
         near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
         heads, gate_BN = self.make_heads(z_BNS, near_BNS, info)
+        inputs = inputs.for_heads(self.config.n_heads)
         out_BNE, (cache.kv_BSE, count_B) = ops.carried_head_attention(
             inputs.without_padding(uv_BNF), heads, self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
             segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
             gate_BT=None if gate_BN is None else inputs.without_padding(gate_BN), impl=self.impl)
         if cache.written_B is not None:
             cache.written_B = count_B
-        return out_BNE
+        return unfold_heads(out_BNE, self.config.n_heads)
 
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         u_BNE, v_BNE, z_BNS = self.split(uvz_BNF)

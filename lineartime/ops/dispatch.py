@@ -102,7 +102,7 @@ def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None
 
 def unsupported_variant() -> str:
     """The reason why no kernel runs a GAU that is neither FLASH's nor FLASH-Quad's."""
-    return "kernels have not the paper's ablations, linear_norm, nor several heads"
+    return "kernels have not the paper's ablations, linear_norm, nor several heads or key_conv without chunks"
 
 
 def interpreted() -> bool:

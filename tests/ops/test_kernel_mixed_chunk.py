@@ -264,10 +264,12 @@ OPTIONS = {"three": NEAR, "written": {**NEAR, "linear_gate": True, "chunk_poolin
            "both halves": {**NEAR, "linear_gate": True, "chunk_pooling": "written", "local_key_conv": True,
                            "local_scale_init": 1.0},
            "fixed": {**NEAR, "linear_gate": True, "chunk_pooling": "fixed", "linear_divisor": 64.0},
-           "query_key_dim 64": {"query_key_dim": 64}}
+           "query_key_dim 64": {"query_key_dim": 64}, "heads": {**NEAR, "n_heads": 2, "linear_gate": True,
+                                                                "chunk_pooling": "written"}}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.campaign if name in ("three", "written") else ()) for name in OPTIONS])
 def test_options_beyond_the_paper_run_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny("flash", **OPTIONS[name]), []
     inner = mixed_chunk.gated_head_attention

@@ -157,7 +157,8 @@ FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_p
 @pytest.mark.parametrize("name, fields", [
     ("carried_chunk_attention", {}), ("carried_head_attention", FLASH_PLUS), *(
         pytest.param("carried_head_attention", fields, marks=pytest.mark.campaign) for fields in (
-            {"key_conv": 3, "chunk_pooling": "fixed", "linear_divisor": 64.0}, {"query_key_dim": 64}))])
+            {"key_conv": 3, "chunk_pooling": "fixed", "linear_divisor": 64.0}, {"query_key_dim": 64},
+            {**FLASH_PLUS, "n_heads": 2}))])
 def test_the_chunks_of_a_prompt_are_read_by_kernels(name: str, fields: dict[str, object],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """With documents, in parts that end inside chunks and are shorter in the last row, which then goes on alone: the
