@@ -204,12 +204,28 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             self.key_conv.add_to(cache)
         return cache
 
+    def heads_next(self, z_BNS: Tensor, info: SequenceInfo, inputs: DecodeInputs,
+                   cache: Cache) -> tuple[list[Tensor], Tensor | None]:
+        """`make_heads` of the next tokens."""
+        near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
+        return self.make_heads(z_BNS, near_BNS, info)
+
+    def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
+        uv_B1F, z_B1S = self.split_uv(uvz_B1F)
+        heads, gate_B1 = self.heads_next(z_B1S, info, inputs, cache)
+        at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
+        out_BE = ops.head_decode_step(
+            uv_B1F[:, 0], torch.stack(heads)[:, :, 0], cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS,
+            cache.v_BCE, cache.kv_BSE, at.offset_B, at.first_B, cache.factor(at, gate_B1)[:, 0, 0], impl=self.impl)
+        if at.full is not None:
+            cache.close(at)
+        return unfold_heads(out_BE[:, None], self.config.n_heads)
+
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
         c = cache.v_BCE.shape[1]
         uv_BNF, z_BNS = self.split_uv(uvz_BNF)
-        near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
-        heads, gate_BN = self.make_heads(z_BNS, near_BNS, info)
+        heads, gate_BN = self.heads_next(z_BNS, info, inputs, cache)
         inputs = inputs.for_heads(self.config.n_heads)
         out_BNE, (cache.kv_BSE, count_B) = ops.carried_head_attention(
             inputs.without_padding(uv_BNF), heads, self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
@@ -221,8 +237,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         u_BNE, v_BNE, z_BNS = self.split(uvz_BNF)
-        near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
-        heads, gate_BN = self.make_heads(z_BNS, near_BNS, info)
+        heads, gate_BN = self.heads_next(z_BNS, info, inputs, cache)
         inputs = inputs.for_heads(self.config.n_heads)
         if isinstance(cache, KeyValueCache):
             q_BNS, k_BNS = heads

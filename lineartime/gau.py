@@ -106,6 +106,8 @@ class GatedAttentionUnit(ResidualLayer):
         those of rows that are read at once; the tokens before and behind them are parts of their own."""
         if not isinstance(cache, ChunkState) or not self.config.attends_as_flash:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
+        if self.steps_in_kernel(uvz_BNF, inputs, cache):
+            return self.step_in_kernel(uvz_BNF, info, inputs, cache)
         first = inputs.whole_chunks(cache.v_BCE.shape[1])
         if not first:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
@@ -121,10 +123,6 @@ class GatedAttentionUnit(ResidualLayer):
         """`attend_next` of tokens at any place."""
         assert info.rotary is not None
         config, (gamma, beta), (sin, cos) = self.config, (self.scale_offset.gamma, self.scale_offset.beta), info.rotary
-        wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if (isinstance(cache, ChunkState) and inputs.single_token and not wants_gradient
-                and ops.steps_in_kernel(uvz_BNF, gamma, cache.v_BCE, self.impl)):
-            return self.step_in_kernel(uvz_BNF[:, 0], info, inputs, cache)[:, None]
         u_BNE, v_BNE, z_BNS = split_uvz(uvz_BNF, config.query_key_dim)
         heads_HBNS = make_heads(z_BNS, gamma, beta, sin, cos)
         if isinstance(cache, KeyValueCache):
@@ -146,15 +144,21 @@ class GatedAttentionUnit(ResidualLayer):
             impl=self.impl)
         return out_BNE
 
-    def step_in_kernel(self, uvz_BF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
-        """u * A v of one token per row by one kernel, which writes the token's k and v into the cache: out_BE."""
+    def steps_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
+        """Whether `step_in_kernel` runs, which has no gradient."""
+        wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        return (inputs.single_token and not wants_gradient
+                and ops.steps_in_kernel(uvz_BNF, cache.k_quad_BCS, cache.v_BCE, self.impl))
+
+    def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
+        """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""
         assert info.rotary is not None
         at = inputs.token_position(self.config, cache.kv_BSE.dtype)
-        sin_BR, cos_BR = (angle.expand(len(uvz_BF), -1, -1)[:, 0] for angle in info.rotary)
+        sin_BR, cos_BR = (angle.expand(len(uvz_B1F), -1, -1)[:, 0] for angle in info.rotary)
         out_BE = ops.chunk_decode_step(
-            uvz_BF, self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR, cache.bias(self.rel_pos_bias),
-            cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B, at.first_B,
-            at.weight_B11[:, 0, 0], impl=self.impl)
+            uvz_B1F[:, 0], self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR,
+            cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
+            at.first_B, at.weight_B11[:, 0, 0], impl=self.impl)
         if at.full is not None:
             cache.close(at)
-        return out_BE
+        return out_BE[:, None]

@@ -299,6 +299,13 @@ class ChunkState(Cache):
         count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
         return torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0), count_B
 
+    def factor(self, at: TokenPosition, gate_BN: Tensor | None) -> Tensor:
+        """What multiplies what a new token's query reads of `kv_BSE`: `[B, 1, 1]`. The token's gate is stored."""
+        if self.gate_BC is None or self.written_B is None or gate_BN is None:
+            return at.weight_B11
+        self.gate_BC[at.place] = gate_BN[:, 0]
+        return at.weight_B11 / self.written_B.clamp(min=1)[:, None, None]
+
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                 inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor],
                 gate_BGC: Tensor | None = None) -> Tensor:

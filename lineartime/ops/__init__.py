@@ -25,6 +25,7 @@ from lineartime.ops.dispatch import (
     unsupported_attention,
     unsupported_heads,
     unsupported_norm,
+    unsupported_step,
     use_kernels,
     use_windows,
 )
@@ -35,8 +36,8 @@ if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
 
 __all__ = ["add_norm", "carried_chunk_attention", "carried_head_attention", "chunk_decode_step",
-           "gated_chunk_attention", "gated_head_attention", "gated_quadratic_attention", "linear_cross_entropy",
-           "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
+           "gated_chunk_attention", "gated_head_attention", "gated_quadratic_attention", "head_decode_step",
+           "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
 
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
@@ -170,18 +171,31 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 
     A chunk that the token fills is not added to kv_BSE. Kernels have no gradient and raise RuntimeError if one is
     required. Otherwise raises as `gated_chunk_attention` does."""
-    in_kernels = use_kernels(impl, uvz_BF.device, unsupported_attention, uvz_BF, gamma_4S.shape[-1],
-                             k_quad_BCS.shape[1])
+    in_kernels = use_kernels(impl, uvz_BF.device, unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE,
                                     kv_BSE, offset_B, first_B, weight_B)
 
 
-def steps_in_kernel(uvz: Tensor, gamma_4S: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
-    """Whether to call `chunk_decode_step`, which has no gradient: if a kernel runs it, and v_BCE has uvz's dtype.
+def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
+                     impl: str | None = None) -> Tensor:
+    """`chunk_decode_step` of heads that are made already, in any way.
+
+    uv_BF: `[B, 2 E]`, u and v of the token, before silu. heads_4BS: `[4, B, S]`, uv's dtype, q and k of the quadratic
+    half, then of the linear half. The other arguments and errors are as in `chunk_decode_step`."""
+    in_kernels = use_kernels(impl, uv_BF.device, unsupported_step, k_quad_BCS, v_BCE)
+    module = decode_step if in_kernels else reference
+    return module.head_decode_step(uv_BF, heads_4BS, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
+                                   weight_B)
+
+
+def steps_in_kernel(uvz: Tensor, k_quad_BCS: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
+    """Whether to call `chunk_decode_step` or `head_decode_step`, which have no gradient: if a kernel runs them, and
+    v_BCE has uvz's dtype.
 
     Raises as `gated_chunk_attention` does."""
-    in_kernel = use_kernels(impl, uvz.device, unsupported_attention, uvz, gamma_4S.shape[-1], v_BCE.shape[1])
+    in_kernel = use_kernels(impl, uvz.device, unsupported_step, k_quad_BCS, v_BCE)
     return in_kernel and v_BCE.dtype == uvz.dtype
 
 

@@ -63,8 +63,8 @@ def unsupported_norm(x: Tensor) -> str | None:
 
 
 def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | None:
-    """The reason why the attention kernels do not support a projection uvz `[B, T, 2 E + S]`, or without T; None if
-    they do. chunk_size: None for attention over the whole row."""
+    """The reason why the attention kernels do not support a projection uvz `[B, T, 2 E + S]`; None if they do.
+    chunk_size: None for attention over the whole row."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
         return reason
     if s != QUERY_KEY_DIM:
@@ -84,6 +84,16 @@ def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str, shared:
     if pooling in ("fixed", "written") and uv.dtype == torch.float16:
         return f'sums of chunk_pooling "{pooling}" do not fit float16'
     return unsupported_sizes(uv, uv.shape[-1] // 2, chunk_size)
+
+
+def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
+    """The reason why no kernel makes a decode step with these keys and values of open chunks; None if one does."""
+    if reason := unsupported_device(v_BCE.device, v_BCE.dtype):
+        return reason
+    s, (_, chunk_size, e) = k_BCS.shape[-1], v_BCE.shape
+    if s != QUERY_KEY_DIM:
+        return f"keys of width {s}, a decode step in a kernel has {QUERY_KEY_DIM}"
+    return unsupported_sizes(v_BCE, e, chunk_size)
 
 
 def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None:

@@ -483,11 +483,18 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 
     Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS and v_BCE. The token
     sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE. Arguments: see `ops.chunk_decode_step`."""
-    (c, s), e = k_quad_BCS.shape[1:], v_BCE.shape[-1]
-    u_BE, v_BE, z_BS = F.silu(uvz_BF).split([e, e, s], dim=-1)
-    heads_4B1S = make_heads(z_BS[:, None], gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])
-    q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4B1S
-    rows, slot_C = torch.arange(len(uvz_BF), device=uvz_BF.device), torch.arange(c, device=uvz_BF.device)
+    uv_BF, z_BS = uvz_BF.split([2 * v_BCE.shape[-1], k_quad_BCS.shape[-1]], dim=-1)
+    heads_4B1S = make_heads(F.silu(z_BS)[:, None], gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])
+    return head_decode_step(uv_BF, heads_4B1S[:, :, 0], bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
+                            weight_B)
+
+
+def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """`chunk_decode_step` of heads that are made already. Arguments: see `ops.head_decode_step`."""
+    c, (u_BE, v_BE) = k_quad_BCS.shape[1], F.silu(uv_BF).chunk(2, dim=-1)
+    q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4BS[:, :, None]
+    rows, slot_C = torch.arange(len(uv_BF), device=uv_BF.device), torch.arange(c, device=uv_BF.device)
     for buffer_BC, new_B in ((k_quad_BCS, k_quad_B1S[:, 0]), (k_lin_BCS, k_lin_B1S[:, 0]), (v_BCE, v_BE)):
         buffer_BC[rows, offset_B] = new_B
     distance_BC = slot_C - offset_B[:, None]

@@ -75,12 +75,22 @@ def test_rocm_runs_the_reference(monkeypatch):
 
 
 @pytest.mark.parametrize(("shape", "words"), [
-    ((65_536, 1, 256), "65,536 rows, kernels have 65,535"), ((65_536, 256), "65,536 rows, kernels have 65,535"),
+    ((65_536, 1, 256), "65,536 rows, kernels have 65,535"),
     ((1, 2**24, 256), "16,777,216 tokens in a row, kernels have 16,777,215"),
     ((1, 1, 2**22 + 128), "4,194,432 columns, kernels have 4,194,303"),
-    ((65_535, 1, 256), None), ((65_535, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)])
+    ((65_535, 1, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)])
 def test_what_is_too_large_for_a_grid_or_an_offset(shape, words):
     assert dispatch.unsupported_attention(torch.empty(shape, device="meta"), S, 256) == words
+
+
+@pytest.mark.parametrize(("shape", "width", "words"), [
+    ((65_535, 256, 64), S, None), ((65_536, 256, 64), S, "65,536 rows, kernels have 65,535"),
+    ((1, 256, 64), 64, "keys of width 64, a decode step in a kernel has 128"),
+    ((1, 256, 96), S, "d_inner 96, kernels have multiples of 64"),
+    ((1, 64, 64), S, "chunk_size 64, kernels have 128, 256, 512")])
+def test_which_steps_no_kernel_makes(shape, width, words):
+    v_BCE = torch.empty(shape, device="meta")
+    assert dispatch.unsupported_step(v_BCE.new_empty(*shape[:2], width), v_BCE) == words
 
 
 @pytest.mark.parametrize(("shape", "words"), [
