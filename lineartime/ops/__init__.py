@@ -60,7 +60,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
-    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling, exchange is not None)
+    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels else reference
     if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
         module = windows
@@ -68,11 +68,10 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
 
 
-def chunks_in_kernels(impl: str | None, uvz_BTF: Tensor, s: int, chunk_size: int, pooling: str, shared: bool) -> bool:
-    """Whether kernels run FLASH's attention with heads `s` wide. shared: whether ranks share the rows."""
+def chunks_in_kernels(impl: str | None, uvz_BTF: Tensor, s: int, chunk_size: int, pooling: str) -> bool:
+    """Whether kernels run FLASH's attention with heads `s` wide."""
     if s < QUERY_KEY_DIM:  # such heads are made outside of kernels
-        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size, pooling,
-                                 shared)
+        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size, pooling)
     else:
         in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, s, chunk_size)
     return in_kernels and uvz_BTF.numel() > 0
@@ -91,8 +90,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size,
-                             pooling, exchange is not None)
+    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
     if use_windows(impl, causal, exchange is not None, uv_BTF, *heads, w):
         module = windows
@@ -111,7 +109,7 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
     segment_ids_BT: document 0 is the past's, whether it has tokens here or not; without padding. The other arguments
     and errors are as in `gated_chunk_attention`. Raises UsageError too for T that is not a multiple of the chunk."""
     require_whole_chunks(uvz_BTF, chunk_size)
-    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling, False)
+    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
     module = mixed_chunk if in_kernels else reference
     return module.carried_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, past, chunk_size=chunk_size,
                                           segment_ids_BT=segment_ids_BT, pooling=pooling)
@@ -123,8 +121,7 @@ def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, p
     """`carried_chunk_attention` of heads that are made already, in any way; heads, pooling and gate_BT as in
     `gated_head_attention`. With pooling "written" count_B is the sum of the gates, which has a gradient too."""
     require_whole_chunks(uv_BTF, chunk_size)
-    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling,
-                             False)
+    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
     module = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
     return module.carried_head_attention(uv_BTF, heads, w, past, chunk_size=chunk_size, segment_ids_BT=segment_ids_BT,
                                          pooling=pooling, gate_BT=gate_BT)

@@ -72,15 +72,12 @@ def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | 
     return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, chunk_size)
 
 
-def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str, shared: bool) -> str | None:
-    """`unsupported_attention` of uv `[B, T, 2 E]` and heads that are made outside of kernels, `s` wide. shared: whether
-    ranks share the rows."""
+def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str) -> str | None:
+    """`unsupported_attention` of uv `[B, T, 2 E]` and heads that are made outside of kernels, `s` wide."""
     if reason := unsupported_device(uv.device, uv.dtype):
         return reason
     if s > QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
-    if shared:
-        return "ranks share rows, which kernels have for FLASH without options"
     if pooling in ("fixed", "written") and uv.dtype == torch.float16:
         return f'sums of chunk_pooling "{pooling}" do not fit float16'
     return unsupported_sizes(uv, uv.shape[-1] // 2, chunk_size)

@@ -603,13 +603,14 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     if gamma_4S.shape[-1] < QUERY_KEY_DIM:
         uv_BTF, heads = narrow_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos)
         return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
-                                    segment_ids_BT=segment_ids_BT, pooling=pooling)
-    n_rows, n_tokens, _ = uvz_BTF.shape
+                                    segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
+    n_rows, n_tokens, f = uvz_BTF.shape
     past_RBSE, outside_RB = None, None
     if exchange is not None:
-        if segment_ids_BT is None:
-            segment_ids_BT = torch.zeros(n_rows, n_tokens, dtype=torch.int32, device=uvz_BTF.device)
-        past_RBSE, outside_RB = past_of_rows(uvz_BTF, gamma_4S, beta_4S, sin, cos, segment_ids_BT, causal, exchange)
+        s, segment_ids_BT = gamma_4S.shape[-1], ids_of_part(segment_ids_BT, uvz_BTF)
+        _, v_BTE, z_BTS = uvz_BTF.split([(f - s) // 2, (f - s) // 2, s], dim=-1)
+        k_lin_BTS, = reference.make_heads(F.silu(z_BTS), gamma_4S[3:], beta_4S[3:], sin, cos)
+        past_RBSE, outside_RB = past_of_rows(k_lin_BTS, F.silu(v_BTE), None, segment_ids_BT, causal, exchange)
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device,
                                   outside_RB)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
@@ -652,16 +653,19 @@ def narrow_heads(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor
     return uv_BTF, reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
 
 
-def past_of_rows(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, segment_ids_BT: Tensor,
-                 causal: bool, exchange: reference.Exchange) -> tuple[Tensor, Tensor]:
-    """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, count_RB. The part
-    is one chunk of the reference, so that one matmul makes what it hands on."""
-    s = gamma_4S.shape[-1]
-    e = (uvz_BTF.shape[-1] - s) // 2
-    v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF[..., e:].split([e, s], dim=-1))
-    k_lin_BTS, = reference.make_heads(z_BTS, gamma_4S[3:], beta_4S[3:], sin, cos)
-    states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None], causal=causal,
-                                      exchange=exchange)
+def ids_of_part(segment_ids_BT: Tensor | None, x_BTF: Tensor) -> Tensor:
+    """The documents of parts of rows, one document if None are given."""
+    if segment_ids_BT is not None:
+        return segment_ids_BT
+    return torch.zeros(x_BTF.shape[:2], dtype=torch.int32, device=x_BTF.device)
+
+
+def past_of_rows(k_lin_BTS: Tensor, v_BTE: Tensor, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,
+                 exchange: reference.Exchange) -> tuple[Tensor, Tensor]:
+    """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, or the sums of
+    their gates, count_RB. The part is one chunk of the reference, so that one matmul makes what it hands on."""
+    states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None],
+                                      None if gate_BT is None else gate_BT[:, None], causal=causal, exchange=exchange)
     kv_RBSE, count_RB = (torch.stack([state[i][:, 0] for state in states]) for i in (0, 1))
     return kv_RBSE.float().contiguous(), count_RB
 
@@ -671,14 +675,25 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
                          exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
     `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
-    assert exchange is None
     refuse_forward_mode(uv_BTF, *heads, w, gate_BT)
-    n_rows, n_tokens, _ = uv_BTF.shape
-    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
+    n_rows, n_tokens, f = uv_BTF.shape
+    past_RBSE, outside_RB, entered = None, None, None
+    if exchange is not None:
+        segment_ids_BT = ids_of_part(segment_ids_BT, uv_BTF)
+        past_RBSE, count_RB = past_of_rows(heads[3], F.silu(uv_BTF[..., f // 2 :]), gate_BT, segment_ids_BT, causal,
+                                           exchange)
+        past_RBSE = F.pad(past_RBSE, [0, 0, 0, QUERY_KEY_DIM - past_RBSE.shape[-2]])
+        outside_RB, entered = outside(count_RB, gate_BT), lambda *_: count_RB[..., None]
+    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, entered)
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
-                                  "mean" if pooling == "mean" else "sum", uv_BTF.device)
-    return forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), None, *documents, chunk_size, causal,
-                            False)[0]
+                                  "mean" if pooling == "mean" else "sum", uv_BTF.device, outside_RB)
+    return forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_RBSE, *documents, chunk_size,
+                            causal, False)[0]
+
+
+def outside(count: Tensor, gate_BT: Tensor | None) -> Tensor:
+    """The number of tokens outside of the rows, of which a sum over gates only needs to know that there may be some."""
+    return count if gate_BT is None else torch.ones_like(count)
 
 
 def widened(heads: Sequence[Tensor]) -> Tensor:
@@ -694,15 +709,13 @@ def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, p
     """`reference.carried_head_attention` in kernels; see `gated_head_attention`."""
     (kv_BSE, count_B), s = past, heads[0].shape[-1]
     refuse_forward_mode(uv_BTF, *heads, w, gate_BT, kv_BSE, count_B)
-    if gate_BT is None:
-        n_before_B = count_B
-    else:  # what divides is a sum of gates; of the number of tokens only matters that there may be some
-        n_before_B, of_gates = torch.ones_like(count_B), (count_B.new_empty(len(count_B), 0, 0), count_B)
-        heads, (_, count_B) = reference.carried(lambda carry: reference.divided_by_gates(
-            heads, gate_BT, segment_ids_BT, chunk_size, True, carry), of_gates)
-    documents, n_left_B = lay_out_behind(n_before_B, segment_ids_BT, uv_BTF, chunk_size,
+    documents, n_left_B = lay_out_behind(outside(count_B, gate_BT), segment_ids_BT, uv_BTF, chunk_size,
                                          "mean" if pooling == "mean" else "sum")
+    if gate_BT is not None:
+        of_gates = count_B.new_empty(len(count_B), 0, 0), count_B
+        heads, (_, n_left_B) = reference.carried(lambda carry: reference.divided_by_gates(
+            heads, gate_BT, segment_ids_BT, chunk_size, True, carry), of_gates)
     past_1BSE = F.pad(kv_BSE.float(), [0, 0, 0, QUERY_KEY_DIM - s]).contiguous()[None]
     out_BTE, left_1BSE = forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_1BSE, *documents,
                                           chunk_size, True, True)
-    return out_BTE, (left_1BSE[0, :, :s].to(kv_BSE.dtype), n_left_B if gate_BT is None else count_B)
+    return out_BTE, (left_1BSE[0, :, :s].to(kv_BSE.dtype), n_left_B)

@@ -90,12 +90,3 @@ def run_heads(op, inputs: dict[str, Tensor], gated: bool, **how: object) -> list
     out = op(leaves["uv"], heads, leaves["w"], gate_BT=gate_BT if gated else None, **how)
     given = random(*out.shape, seed=6).bfloat16().to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), given)]
-
-
-PARTS = {"one document that goes on": [0] * 256,
-         "a document from before, one that goes on": [0] * 150 + [1] * 106,
-         "a new document": [1] * 256,
-         "documents that begin and end inside": [0] * 130 + [1] * 20 + [2] * 10 + [3] * 96,
-         "a document from before, then padding": [0] * 150 + [-1] * 106,
-         "padding": [-1] * 256}
-"""Documents of two chunks of a part of a row, 0 that of the token before it."""

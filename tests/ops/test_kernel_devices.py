@@ -113,11 +113,10 @@ def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monk
     assert grids[0][1][0] == 48 * n_rows * (1 if whole else n_chunks)
 
 
-@pytest.mark.parametrize(("s", "dtype", "pooling", "shared", "words"), [
-    (64, torch.bfloat16, "written", False, None), (128, torch.float16, "mean", False, None),
-    (256, torch.bfloat16, "mean", False, "query_key_dim 256, kernels have at most 128"),
-    (64, torch.float16, "fixed", False, 'sums of chunk_pooling "fixed" do not fit float16'),
-    (128, torch.float32, "mean", True, "ranks share rows, which kernels have for FLASH without options")])
-def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, shared, words):
+@pytest.mark.parametrize(("s", "dtype", "pooling", "words"), [
+    (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
+    (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
+    (64, torch.float16, "fixed", 'sums of chunk_pooling "fixed" do not fit float16')])
+def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, words):
     uv = torch.empty(2, 300, 2 * 64, dtype=dtype, device="meta")
-    assert dispatch.unsupported_heads(uv, s, 256, pooling, shared) == words
+    assert dispatch.unsupported_heads(uv, s, 256, pooling) == words

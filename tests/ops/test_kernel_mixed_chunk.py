@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
-from kernel_law import DTYPES, PARTS, S, documents, head_inputs, make_inputs, random, run, run_heads, tiny
+from kernel_law import DTYPES, S, documents, head_inputs, make_inputs, random, run, run_heads, tiny
 from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
@@ -86,45 +86,6 @@ def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest
                      for backward in (False, True)])
     for one, two in zip(*made, strict=True):
         assert one.abs().sum() > 0 and (one - two).norm() <= 1e-6 * one.norm()
-
-
-def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor, causal: bool) -> list[Tensor]:
-    """The output of parts of rows, what they hand on, and the gradients of uvz, gamma, beta, w and of the states that
-    enter: of 300 tokens before the part and, when not causal, of as many after it, unless it ends in padding."""
-    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
-    dtype = torch.promote_types(inputs["uvz"].dtype, torch.float32)
-    past_RBF = 100 * random(1 if causal else 2, len(ids_BT), S * 64, seed=8).bfloat16().to(dtype)
-    entered_RB1 = torch.stack([torch.ones(len(ids_BT), 1), ids_BT[:, -1:] >= 0])[: len(past_RBF)].to(dtype)
-    past_RBF.requires_grad_()
-    handed = []
-
-    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
-        handed.extend([leaving_DBF, passes_B.double()])
-        return torch.cat([entered_RB1 * past_RBF, 300 * entered_RB1], dim=-1)
-
-    out = op(*leaves.values(), chunk_size=128, causal=causal, segment_ids_BT=ids_BT, exchange=exchange)
-    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, handed[0]))]
-    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), past_RBF]
-    gradients = torch.autograd.grad([out, handed[0]], wanted, given)
-    return [x.detach() for x in (out, *handed, *gradients)]
-
-
-@pytest.mark.parametrize("levels, causal", [
-    (1, True), (2, False), *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, True), (1, False)))])
-def test_a_state_that_enters_is_held_to_float64(levels: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of rows of every layout, with a past of 300 tokens: outputs, what is handed on, and all gradients."""
-    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
-    ids_BT = torch.tensor(list(PARTS.values()))
-    inputs = make_inputs(*ids_BT.shape, torch.bfloat16)
-    exact = run_part(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT, causal)
-    ours, theirs = (run_part(op, inputs, ids_BT, causal)
-                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
-    names = ["out", "handed on", "passes", "uvz", "gamma", "beta", "w", "past"]
-    for name, a, b, x in zip(names, ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
-    unread = exact[-1].abs().amax(-1) == 0
-    assert unread.any() and (ours[-1][unread] == 0).all()  # a past that no token belongs to has no gradient
 
 
 def test_every_run_gives_the_same_bits_in_any_layout() -> None:

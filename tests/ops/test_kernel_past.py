@@ -7,11 +7,104 @@ from torch import Tensor
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
-from kernel_law import PARTS, S, gated_heads, head_inputs, make_inputs, random, run, run_heads, tiny
+from kernel_law import S, gated_heads, head_inputs, make_inputs, random, run, run_heads, tiny
 from lineartime import ops
 from lineartime.errors import UsageError
 from lineartime.ops import mixed_chunk, reference
 from tiny_models import random_ids
+
+PARTS = {"one document that goes on": [0] * 256,
+         "a document from before, one that goes on": [0] * 150 + [1] * 106,
+         "a new document": [1] * 256,
+         "documents that begin and end inside": [0] * 130 + [1] * 20 + [2] * 10 + [3] * 96,
+         "a document from before, then padding": [0] * 150 + [-1] * 106,
+         "padding": [-1] * 256}
+"""Documents of two chunks of a part of a row, 0 that of the token before it."""
+
+
+def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor, causal: bool) -> list[Tensor]:
+    """The output of parts of rows, what they hand on, and the gradients of uvz, gamma, beta, w and of the states that
+    enter: of 300 tokens before the part and, when not causal, of as many after it, unless it ends in padding."""
+    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
+    dtype = torch.promote_types(inputs["uvz"].dtype, torch.float32)
+    past_RBF = 100 * random(1 if causal else 2, len(ids_BT), S * 64, seed=8).bfloat16().to(dtype)
+    entered_RB1 = torch.stack([torch.ones(len(ids_BT), 1), ids_BT[:, -1:] >= 0])[: len(past_RBF)].to(dtype)
+    past_RBF.requires_grad_()
+    handed = []
+
+    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        handed.extend([leaving_DBF, passes_B.double()])
+        return torch.cat([entered_RB1 * past_RBF, 300 * entered_RB1], dim=-1)
+
+    out = op(*leaves.values(), chunk_size=128, causal=causal, segment_ids_BT=ids_BT, exchange=exchange)
+    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, handed[0]))]
+    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), past_RBF]
+    gradients = torch.autograd.grad([out, handed[0]], wanted, given)
+    return [x.detach() for x in (out, *handed, *gradients)]
+
+
+@pytest.mark.parametrize("levels, causal", [
+    (1, True), (2, False), *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, True), (1, False)))])
+def test_a_state_that_enters_is_held_to_float64(levels: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of rows of every layout, with a past of 300 tokens: outputs, what is handed on, and all gradients."""
+    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
+    ids_BT = torch.tensor(list(PARTS.values()))
+    inputs = make_inputs(*ids_BT.shape, torch.bfloat16)
+    exact = run_part(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT, causal)
+    ours, theirs = (run_part(op, inputs, ids_BT, causal)
+                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
+    names = ["out", "handed on", "passes", "uvz", "gamma", "beta", "w", "past"]
+    for name, a, b, x in zip(names, ours, theirs, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
+    unread = exact[-1].abs().amax(-1) == 0
+    assert unread.any() and (ours[-1][unread] == 0).all()  # a past that no token belongs to has no gradient
+
+
+def run_part_of_heads(op, inputs: dict[str, Tensor], ids_BT: Tensor, causal: bool, pooling: str) -> dict[str, Tensor]:
+    """As `run_part`, of made heads; what enters is of 300 tokens, or of gates whose sum is 0.4."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    heads, gate_BT = gated_heads(leaves)
+    written, s = pooling == "written", heads[0].shape[-1]
+    entered_RB1 = torch.stack([torch.ones(len(ids_BT), 1), ids_BT[:, -1:] >= 0])[: 1 if causal else 2].to(gate_BT.dtype)
+    past_RBF = 100 * random(len(entered_RB1), len(ids_BT), s * 64, seed=8).bfloat16()
+    leaves["past"] = past_RBF.to(gate_BT.dtype).requires_grad_()
+    count_RB1 = torch.full_like(entered_RB1, 0.4 if written else 300.0).requires_grad_(written)
+    leaves |= {"count": count_RB1} if written else {}
+    handed = []
+
+    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        handed.append(leaving_DBF)
+        return entered_RB1 * torch.cat([leaves["past"], count_RB1], dim=-1)
+
+    out = op(leaves["uv"], heads, leaves["w"], chunk_size=128, causal=causal, segment_ids_BT=ids_BT, pooling=pooling,
+             gate_BT=gate_BT if written else None, exchange=exchange)
+    assert len(handed) == 1  # ranks wait for each other once
+    made = {"out": out, "handed on": handed[0]}
+    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in enumerate(made.values())]
+    gradients = torch.autograd.grad(list(made.values()), list(leaves.values()), given)
+    return {name: x.detach() for name, x in (made | dict(zip(leaves, gradients, strict=True))).items()}
+
+
+@pytest.mark.parametrize("pooling, s, causal", [("written", 64, True), *(
+    pytest.param(*case, marks=pytest.mark.campaign) for case in (
+        ("written", 128, False), ("fixed", 64, False), ("mean", 128, True)))])
+def test_a_state_that_enters_made_heads_is_held_to_float64(pooling: str, s: int, causal: bool) -> None:
+    ids_BT = torch.tensor(list(PARTS.values()))
+    inputs = head_inputs(*ids_BT.shape, s, torch.bfloat16)
+    exact = run_part_of_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()}, ids_BT,
+                              causal, pooling)
+    assert_all_held(*(run_part_of_heads(op, inputs, ids_BT, causal, pooling)
+                      for op in (mixed_chunk.gated_head_attention, reference.gated_head_attention)), exact)
+
+
+def assert_all_held(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """At most twice as far from float64 as the reference, or in float32 a millionth."""
+    assert ours.keys() == theirs.keys() == exact.keys()
+    for name, x in exact.items():
+        assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape), name
+        at_the_limit = 1e-6 * float(x.norm()) if ours[name].dtype == torch.float32 else 0.0
+        assert kernel_law.error(ours[name], x) <= max(2 * kernel_law.error(theirs[name], x), at_the_limit), name
 
 
 def run_carried(op, inputs: dict[str, Tensor], ids_BT: Tensor | None) -> list[Tensor]:
@@ -71,13 +164,9 @@ def test_a_past_of_made_heads_is_carried_as_in_float64(pooling: str, s: int, ids
     inputs = head_inputs(2 if ids_BT is None else len(ids_BT), 256, s, torch.bfloat16)
     exact = run_carried_heads(reference.carried_head_attention, {name: x.double() for name, x in inputs.items()},
                               ids_BT, pooling)
-    ours, theirs = (run_carried_heads(op, inputs, ids_BT, pooling)
-                    for op in (mixed_chunk.carried_head_attention, reference.carried_head_attention))
-    assert ("count" in exact) == (pooling == "written") and ours.keys() == theirs.keys() == exact.keys()
-    for name, x in exact.items():
-        assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape), name
-        at_the_limit = 1e-6 * float(x.norm()) if ours[name].dtype == torch.float32 else 0.0
-        assert kernel_law.error(ours[name], x) <= max(2 * kernel_law.error(theirs[name], x), at_the_limit), name
+    assert ("count" in exact) == (pooling == "written")
+    assert_all_held(*(run_carried_heads(op, inputs, ids_BT, pooling)
+                      for op in (mixed_chunk.carried_head_attention, reference.carried_head_attention)), exact)
 
 
 LAYOUTS = [[0] * 50 + [1] * 300 + [2] * 34, None, [0] * 128 + [1] * 128 + [2] * 128]
