@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lineartime import ops
 from lineartime.attention.mixed_chunk import attend_in_chunks, linear_heads
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache, TokenPosition, with_room
+from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache, with_room
 from lineartime.decoding.extend import extend_chunks, extend_row
+from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.gau import GatedAttentionUnit, gau_config
 from lineartime.layers import (
     ACTIVATIONS,

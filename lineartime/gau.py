@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.config import ModelConfig, layer_config
-from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache
+from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks, extend_row
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.ops.reference import make_heads, split_uvz
 from lineartime.settings import require

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import ChunkState, DecodeInputs, KeyValueCache
+from lineartime.decoding.cache import ChunkState, KeyValueCache
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias
 from lineartime.ops.ablations import ablated_quadratic_attention, score_scale
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
