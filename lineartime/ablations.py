@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lineartime import ops
 from lineartime.attention.mixed_chunk import attend_in_chunks, linear_heads
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache, TokenPosition, with_room
+from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache, with_room
 from lineartime.decoding.extend import extend_chunks, extend_row
+from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.gau import GatedAttentionUnit, gau_config
 from lineartime.layers import (
     ACTIVATIONS,
@@ -45,7 +46,8 @@ CHUNK_BIAS_LEN = 512
 
 
 class AblatedGatedAttentionUnit(GatedAttentionUnit):
-    """A `GatedAttentionUnit` with any of the ablations and options in `ModelConfig`; always runs the PyTorch reference.
+    """A `GatedAttentionUnit` with any of the ablations and options in `ModelConfig`. Kernels run those that attend as
+    FLASH does (`ModelConfig.attends_as_flash`).
 
     With several heads, each head is a slice of z and of v. Without the gate, W_o takes [u, A v]. Raises UsageError for
     a wrong field."""
@@ -78,7 +80,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         if config.attends_as_flash and config.chunk_size is not None:
             return self.attend_as_flash(normed_BTD, info)
         use_kernels(self.impl, normed_BTD.device, unsupported_variant)
-        u_BTE, v_BTE, z_BTS = self.project(normed_BTD)
+        u_BTE, v_BTE, z_BTS = self.split(self.in_proj(normed_BTD))
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         if segment_ids_BT is not None:
@@ -87,26 +89,37 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             out_BTE = self.attend_row(heads, v_BTE, segment_ids_BT)
         else:
             out_BTE = self.attend_chunks(heads, v_BTE, z_BTS, segment_ids_BT, gate_BT, info.exchange)
-        return self.output(u_BTE, out_BTE)
+        return self.out_proj(self.gated(u_BTE, out_BTE))
 
     def attend_as_flash(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """`branch` of a layer that differs from FLASH in its heads alone, by the op that kernels have."""
+        """`branch` of a layer that differs from FLASH in its heads alone, by the op that kernels have. Attention heads
+        are entries of the batch."""
         config, segment_ids_BT = self.config, info.segment_ids_BT
         assert config.chunk_size is not None
-        uv_BTF, z_BTS = self.in_proj(normed_BTD).split([2 * config.d_inner, config.query_key_dim], dim=-1)
-        z_BTS = F.silu(z_BTS)
+        uv_BTF, z_BTS = self.split_uv(self.in_proj(normed_BTD))
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
-        return self.out_proj(ops.gated_head_attention(
+        if segment_ids_BT is not None:
+            segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
+        out_BTE = ops.gated_head_attention(
             uv_BTF, heads, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
             causal=config.causal, segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT,
-            exchange=info.exchange, impl=self.impl))
+            exchange=info.exchange, impl=self.impl)
+        return self.out_proj(unfold_heads(out_BTE, config.n_heads))
 
-    def project(self, normed_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_uv(self, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
+        """u and v concatenated, before silu, and z_BTS. In uv_BTF B counts rows times attention heads."""
+        h, e, s = self.config.n_heads, self.config.d_inner, self.config.query_key_dim
+        uv_BTF, z_BTS = uvz_BTF.split([2 * e, s], dim=-1)
+        if h > 1:
+            uv_BTF = torch.cat([fold_heads(part_BTE, h) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
+        return uv_BTF, F.silu(z_BTS)
+
+    def split(self, uvz_BTF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u_BTE, v_BTE and z_BTS. In v B counts rows times attention heads."""
         config = self.config
         activation, e, s = ACTIVATIONS[config.activation], config.d_inner, config.query_key_dim
-        u_BTE, v_BTE, z_BTS = (activation(part) for part in self.in_proj(normed_BTD).split([e, e, s], dim=-1))
+        u_BTE, v_BTE, z_BTS = (activation(part) for part in uvz_BTF.split([e, e, s], dim=-1))
         return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS
 
     def make_heads(self, z_BTS: Tensor, near_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None]:
@@ -128,10 +141,10 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             heads[2], heads[3], gate_BT = linear_heads(heads[2], heads[3], near_BTS, config, self.linear_gate)
         return [fold_heads(head.to(z_BTS.dtype).flatten(-2), h) for head in heads], gate_BT
 
-    def output(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
-        """W_o (u * A v) (Eq. 3), or without the gate W_o [u, A v]."""
+    def gated(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
+        """u * A v (Eq. 3), or without the gate [u, A v]: what W_o takes."""
         out_BTE = unfold_heads(out_BTE, self.config.n_heads)
-        return self.out_proj(u_BTE * out_BTE if self.config.gate else torch.cat([u_BTE, out_BTE], dim=-1))
+        return u_BTE * out_BTE if self.config.gate else torch.cat([u_BTE, out_BTE], dim=-1)
 
     def attend_row(self, heads: list[Tensor], v_BTE: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
         """A v over the whole row: out_BTE."""
@@ -192,12 +205,40 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             self.key_conv.add_to(cache)
         return cache
 
-    def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
-               cache: Cache) -> tuple[Tensor, Tensor]:
-        x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
-        u_BNE, v_BNE, z_BNS = self.project(normed_BND)
+    def heads_next(self, z_BNS: Tensor, info: SequenceInfo, inputs: DecodeInputs,
+                   cache: Cache) -> tuple[list[Tensor], Tensor | None]:
+        """`make_heads` of the next tokens."""
         near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
-        heads, gate_BN = self.make_heads(z_BNS, near_BNS, info)
+        return self.make_heads(z_BNS, near_BNS, info)
+
+    def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
+        uv_B1F, z_B1S = self.split_uv(uvz_B1F)
+        heads, gate_B1 = self.heads_next(z_B1S, info, inputs, cache)
+        at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
+        out_BE = ops.head_decode_step(
+            uv_B1F[:, 0], torch.stack(heads)[:, :, 0], cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS,
+            cache.v_BCE, cache.kv_BSE, at.offset_B, at.first_B, cache.factor(at, gate_B1)[:, 0, 0], impl=self.impl)
+        if at.full is not None:
+            cache.close(at)
+        return unfold_heads(out_BE[:, None], self.config.n_heads)
+
+    def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
+                           cache: ChunkState) -> Tensor:
+        c = cache.v_BCE.shape[1]
+        uv_BNF, z_BNS = self.split_uv(uvz_BNF)
+        heads, gate_BN = self.heads_next(z_BNS, info, inputs, cache)
+        inputs = inputs.for_heads(self.config.n_heads)
+        out_BNE, (cache.kv_BSE, count_B) = ops.carried_head_attention(
+            inputs.without_padding(uv_BNF), heads, self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
+            segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
+            gate_BT=None if gate_BN is None else inputs.without_padding(gate_BN), impl=self.impl)
+        if cache.written_B is not None:
+            cache.written_B = count_B
+        return unfold_heads(out_BNE, self.config.n_heads)
+
+    def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
+        u_BNE, v_BNE, z_BNS = self.split(uvz_BNF)
+        heads, gate_BN = self.heads_next(z_BNS, info, inputs, cache)
         inputs = inputs.for_heads(self.config.n_heads)
         if isinstance(cache, KeyValueCache):
             q_BNS, k_BNS = heads
@@ -208,7 +249,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
                 cache.take(z_BNS, inputs)
             out_BNE = extend_chunks(heads, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN,
                                     self.linear_norm)
-        return x_BND, self.output(u_BNE, out_BNE)
+        return self.gated(u_BNE, out_BNE)
 
 
 @dataclasses.dataclass

@@ -268,8 +268,8 @@ class ModelConfig:
 
     @property
     def attends_as_flash(self) -> bool:
-        """Whether a GAU computes FLASH's or FLASH-Quad's attention, however its heads are made."""
-        return not (self.n_heads > 1 or self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
+        """Whether a GAU computes FLASH's or FLASH-Quad's attention, however many its heads are and however made."""
+        return not (self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
                     or self.document_mask != "exact" or self.chunk_pooling == "attention"
                     or self.chunk_parts != "both" or self.overlap or self.first_to_all or self.cls_softmax
                     or self.linear_norm)
@@ -277,8 +277,8 @@ class ModelConfig:
     @property
     def is_ablated_gau(self) -> bool:
         """Whether a GAU computes other things than those of FLASH-Quad and FLASH; such a GAU is in `ablations.py`."""
-        return (not self.attends_as_flash or self.chunk_pooling not in ("mean", "sum") or self.key_conv > 0
-                or not self.linear_rope or self.linear_gate)
+        return (not self.attends_as_flash or self.n_heads > 1 or self.chunk_pooling not in ("mean", "sum")
+                or self.key_conv > 0 or not self.linear_rope or self.linear_gate)
 
     @property
     def by_document(self) -> bool:

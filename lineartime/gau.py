@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.config import ModelConfig, layer_config
-from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, KeyValueCache
+from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks, extend_row
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.ops.reference import make_heads, split_uvz
 from lineartime.settings import require
@@ -102,19 +103,27 @@ class GatedAttentionUnit(ResidualLayer):
         return x_BND, self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """u * A v of the next tokens: out_BNE. The cache is updated. Chunks that all rows fill are those of a row that
-        is read at once."""
+        """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills are attended as
+        those of rows that are read at once; the tokens before and behind them are parts of their own."""
+        if not isinstance(cache, ChunkState) or not self.config.attends_as_flash:
+            return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
+        if self.steps_in_kernel(uvz_BNF, inputs, cache):
+            return self.step_in_kernel(uvz_BNF, info, inputs, cache)
+        first = inputs.whole_chunks(cache.v_BCE.shape[1])
+        if not first:
+            return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
+        if first == inputs.n_new and max(first) == uvz_BNF.shape[1]:
+            return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
         assert info.rotary is not None
-        if isinstance(cache, ChunkState) and (cut := inputs.whole_chunks(cache.v_BCE.shape[1])):
-            if cut == uvz_BNF.shape[1]:
-                return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
-            parts = zip(uvz_BNF.tensor_split([cut], 1), info.split(cut), inputs.split(cut), strict=True)
-            return torch.cat([self.attend_next(*part, cache) for part in parts], dim=1)
+        cut = inputs.cut(first)
+        angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
+        parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)
+        return cut.join(*(self.attend_next(*part, cache) for part in parts))
+
+    def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
+        """`attend_next` of tokens at any place."""
+        assert info.rotary is not None
         config, (gamma, beta), (sin, cos) = self.config, (self.scale_offset.gamma, self.scale_offset.beta), info.rotary
-        wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if (isinstance(cache, ChunkState) and inputs.single_token and not wants_gradient
-                and ops.steps_in_kernel(uvz_BNF, gamma, cache.v_BCE, self.impl)):
-            return self.step_in_kernel(uvz_BNF[:, 0], info, inputs, cache)[:, None]
         u_BNE, v_BNE, z_BNS = split_uvz(uvz_BNF, config.query_key_dim)
         heads_HBNS = make_heads(z_BNS, gamma, beta, sin, cos)
         if isinstance(cache, KeyValueCache):
@@ -125,26 +134,32 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        """u * A v of whole chunks behind those that are closed: out_BNE."""
+        """`attend_next` of whole chunks behind those that are closed. Behind the chunks of a shorter row values are
+        0: no state changes by them, and no token before them sees them."""
         assert info.rotary is not None
         c = cache.v_BCE.shape[1]
-        count_B = inputs.n_carried_B(c).to(cache.kv_BSE.dtype)
-        past = torch.where(count_B[:, None, None] > 0, cache.kv_BSE, 0.0), count_B
         out_BNE, (cache.kv_BSE, _) = ops.carried_chunk_attention(
-            uvz_BNF, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary, self.rel_pos_bias(c), past,
-            chunk_size=c, segment_ids_BT=inputs.segment_ids_BN if inputs.any_begins else None,
-            pooling=self.config.chunk_pooling, impl=self.impl)
+            inputs.without_padding(uvz_BNF), self.scale_offset.gamma, self.scale_offset.beta, *info.rotary,
+            self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
+            segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
+            impl=self.impl)
         return out_BNE
 
-    def step_in_kernel(self, uvz_BF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
-        """u * A v of one token per row by one kernel, which writes the token's k and v into the cache: out_BE."""
+    def steps_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
+        """Whether `step_in_kernel` runs, which has no gradient."""
+        wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        return (inputs.single_token and not wants_gradient
+                and ops.steps_in_kernel(uvz_BNF, cache.k_quad_BCS, cache.v_BCE, self.impl))
+
+    def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
+        """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""
         assert info.rotary is not None
         at = inputs.token_position(self.config, cache.kv_BSE.dtype)
-        sin_BR, cos_BR = (angle.expand(len(uvz_BF), -1, -1)[:, 0] for angle in info.rotary)
+        sin_BR, cos_BR = (angle.expand(len(uvz_B1F), -1, -1)[:, 0] for angle in info.rotary)
         out_BE = ops.chunk_decode_step(
-            uvz_BF, self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR, cache.bias(self.rel_pos_bias),
-            cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B, at.first_B,
-            at.weight_B11[:, 0, 0], impl=self.impl)
+            uvz_B1F[:, 0], self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR,
+            cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
+            at.first_B, at.weight_B11[:, 0, 0], impl=self.impl)
         if at.full is not None:
             cache.close(at)
-        return out_BE
+        return out_BE[:, None]

@@ -133,12 +133,6 @@ class SequenceInfo:
         ids_BT = None if self.segment_ids_BT is None else self.segment_ids_BT.to(device)
         return dataclasses.replace(self, rotary=sin_cos, segment_ids_BT=ids_BT)
 
-    def split(self, n_tokens: int) -> tuple["SequenceInfo", "SequenceInfo"]:
-        """The same of the first n tokens of each row, and of the others. For rows without documents."""
-        assert self.rotary is not None and self.segment_ids_BT is None and self.cu_seqlens is None
-        (sin, later_sin), (cos, later_cos) = (angle.tensor_split([n_tokens], 1) for angle in self.rotary)
-        return (dataclasses.replace(self, rotary=(sin, cos)), dataclasses.replace(self, rotary=(later_sin, later_cos)))
-
     @property
     def exchange(self) -> Exchange | None:
         """What brings the states of the rows' other parts; None if the rows are whole."""

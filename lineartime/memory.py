@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, DecodeInputs
+from lineartime.decoding.cache import Cache
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.distributed.context import with_neighbours
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.layers import fold_heads, unfold_heads

@@ -11,7 +11,8 @@ from lineartime.attention.performer import Performer
 from lineartime.attention.relu2 import ReluSquared
 from lineartime.attention.softmax import Softmax
 from lineartime.config import ModelConfig, layer_config
-from lineartime.decoding.cache import Cache, DecodeInputs
+from lineartime.decoding.cache import Cache
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.memory import KeyConv, ReadNorm, WriteGate
 from lineartime.settings import require

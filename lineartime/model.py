@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import ModelConfig, check_context_parallel
-from lineartime.decoding.cache import Cache, DecodeInputs, DecodingState
+from lineartime.decoding.cache import Cache, DecodingState
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit

@@ -185,21 +185,26 @@ def add_norm(case: Case) -> Tensor:
     return total.sum() + normed.sum()
 
 
-def chunk_decode_step(case: Case) -> Tensor:
-    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias."""
+def one_token(case: Case) -> Tensor:
+    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias; with heads that are made
+    in the kernel, or before it."""
     assert case.chunk is not None
     n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
     place = torch.zeros(n, dtype=torch.long)
+    rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
+            torch.zeros(n, S, D_INNER), place, place, torch.zeros(n))
+    if case.op == "head_decode_step":
+        uv_BF, heads_4BS = (torch.zeros(shape, dtype=kind) for shape in ((n, 2 * D_INNER), (4, n, S)))
+        return decode_step.head_decode_step(uv_BF, heads_4BS, *rest)
     return decode_step.chunk_decode_step(
         torch.zeros(n, 2 * D_INNER + S, dtype=kind), *(torch.zeros(4, S, dtype=kind) for _ in range(2)),
-        *(torch.zeros(n, S // 2, dtype=kind) for _ in range(2)), torch.zeros(c),
-        *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)), torch.zeros(n, S, D_INNER), place, place,
-        torch.zeros(n))
+        *(torch.zeros(n, S // 2, dtype=kind) for _ in range(2)), *rest)
 
 
 OPS: dict[str, Callable[[Case], Tensor]] = {
     "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention,
-    "add_norm": add_norm, "add_norm, one type": add_norm, "chunk_decode_step": chunk_decode_step}
+    "add_norm": add_norm, "add_norm, one type": add_norm, "chunk_decode_step": one_token,
+    "head_decode_step": one_token}
 
 
 def cases() -> list[Case]:
@@ -211,7 +216,8 @@ def cases() -> list[Case]:
              for n, past in ((LONG_ROW, False), (Case.n_tokens, True), (LONG_ROW, True))]
     made += [Case("gated_quadratic_attention", *rest) for rest in itertools.product(DTYPES, (None,), both, both)]
     made += [Case(op, dtype, None, None, None) for op in ("add_norm", "add_norm, one type") for dtype in DTYPES]
-    made += [Case("chunk_decode_step", dtype, chunk, None, None) for dtype in DTYPES for chunk in CHUNKS]
+    made += [Case(op, dtype, chunk, None, None) for op in ("chunk_decode_step", "head_decode_step") for dtype in DTYPES
+             for chunk in CHUNKS]
     return sorted(made, key=lambda case: not case.default)
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs
+from lineartime.decoding.cache import Cache, ChunkState
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
 from lineartime.memory import KeyConv, ReadNorm, WriteGate
 from lineartime.ops.ablations import ablated_mixed_chunk_attention

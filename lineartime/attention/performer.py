@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, DecodeInputs
+from lineartime.decoding.cache import Cache
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Exchange, product

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from lineartime.attention.softmax import empty_key_value_cache
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, DecodeInputs, KeyValueCache
+from lineartime.decoding.cache import Cache, KeyValueCache
 from lineartime.decoding.extend import extend_row
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, SequenceInfo, fold_heads, rotate_heads, unfold_heads
 from lineartime.ops.reference import quadratic_attention
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, DecodeInputs, KeyValueCache
+from lineartime.decoding.cache import Cache, KeyValueCache
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import SequenceInfo, by_document, fold_heads, rotate_heads, unfold_heads
 
 

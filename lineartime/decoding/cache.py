@@ -5,194 +5,17 @@ Rows of a batch may differ in length. As in training, attention does not cross d
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.config import TOEPLITZ_BELOW
+from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
-from lineartime.ops.reference import carried_states, read_states
-
-
-@dataclasses.dataclass
-class DecodeInputs:
-    """Positions and documents of the next N tokens of each row: computed once per call, read by every layer."""
-
-    seq_lens_B: Tensor
-    """Tokens of each row so far, without the new ones."""
-    start_B: Tensor
-    """Start position of each row's current document."""
-    n_new_B: Tensor
-    """New tokens of each row; the rest of N is padding."""
-    begins_BN: Tensor
-    """True for tokens that start a document."""
-    window: int | None = None
-    """Set for a CUDA graph, with one token per row: the number of cached keys that are read. There is no host
-    synchronisation, and no shape depends on the position."""
-
-    def __post_init__(self) -> None:
-        index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)
-        self.valid_BN = index_N < self.n_new_B[:, None]
-        self.position_BN = self.seq_lens_B[:, None] + index_N
-        begins_BN = self.begins_BN & self.valid_BN
-        starts_BN = torch.where(begins_BN, self.position_BN, -1)
-        if len(index_N) > 1:  # ONNX has no cummax, and one token needs none
-            starts_BN = starts_BN.cummax(1).values
-        self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])
-        """Start position of each token's document."""
-        self.segment_ids_BN = torch.where(self.valid_BN, begins_BN.cumsum(1), -1)
-        """0 for the row's current document, then 1, 2, ...; -1 for padding."""
-        self.longest = self.window or 0
-        """Tokens of the longest row, with the new ones; with a window the window."""
-        self.any_begins, self.one_document = True, False
-        """Whether a new token may start a document; whether all tokens of each row are known to be one document."""
-        self.single_token = True
-        """Whether every row has exactly one new token, the common case of decoding."""
-        self.common_position: int | None = None
-        """Position of the first new token, if it is the same in all rows and no row has padding."""
-        if self.window is None:
-            lengths, n_new = self.seq_lens_B.tolist(), self.n_new_B.tolist()
-            self.longest = max(map(sum, zip(lengths, n_new, strict=True)))
-            self.any_begins, self.one_document = bool(begins_BN.any()), not bool(self.start_BN.any())
-            self.single_token = len(index_N) == 1 and min(n_new) == 1
-            if len({*lengths}) == 1 and min(n_new) == len(index_N):
-                self.common_position = lengths[0]
-        self.folded: DecodeInputs | None = None
-        self.moved: dict[torch.device, DecodeInputs] = {}
-        self.parts: dict[int, tuple[DecodeInputs, DecodeInputs]] = {}
-        self.token_positions: dict[torch.dtype, TokenPosition] = {}
-
-    def for_heads(self, n_heads: int) -> "DecodeInputs":
-        """The same inputs with every row repeated `n_heads` times; computed once for all layers."""
-        if n_heads == 1:
-            return self
-        if self.folded is None:
-            parts = {name: getattr(self, name).repeat_interleave(n_heads, 0)
-                     for name in ("seq_lens_B", "start_B", "n_new_B", "begins_BN")}
-            self.folded = dataclasses.replace(self, **parts)
-        return self.folded
-
-    def to(self, device: torch.device | str) -> "DecodeInputs":
-        """The same on a device; computed once for all its layers."""
-        device = torch.device(device)
-        if device == self.begins_BN.device:
-            return self
-        if device not in self.moved:
-            there = self.moved[device] = copy.copy(self)  # not made anew, which would wait for the device
-            tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-            vars(there).update({name: tensor.to(device) for name, tensor in tensors.items()})
-            there.folded, there.moved, there.parts, there.token_positions = None, {}, {}, {}
-        return self.moved[device]
-
-    def whole_chunks(self, chunk_size: int) -> int:
-        """Where to cut so that a part is whole chunks: all N tokens if they are, 0 if no chunk is filled or rows are at
-        different places."""
-        n_tokens = self.begins_BN.shape[1]
-        if self.common_position is None or n_tokens < chunk_size:
-            return 0
-        before = -self.common_position % chunk_size
-        n_whole = (n_tokens - before) // chunk_size * chunk_size
-        return min(before, n_whole) or n_whole
-
-    def split(self, n_tokens: int) -> tuple["DecodeInputs", "DecodeInputs"]:
-        """The same of the first n tokens of each row, and of the others; computed once for all layers. For rows
-        without padding."""
-        if n_tokens not in self.parts:
-            n_new_B = torch.full_like(self.n_new_B, n_tokens)
-            begins_BN, later_BN = self.begins_BN.tensor_split([n_tokens], 1)
-            self.parts[n_tokens] = (
-                DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN),
-                DecodeInputs(self.seq_lens_B + n_tokens, self.start_BN[:, n_tokens - 1], self.n_new_B - n_tokens,
-                             later_BN))
-        return self.parts[n_tokens]
-
-    def documents(self, row: int) -> list[tuple[int, int, bool]]:
-        """The row's new tokens split by document: start, stop, and whether a document begins at the start."""
-        n_new = int(self.n_new_B[row])
-        starts = [n for n in self.begins_BN[row, :n_new].nonzero().flatten().tolist() if n]
-        bounds = [0, *starts, n_new]
-        return [(a, b, bool(self.begins_BN[row, a])) for a, b in itertools.pairwise(bounds) if b > a]
-
-    @cached_property
-    def visible(self) -> Tensor | None:
-        """True where a query may see the key at position l: of its document, and not later. `[B or 1, N, L]`, L =
-        `longest`; None where every key is visible."""
-        if self.one_document and self.common_position is not None and self.single_token:
-            return None
-        if self.one_document and self.common_position is not None:
-            return self.offset_BNL <= 0
-        key_L = torch.arange(self.longest, device=self.position_BN.device)
-        return (self.offset_BNL <= 0) & (key_L >= self.start_BN[..., None])
-
-    @cached_property
-    def offset_BNL(self) -> Tensor:
-        """Key position minus query position: `[B, N, L]`, or `[1, N, L]` with a common position."""
-        position_BN = self.position_BN if self.common_position is None else self.position_BN[:1]
-        return torch.arange(self.longest, device=position_BN.device) - position_BN[..., None]
-
-    @cached_property
-    def bias_index(self) -> Tensor | None:
-        """Indices of `offset_BNL` into `KeyValueCache.bias`; None if all of it is the bias of one common query."""
-        if self.common_position is not None and self.single_token:
-            return None
-        return self.offset_BNL.clamp(1 - self.longest, 0) + self.longest - 1
-
-    def n_carried_B(self, chunk_size: int) -> Tensor:
-        """Tokens of each row's current document in closed chunks."""
-        return (self.seq_lens_B - self.seq_lens_B % chunk_size - self.start_B).clamp(min=0)
-
-    def n_closed_B(self, chunk_size: int) -> Tensor:
-        """Chunks of each row that the new tokens fill."""
-        return (self.seq_lens_B % chunk_size + self.n_new_B) // chunk_size
-
-    def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
-        """`TokenPosition` of each row's only new token; computed once for all layers. dtype: that of `kv_BSE`."""
-        if dtype not in self.token_positions:
-            self.token_positions[dtype] = TokenPosition(self, config, dtype)
-        return self.token_positions[dtype]
-
-
-class TokenPosition:
-    """The position of one new token per row in its chunk. If all rows are at the same position, only the filled part of
-    the open chunk is read; otherwise the whole chunk is read, with a mask."""
-
-    def __init__(self, inputs: DecodeInputs, config: ModelConfig, dtype: torch.dtype):
-        assert config.chunk_size is not None
-        position_B, start_B, c = inputs.position_BN[:, 0], inputs.start_BN[:, 0], config.chunk_size
-        rows, n_before = torch.arange(position_B.shape[0], device=position_B.device), c if config.overlap else 0
-        offset_B, self.number_B = position_B % c, position_B // c
-        """Number of the open chunk in its row."""
-        self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
-        """Slot of the token in the open chunk, and of its document's first token: below 0 in an earlier chunk."""
-        n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
-        each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
-        self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
-        """Factor of the linear half: 0 if the document has no closed chunk, whatever the value of `kv_BSE`."""
-        distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
-        of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
-        self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
-        """True for the slots of a full chunk that hold the current document; None: all."""
-        self.place: tuple[Tensor | slice, Tensor | int]
-        self.bias_index: Tensor | slice
-        self.visible_B1M: Tensor | None
-        self.full: Tensor | slice | None
-        if inputs.common_position is None:
-            self.place, self.n_open = (rows, offset_B), c
-            self.bias_index = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
-            self.visible_B1M = (of_document_BM & (distance_BM <= 0))[:, None]
-            full_B = offset_B == c - 1
-            self.full = full_B.nonzero().flatten() if inputs.window is None and full_B.any() else None
-        else:
-            offset = inputs.common_position % c
-            self.place, self.n_open, self.bias_index = (slice(None), offset), offset + 1, slice(c - 1 - offset, None)
-            all_seen = inputs.one_document and inputs.common_position - offset >= n_before
-            self.visible_B1M = None if all_seen else of_document_BM[:, None, : n_before + offset + 1]
-            self.full = slice(None) if offset == c - 1 else None
+from lineartime.ops.reference import Past, carried_states, read_states
 
 
 class Cache:
@@ -257,6 +80,20 @@ class ChunkState(Cache):
                 written_B = torch.where(at.weight_B11[at.full][:, 0, 0] > 0, written_B, 0.0)
             self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
+    def past(self, inputs: DecodeInputs) -> Past:
+        """The past of the open chunk, see `reference.Past`: of the document that each row is in before the new
+        tokens."""
+        n_carried_B = inputs.n_carried_B(self.v_BCE.shape[1]).to(self.kv_BSE.dtype)
+        count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
+        return torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0), count_B
+
+    def factor(self, at: TokenPosition, gate_BN: Tensor | None) -> Tensor:
+        """What multiplies what a new token's query reads of `kv_BSE`: `[B, 1, 1]`. The token's gate is stored."""
+        if self.gate_BC is None or self.written_B is None or gate_BN is None:
+            return at.weight_B11
+        self.gate_BC[at.place] = gate_BN[:, 0]
+        return at.weight_B11 / self.written_B.clamp(min=1)[:, None, None]
+
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                 inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor],
                 gate_BGC: Tensor | None = None) -> Tensor:
@@ -265,10 +102,7 @@ class ChunkState(Cache):
         to_slots: maps new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`. gate_BGC: with pooling "written" the
         gates of tokens in their slots."""
         c = self.v_BCE.shape[1]
-        n_carried_B = inputs.n_carried_B(c).to(self.kv_BSE.dtype)
-        entering_BSE = torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0)
-        count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
-        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, (entering_BSE, count_B),
+        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, self.past(inputs),
                                                         gate_BGC)
         seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
         count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling in ("mean", "written") else 1.0

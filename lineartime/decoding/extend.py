@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import ChunkState, DecodeInputs, KeyValueCache
+from lineartime.decoding.cache import ChunkState, KeyValueCache
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias
 from lineartime.ops.ablations import ablated_quadratic_attention, score_scale
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
@@ -78,11 +79,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
         out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
     if config.chunk_parts != "local":
-        weight_B11 = at.weight_B11
-        if cache.gate_BC is not None and cache.written_B is not None and gate_BN is not None:
-            cache.gate_BC[at.place] = gate_BN[:, 0]
-            weight_B11 = weight_B11 / cache.written_B.clamp(min=1)[:, None, None]
-        linear_BNE = torch.bmm(q_lin_BNS * weight_B11, cache.kv_BSE)
+        linear_BNE = torch.bmm(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE)
         linear_BNE = linear_BNE if read_norm is None else read_norm(linear_BNE)
         out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
     assert out_BNE is not None

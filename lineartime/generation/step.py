@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.decoding.cache import Cache, ChunkState, DecodeInputs, DecodingState
+from lineartime.decoding.cache import Cache, ChunkState, DecodingState
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 

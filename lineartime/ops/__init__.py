@@ -27,6 +27,7 @@ from lineartime.ops.dispatch import (
     unsupported_attention,
     unsupported_heads,
     unsupported_norm,
+    unsupported_step,
     use_kernels,
     use_windows,
 )
@@ -36,9 +37,9 @@ from lineartime.settings import require
 if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
 
-__all__ = ["add_norm", "carried_chunk_attention", "chunk_decode_step", "gated_chunk_attention",
-           "gated_head_attention", "gated_quadratic_attention", "linear_cross_entropy", "mixed_chunk_attention",
-           "quadratic_attention", "steps_in_kernel"]
+__all__ = ["add_norm", "carried_chunk_attention", "carried_head_attention", "chunk_decode_step",
+           "gated_chunk_attention", "gated_head_attention", "gated_quadratic_attention", "head_decode_step",
+           "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
 
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
@@ -61,17 +62,22 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
-    if (s := gamma_4S.shape[-1]) < QUERY_KEY_DIM:
-        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size,
-                                 pooling, exchange is not None)
-    else:
-        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
-    in_kernels = in_kernels and uvz_BTF.numel() > 0 and not compile_reference(impl, uvz_BTF)
+    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
+    in_kernels = in_kernels and not compile_reference(impl, uvz_BTF)
     module: ModuleType = mixed_chunk if in_kernels else reference
     if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
         module = windows
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
+
+
+def chunks_in_kernels(impl: str | None, uvz_BTF: Tensor, s: int, chunk_size: int, pooling: str) -> bool:
+    """Whether kernels run FLASH's attention with heads `s` wide."""
+    if s < QUERY_KEY_DIM:  # such heads are made outside of kernels
+        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size, pooling)
+    else:
+        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, s, chunk_size)
+    return in_kernels and uvz_BTF.numel() > 0
 
 
 def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
@@ -87,8 +93,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size,
-                             pooling, exchange is not None)
+    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
     if use_windows(impl, causal, exchange is not None, uv_BTF, *heads, w):
         module = windows
@@ -106,12 +111,29 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
     past: kv_BSE `[B, S, E]` and count_B `[B]`, float32 at least, see `reference.Past`; zeros where a row begins.
     segment_ids_BT: document 0 is the past's, whether it has tokens here or not; without padding. The other arguments
     and errors are as in `gated_chunk_attention`. Raises UsageError too for T that is not a multiple of the chunk."""
-    require(uvz_BTF.shape[1] % chunk_size == 0, "a past is carried over whole chunks",
-            f"{uvz_BTF.shape[1]} tokens in chunks of {chunk_size}")
-    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_4S, chunk_size)
-    module = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
+    require_whole_chunks(uvz_BTF, chunk_size)
+    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
+    module = mixed_chunk if in_kernels else reference
     return module.carried_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, past, chunk_size=chunk_size,
                                           segment_ids_BT=segment_ids_BT, pooling=pooling)
+
+
+def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: reference.Past, *,
+                           chunk_size: int, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+                           gate_BT: Tensor | None = None, impl: str | None = None) -> tuple[Tensor, reference.Past]:
+    """`carried_chunk_attention` of heads that are made already, in any way; heads, pooling and gate_BT as in
+    `gated_head_attention`. With pooling "written" count_B is the sum of the gates, which has a gradient too."""
+    require_whole_chunks(uv_BTF, chunk_size)
+    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
+    module = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
+    return module.carried_head_attention(uv_BTF, heads, w, past, chunk_size=chunk_size, segment_ids_BT=segment_ids_BT,
+                                         pooling=pooling, gate_BT=gate_BT)
+
+
+def require_whole_chunks(x_BTF: Tensor, chunk_size: int) -> None:
+    """Raise UsageError unless the rows are whole chunks."""
+    require(x_BTF.shape[1] % chunk_size == 0, "a past is carried over whole chunks",
+            f"{x_BTF.shape[1]} tokens in chunks of {chunk_size}")
 
 
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
@@ -123,7 +145,7 @@ def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor
     b[i, j] = w[j - i + T - 1]. scale_len: integer, n.
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_2S, None)
+    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_2S.shape[-1], None)
     module = quadratic if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_quadratic_attention(uvz_BTF, gamma_2S, beta_2S, sin, cos, w, scale_len=scale_len,
                                             causal=causal, segment_ids_BT=segment_ids_BT)
@@ -149,17 +171,31 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 
     A chunk that the token fills is not added to kv_BSE. Kernels have no gradient and raise RuntimeError if one is
     required. Otherwise raises as `gated_chunk_attention` does."""
-    in_kernels = use_kernels(impl, uvz_BF.device, unsupported_attention, uvz_BF, gamma_4S, k_quad_BCS.shape[1])
+    in_kernels = use_kernels(impl, uvz_BF.device, unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE,
                                     kv_BSE, offset_B, first_B, weight_B)
 
 
-def steps_in_kernel(uvz: Tensor, gamma_4S: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
-    """Whether to call `chunk_decode_step`, which has no gradient: if a kernel runs it, and v_BCE has uvz's dtype.
+def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
+                     impl: str | None = None) -> Tensor:
+    """`chunk_decode_step` of heads that are made already, in any way.
+
+    uv_BF: `[B, 2 E]`, u and v of the token, before silu. heads_4BS: `[4, B, S]`, uv's dtype, q and k of the quadratic
+    half, then of the linear half. The other arguments and errors are as in `chunk_decode_step`."""
+    in_kernels = use_kernels(impl, uv_BF.device, unsupported_step, k_quad_BCS, v_BCE)
+    module = decode_step if in_kernels else reference
+    return module.head_decode_step(uv_BF, heads_4BS, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
+                                   weight_B)
+
+
+def steps_in_kernel(uvz: Tensor, k_quad_BCS: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
+    """Whether to call `chunk_decode_step` or `head_decode_step`, which have no gradient: if a kernel runs them, and
+    v_BCE has uvz's dtype.
 
     Raises as `gated_chunk_attention` does."""
-    in_kernel = use_kernels(impl, uvz.device, unsupported_attention, uvz, gamma_4S, v_BCE.shape[1])
+    in_kernel = use_kernels(impl, uvz.device, unsupported_step, k_quad_BCS, v_BCE)
     return in_kernel and v_BCE.dtype == uvz.dtype
 
 

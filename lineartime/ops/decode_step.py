@@ -1,4 +1,5 @@
-"""FLASH's attention for one new token per row in one kernel. The reference is `reference.chunk_decode_step`.
+"""FLASH's attention for one new token per row in one kernel. The references are `reference.chunk_decode_step`, which
+makes the heads, and `reference.head_decode_step`.
 
 A program computes some columns of a row's output. Every program of a row computes its heads and scores, which costs
 little compared with reading its columns of the open chunk's values and of the sum over closed chunks. The token's
@@ -30,19 +31,33 @@ def relu2(x):
 
 
 @triton.jit
-def decode_columns(uvz, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offset, first, weight, out, E, F,
+def head_of_token(heads, head, z1, z2, gamma, beta, sin, cos, b, dtype: tl.constexpr):
+    """The two halves of one head of row b's token: made from z, or loaded where heads are made."""
+    if heads is None:
+        x1, x2 = make_head(z1, z2, gamma, beta, head, sin, cos, dtype)
+    else:
+        at = heads + (head * tl.num_programs(1) + b) * 2 * HALF + tl.arange(0, HALF)[None, :]
+        x1, x2 = tl.load(at), tl.load(at + HALF)
+    return x1, x2
+
+
+@triton.jit
+def decode_columns(uvz, heads, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offset, first, weight, out, E, F,
                    C: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, N_STAGES: tl.constexpr):
-    """BE columns of a row's output. The program also writes these columns of v; a row's first program writes k too."""
+    """BE columns of a row's output. The program also writes these columns of v; a row's first program writes k too.
+    heads: heads_4BS, for which z, gamma, beta, sin and cos are not read; or None."""
     dtype = v.dtype.element_ty
     b = tl.program_id(1).to(tl.int64)
     column, half, only = tl.program_id(0) * BE + tl.arange(0, BE), tl.arange(0, HALF), tl.arange(0, 1)
     offset, first, weight = tl.load(offset + b).to(tl.int32), tl.load(first + b).to(tl.int32), tl.load(weight + b)
     uvz_row, k_row, v_row = uvz + b * F, k_quad + b * C * 2 * HALF, v + b * C * E
 
-    z1, z2 = load_base(uvz_row + 2 * E, only, 1, F)
-    sin, cos = load_angles(sin + b * HALF, cos + b * HALF, only, 1)
-    q1, q2 = make_head(z1, z2, gamma, beta, 0, sin, cos, dtype)
-    k1, k2 = make_head(z1, z2, gamma, beta, 1, sin, cos, dtype)
+    z1, z2 = only, only
+    if heads is None:
+        z1, z2 = load_base(uvz_row + 2 * E, only, 1, F)
+        sin, cos = load_angles(sin + b * HALF, cos + b * HALF, only, 1)
+    q1, q2 = head_of_token(heads, 0, z1, z2, gamma, beta, sin, cos, b, dtype)
+    k1, k2 = head_of_token(heads, 1, z1, z2, gamma, beta, sin, cos, b, dtype)
     mask = column < E
     new_v = silu(tl.load(uvz_row + E + column, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     tl.store(v_row + offset * E + column, new_v, mask=mask)
@@ -50,7 +65,7 @@ def decode_columns(uvz, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offse
         own = (offset * 2 * HALF + half)[None, :]
         tl.store(k_row + own, k1)
         tl.store(k_row + own + HALF, k2)
-        l1, l2 = make_head(z1, z2, gamma, beta, 3, sin, cos, dtype)
+        l1, l2 = head_of_token(heads, 3, z1, z2, gamma, beta, sin, cos, b, dtype)
         tl.store(k_lin + b * C * 2 * HALF + own, l1)
         tl.store(k_lin + b * C * 2 * HALF + own + HALF, l2)
 
@@ -69,7 +84,7 @@ def decode_columns(uvz, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offse
         added += tl.where(seen, relu2(score), 0.0)[:, None] * value
     made = relu2(own_score) * new_v + tl.sum(added, 0)
     if weight > 0:  # kv is undefined if the document has no closed chunk
-        l1, l2 = make_head(z1, z2, gamma, beta, 2, sin, cos, dtype)
+        l1, l2 = head_of_token(heads, 2, z1, z2, gamma, beta, sin, cos, b, dtype)
         kv_row = kv + b * 2 * HALF * E
         made += weight * tl.sum(tl.trans(l1).to(tl.float32) * load_rows(kv_row, half, column, HALF, E, E), 0)
         made += weight * tl.sum(tl.trans(l2).to(tl.float32) * load_rows(kv_row + HALF * E, half, column, HALF, E, E), 0)
@@ -86,15 +101,15 @@ def columns_for(n_rows: int, width: int) -> int:
 
 
 @on_own_device
-def launch(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor, bias_C: Tensor,
-           k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor,
-           weight_B: Tensor) -> Tensor:
-    """Launch the kernel; arguments as in `ops.chunk_decode_step`, contiguous."""
+def launch(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | None, beta_4S: Tensor | None,
+           sin_BR: Tensor | None, cos_BR: Tensor | None, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+           v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """Launch the kernel; arguments as in `ops.chunk_decode_step` or `ops.head_decode_step`, contiguous."""
     n_rows, c, e = v_BCE.shape
     out_BE, columns = uvz_BF.new_empty(n_rows, e), columns_for(n_rows, e)
     decode_columns[(triton.cdiv(e, columns), n_rows)](
-        uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
-        weight_B, out_BE, e, uvz_BF.shape[1], c, SLOTS, columns, STAGES, num_warps=4)
+        uvz_BF, heads_4BS, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B,
+        first_B, weight_B, out_BE, e, uvz_BF.shape[1], c, SLOTS, columns, STAGES, num_warps=4)
     return out_BE
 
 
@@ -103,9 +118,9 @@ decode_op = torch.library.custom_op("lineartime::chunk_decode_step", launch,
 
 
 @decode_op.register_fake
-def empty_output(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor, bias_C: Tensor,
-                 k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor,
-                 first_B: Tensor, weight_B: Tensor) -> Tensor:
+def empty_output(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | None, beta_4S: Tensor | None,
+                 sin_BR: Tensor | None, cos_BR: Tensor | None, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                 v_BCE: Tensor, *rest: Tensor) -> Tensor:
     return uvz_BF.new_empty(v_BCE.shape[::2])
 
 
@@ -117,15 +132,29 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
     uvz_BF and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or float16.
     kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a gradient,
     and ValueError for another S, or buffers of another dtype or layout."""
-    buffers = k_quad_BCS, k_lin_BCS, v_BCE
-    inputs = uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, kv_BSE, weight_B
+    return step(uvz_BF, (None, gamma_4S, beta_4S, sin_BR, cos_BR), bias_C, (k_quad_BCS, k_lin_BCS, v_BCE), kv_BSE,
+                offset_B, first_B, weight_B)
+
+
+def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """`reference.head_decode_step` in one kernel; see `chunk_decode_step`. heads_4BS have uv's dtype."""
+    if heads_4BS.dtype != uv_BF.dtype:
+        raise ValueError("heads must be of uv's type")
+    return step(uv_BF, (heads_4BS, None, None, None, None), bias_C, (k_quad_BCS, k_lin_BCS, v_BCE), kv_BSE, offset_B,
+                first_B, weight_B)
+
+
+def step(uvz_BF: Tensor, heads: tuple[Tensor | None, ...], bias_C: Tensor, buffers: tuple[Tensor, Tensor, Tensor],
+         kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """Both steps. heads: heads_4BS, or None and what they are made by."""
+    inputs = uvz_BF, *(x for x in heads if x is not None), bias_C, kv_BSE, weight_B
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
-        raise RuntimeError("chunk_decode_step has no gradient: call it under torch.no_grad()")
+        raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
     refuse_forward_mode(*inputs, *buffers)
-    if k_quad_BCS.shape[-1] != 2 * HALF.value:
-        raise ValueError(f"keys of width {k_quad_BCS.shape[-1]}; the kernel takes {2 * HALF.value}")
+    if buffers[0].shape[-1] != 2 * HALF.value:
+        raise ValueError(f"keys of width {buffers[0].shape[-1]}; the kernel takes {2 * HALF.value}")
     if any(buffer.dtype != uvz_BF.dtype or not buffer.is_contiguous() for buffer in buffers):
         raise ValueError("buffers must be contiguous and of uvz's type")
-    uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, kv_BSE, weight_B = (x.contiguous() for x in inputs)
-    return decode_op(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, *buffers, kv_BSE, offset_B.contiguous(),
-                     first_B.contiguous(), weight_B)
+    return decode_op(uvz_BF.contiguous(), *(None if x is None else x.contiguous() for x in heads), bias_C.contiguous(),
+                     *buffers, *(x.contiguous() for x in (kv_BSE, offset_B, first_B, weight_B)))

@@ -66,31 +66,35 @@ def unsupported_norm(x: Tensor) -> str | None:
     return None if n_rows <= MAX_NORMED else f"{n_rows:,} tokens, the norm's kernels have {MAX_NORMED:,}"
 
 
-def unsupported_attention(uvz: Tensor, gamma_NS: Tensor, chunk_size: int | None) -> str | None:
-    """The reason why the attention kernels do not support a projection uvz `[B, T, 2 E + S]`, or without T; None if
-    they do.
-
-    gamma_NS: the scales, whose last axis is S. chunk_size: None for attention over the whole row."""
+def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | None:
+    """The reason why the attention kernels do not support a projection uvz `[B, T, 2 E + S]`; None if they do.
+    chunk_size: None for attention over the whole row."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
         return reason
-    s = gamma_NS.shape[-1]
     if s != QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have {QUERY_KEY_DIM}"
     return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, chunk_size)
 
 
-def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str, shared: bool) -> str | None:
-    """`unsupported_attention` of uv `[B, T, 2 E]` and heads that are made outside of kernels, `s` wide. shared: whether
-    ranks share the rows."""
+def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str) -> str | None:
+    """`unsupported_attention` of uv `[B, T, 2 E]` and heads that are made outside of kernels, `s` wide."""
     if reason := unsupported_device(uv.device, uv.dtype):
         return reason
     if s > QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
-    if shared:
-        return "ranks share rows, which kernels have for FLASH without options"
     if pooling in ("fixed", "written") and uv.dtype == torch.float16:
         return f'sums of chunk_pooling "{pooling}" do not fit float16'
     return unsupported_sizes(uv, uv.shape[-1] // 2, chunk_size)
+
+
+def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
+    """The reason why no kernel makes a decode step with these keys and values of open chunks; None if one does."""
+    if reason := unsupported_device(v_BCE.device, v_BCE.dtype):
+        return reason
+    s, (_, chunk_size, e) = k_BCS.shape[-1], v_BCE.shape
+    if s != QUERY_KEY_DIM:
+        return f"keys of width {s}, a decode step in a kernel has {QUERY_KEY_DIM}"
+    return unsupported_sizes(v_BCE, e, chunk_size)
 
 
 def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None:
@@ -109,7 +113,7 @@ def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None
 
 def unsupported_variant() -> str:
     """The reason why no kernel runs a GAU that is neither FLASH's nor FLASH-Quad's."""
-    return "kernels have not the paper's ablations, linear_norm, nor several heads"
+    return "kernels have not the paper's ablations, linear_norm, nor several heads or key_conv without chunks"
 
 
 def interpreted() -> bool:

@@ -468,27 +468,28 @@ def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, 
     """`gated_chunk_attention` of contiguous tensors, and the sums that leave the rows, left_RBSE, without `carries` no
     entry. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends, scales, each: see
     `Documents`."""
-    e, documents = (uvz.shape[-1] - gamma.shape[-1]) // 2, Documents(ids, begins, ends, scales, each)
+    return attend(uvz, make_heads(uvz, gamma, beta, sin, cos), w, past, Documents(ids, begins, ends, scales, each),
+                  (uvz.shape[-1] - gamma.shape[-1]) // 2, chunk_size, causal, carries)
+
+
+def attend(uvz: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, documents: Documents, e: int, chunk_size: int,
+           causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
+    """`forward` of heads that are made."""
     left = torch.empty_like(past) if carries and past is not None else None
-    out = attend(uvz, make_heads(uvz, gamma, beta, sin, cos), w, documents, e, chunk_size, causal, past, left)
-    return out, scales.new_empty(0) if left is None else left
-
-
-def attend(uvz: Tensor, heads: Tensor, w: Tensor, documents: Documents, e: int, chunk_size: int, causal: bool,
-           past: Tensor | None = None, left: Tensor | None = None) -> Tensor:
-    """u * (mixed chunk attention of v) of heads that are made: out_BTE. left: gets the sums that leave the rows."""
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
                             last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
     queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
-    return out
+    return out, out.new_empty(0, dtype=torch.float32) if left is None else left
 
 
-def differentiate_attention(dout: Tensor, uvz: Tensor, heads: Tensor, w: Tensor, documents: Documents, chunk_size: int,
-                            causal: bool, past: Tensor | None = None, dleft: Tensor | None = None,
-                            dpast: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `attend`: duvz, whose z columns are not written, dheads and dw. dpast: gets that of `past`."""
-    e = dout.shape[-1]
+def differentiate_attention(dout: Tensor, dleft: Tensor | None, uvz: Tensor, heads: Tensor, w: Tensor,
+                            past: Tensor | None, documents: Documents, chunk_size: int,
+                            causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `attend`: duvz, whose z columns are not written, dheads, dw and dpast; the last has no entry
+    where there is no past. dleft: the gradient of the sums that leave the rows, or None. v and states of the forward
+    pass are recomputed."""
+    e, dpast = dout.shape[-1], None if past is None else torch.empty_like(past)
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
@@ -496,7 +497,7 @@ def differentiate_attention(dout: Tensor, uvz: Tensor, heads: Tensor, w: Tensor,
     keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
     dw = score_gradients(heads, v, do, w, documents.ids_BT, documents.each_BT, dheads, row_len=chunk_size,
                          scale_len=chunk_size, causal=causal)
-    return duvz, dheads, dw.to(w.dtype)
+    return duvz, dheads, dw.to(w.dtype), dw.new_empty(0) if dpast is None else dpast
 
 
 @forward.register_fake
@@ -513,13 +514,12 @@ def backward(dout: Tensor, dleft: Tensor | None, uvz: Tensor, gamma: Tensor, bet
              w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
              scales: Tensor, each: Tensor | None, chunk_size: int,
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta, w and past; the last has no entry where there is no past. dleft: the gradient
-    of the sums that leave the rows, or None. Heads, v and states of the forward pass are recomputed."""
-    heads, dpast = make_heads(uvz, gamma, beta, sin, cos), None if past is None else torch.empty_like(past)
-    duvz, dheads, dw = differentiate_attention(dout, uvz, heads, w, Documents(ids, begins, ends, scales, each),
-                                               chunk_size, causal, past, dleft, dpast)
+    """The gradients of uvz, gamma, beta, w and past, see `differentiate_attention`. Heads are recomputed."""
+    heads = make_heads(uvz, gamma, beta, sin, cos)
+    duvz, dheads, dw, dpast = differentiate_attention(
+        dout, dleft, uvz, heads, w, past, Documents(ids, begins, ends, scales, each), chunk_size, causal)
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
-    return (duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw, scales.new_empty(0) if dpast is None else dpast)
+    return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw, dpast
 
 
 @backward.register_fake
@@ -548,43 +548,48 @@ forward.register_autograd(differentiate, setup_context=keep)
 
 @torch.library.custom_op("lineartime::gated_head_attention", mutates_args=())
 @on_own_device
-def forward_of_heads(uv: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
-                     ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
-                     causal: bool) -> Tensor:
+def forward_of_heads(uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None,
+                     begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
+                     causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
     """`gated_head_attention` of contiguous tensors, heads of 128 dimensions. The rest is as in `forward`."""
-    return attend(uv, heads, w, Documents(ids, begins, ends, scales, each), uv.shape[-1] // 2, chunk_size, causal)
+    return attend(uv, heads, w, past, Documents(ids, begins, ends, scales, each), uv.shape[-1] // 2, chunk_size, causal,
+                  carries)
 
 
 @forward_of_heads.register_fake
-def _(uv: Tensor, *rest: object) -> Tensor:
-    return uv.new_empty(*uv.shape[:2], uv.shape[-1] // 2)
+def _(uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
+      ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
+      carries: bool) -> tuple[Tensor, Tensor]:
+    return (uv.new_empty(*uv.shape[:2], uv.shape[-1] // 2),
+            torch.empty_like(past) if carries and past is not None else scales.new_empty(0))
 
 
 @torch.library.custom_op("lineartime::gated_head_attention_backward", mutates_args=())
 @on_own_device
-def backward_of_heads(dout: Tensor, uv: Tensor, heads: Tensor, w: Tensor, ids: Tensor | None, begins: Tensor | None,
-                      ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
-                      causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of uv, heads and w."""
-    return differentiate_attention(dout, uv, heads, w, Documents(ids, begins, ends, scales, each), chunk_size, causal)
+def backward_of_heads(dout: Tensor, dleft: Tensor | None, uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None,
+                      ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+                      each: Tensor | None, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of uv, heads, w and past, see `differentiate_attention`."""
+    return differentiate_attention(dout, dleft, uv, heads, w, past, Documents(ids, begins, ends, scales, each),
+                                   chunk_size, causal)
 
 
 @backward_of_heads.register_fake
-def _(dout: Tensor, uv: Tensor, heads: Tensor, w: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(uv), torch.empty_like(heads), torch.empty_like(w)
+def _(dout: Tensor, dleft: Tensor | None, uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None,
+      ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+      *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (torch.empty_like(uv), torch.empty_like(heads), torch.empty_like(w),
+            scales.new_empty(0) if past is None else torch.empty_like(past))
 
 
-def keep_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.chunk_size, ctx.causal = inputs
-    ctx.save_for_backward(*tensors)
+def differentiate_heads(ctx: Any, dout: Tensor, dleft: Tensor) -> tuple[Tensor | None, ...]:
+    uv, heads, w, past, *documents = ctx.saved_tensors
+    duv, dheads, dw, dpast = backward_of_heads(dout.contiguous(), dleft.contiguous() if ctx.carries else None, uv,
+                                               heads, w, past, *documents, ctx.chunk_size, ctx.causal)
+    return duv, dheads, dw, None if past is None else dpast, *[None] * 8
 
 
-def differentiate_heads(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = backward_of_heads(dout.contiguous(), *ctx.saved_tensors, ctx.chunk_size, ctx.causal)
-    return *gradients, *[None] * 7
-
-
-forward_of_heads.register_autograd(differentiate_heads, setup_context=keep_heads)
+forward_of_heads.register_autograd(differentiate_heads, setup_context=keep)
 
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
@@ -595,17 +600,17 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs only
     the inputs. Raises RuntimeError in forward-mode differentiation."""
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
-    n_rows, n_tokens, _ = uvz_BTF.shape
-    if (s := gamma_4S.shape[-1]) < QUERY_KEY_DIM:
-        uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
-        heads = reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
+    if gamma_4S.shape[-1] < QUERY_KEY_DIM:
+        uv_BTF, heads = narrow_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos)
         return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
-                                    segment_ids_BT=segment_ids_BT, pooling=pooling)
+                                    segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
+    n_rows, n_tokens, f = uvz_BTF.shape
     past_RBSE, outside_RB = None, None
     if exchange is not None:
-        if segment_ids_BT is None:
-            segment_ids_BT = torch.zeros(n_rows, n_tokens, dtype=torch.int32, device=uvz_BTF.device)
-        past_RBSE, outside_RB = past_of_rows(uvz_BTF, gamma_4S, beta_4S, sin, cos, segment_ids_BT, causal, exchange)
+        s, segment_ids_BT = gamma_4S.shape[-1], ids_of_part(segment_ids_BT, uvz_BTF)
+        _, v_BTE, z_BTS = uvz_BTF.split([(f - s) // 2, (f - s) // 2, s], dim=-1)
+        k_lin_BTS, = reference.make_heads(F.silu(z_BTS), gamma_4S[3:], beta_4S[3:], sin, cos)
+        past_RBSE, outside_RB = past_of_rows(k_lin_BTS, F.silu(v_BTE), None, segment_ids_BT, causal, exchange)
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device,
                                   outside_RB)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
@@ -617,26 +622,50 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
                             pooling: str = "mean") -> tuple[Tensor, reference.Past]:
     """`reference.carried_chunk_attention` in kernels; see `gated_chunk_attention`. The numbers of tokens have no
     gradient."""
-    (kv_BSE, count_B), (n_rows, n_tokens, _) = past, uvz_BTF.shape
+    kv_BSE, count_B = past
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w, kv_BSE)
-    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, True, pooling, uvz_BTF.device,
-                                  count_B[None], goes_on=True)
+    if gamma_4S.shape[-1] < QUERY_KEY_DIM:
+        uv_BTF, heads = narrow_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos)
+        return carried_head_attention(uv_BTF, heads, w, past, chunk_size=chunk_size, segment_ids_BT=segment_ids_BT,
+                                      pooling=pooling)
+    documents, n_left_B = lay_out_behind(count_B, segment_ids_BT, uvz_BTF, chunk_size, pooling)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
     out_BTE, left_1BSE = forward(*tensors, kv_BSE.float().contiguous()[None], *documents, chunk_size, True, True)
+    return out_BTE, (left_1BSE[0].to(kv_BSE.dtype), n_left_B)
+
+
+def lay_out_behind(count_B: Tensor, segment_ids_BT: Tensor | None, x_BTF: Tensor, chunk_size: int,
+                   pooling: str) -> tuple[Documents, Tensor]:
+    """The `Documents` of causal rows that go on from a past of so many tokens, and the number of tokens of the document
+    that goes on behind them, of count's dtype."""
+    n_rows, n_tokens, _ = x_BTF.shape
+    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, True, pooling, x_BTF.device,
+                                  count_B[None], goes_on=True)
     n_left_B = n_tokens + count_B if documents.begins_BT is None else n_tokens - documents.begins_BT[:, -1]
-    return out_BTE, (left_1BSE[0].to(kv_BSE.dtype), n_left_B.to(count_B.dtype))
+    return documents, n_left_B.to(count_B.dtype)
 
 
-def past_of_rows(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, segment_ids_BT: Tensor,
-                 causal: bool, exchange: reference.Exchange) -> tuple[Tensor, Tensor]:
-    """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, count_RB. The part
-    is one chunk of the reference, so that one matmul makes what it hands on."""
+def narrow_heads(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor,
+                 cos: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """u and v, uv_BTF, and heads of fewer than 128 dimensions, which PyTorch makes."""
     s = gamma_4S.shape[-1]
-    e = (uvz_BTF.shape[-1] - s) // 2
-    v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF[..., e:].split([e, s], dim=-1))
-    k_lin_BTS, = reference.make_heads(z_BTS, gamma_4S[3:], beta_4S[3:], sin, cos)
-    states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None], causal=causal,
-                                      exchange=exchange)
+    uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
+    return uv_BTF, reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
+
+
+def ids_of_part(segment_ids_BT: Tensor | None, x_BTF: Tensor) -> Tensor:
+    """The documents of parts of rows, one document if None are given."""
+    if segment_ids_BT is not None:
+        return segment_ids_BT
+    return torch.zeros(x_BTF.shape[:2], dtype=torch.int32, device=x_BTF.device)
+
+
+def past_of_rows(k_lin_BTS: Tensor, v_BTE: Tensor, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,
+                 exchange: reference.Exchange) -> tuple[Tensor, Tensor]:
+    """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, or the sums of
+    their gates, count_RB. The part is one chunk of the reference, so that one matmul makes what it hands on."""
+    states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None],
+                                      None if gate_BT is None else gate_BT[:, None], causal=causal, exchange=exchange)
     kv_RBSE, count_RB = (torch.stack([state[i][:, 0] for state in states]) for i in (0, 1))
     return kv_RBSE.float().contiguous(), count_RB
 
@@ -646,14 +675,47 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
                          exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
     `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
-    assert exchange is None
     refuse_forward_mode(uv_BTF, *heads, w, gate_BT)
-    n_rows, n_tokens, _ = uv_BTF.shape
-    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
+    n_rows, n_tokens, f = uv_BTF.shape
+    past_RBSE, outside_RB, entered = None, None, None
+    if exchange is not None:
+        segment_ids_BT = ids_of_part(segment_ids_BT, uv_BTF)
+        past_RBSE, count_RB = past_of_rows(heads[3], F.silu(uv_BTF[..., f // 2 :]), gate_BT, segment_ids_BT, causal,
+                                           exchange)
+        past_RBSE = F.pad(past_RBSE, [0, 0, 0, QUERY_KEY_DIM - past_RBSE.shape[-2]])
+        outside_RB, entered = outside(count_RB, gate_BT), lambda *_: count_RB[..., None]
+    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, entered)
     documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
-                                  "mean" if pooling == "mean" else "sum", uv_BTF.device)
+                                  "mean" if pooling == "mean" else "sum", uv_BTF.device, outside_RB)
+    return forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_RBSE, *documents, chunk_size,
+                            causal, False)[0]
+
+
+def outside(count: Tensor, gate_BT: Tensor | None) -> Tensor:
+    """The number of tokens outside of the rows, of which a sum over gates only needs to know that there may be some."""
+    return count if gate_BT is None else torch.ones_like(count)
+
+
+def widened(heads: Sequence[Tensor]) -> Tensor:
+    """Heads of 128 dimensions, fewer with zeros behind them: heads_4BTS, contiguous."""
     heads_4BTS = torch.stack(list(heads))
-    if (s := heads_4BTS.shape[-1]) < QUERY_KEY_DIM:
-        heads_4BTS = F.pad(heads_4BTS, [0, QUERY_KEY_DIM - s])
-    return forward_of_heads(uv_BTF.contiguous(), heads_4BTS.contiguous(), w.contiguous(), *documents, chunk_size,
-                            causal)
+    missing = QUERY_KEY_DIM - heads_4BTS.shape[-1]
+    return F.pad(heads_4BTS, [0, missing]) if missing else heads_4BTS
+
+
+def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: reference.Past, *,
+                           chunk_size: int, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+                           gate_BT: Tensor | None = None) -> tuple[Tensor, reference.Past]:
+    """`reference.carried_head_attention` in kernels; see `gated_head_attention`."""
+    (kv_BSE, count_B), s = past, heads[0].shape[-1]
+    refuse_forward_mode(uv_BTF, *heads, w, gate_BT, kv_BSE, count_B)
+    documents, n_left_B = lay_out_behind(outside(count_B, gate_BT), segment_ids_BT, uv_BTF, chunk_size,
+                                         "mean" if pooling == "mean" else "sum")
+    if gate_BT is not None:
+        of_gates = count_B.new_empty(len(count_B), 0, 0), count_B
+        heads, (_, n_left_B) = reference.carried(lambda carry: reference.divided_by_gates(
+            heads, gate_BT, segment_ids_BT, chunk_size, True, carry), of_gates)
+    past_1BSE = F.pad(kv_BSE.float(), [0, 0, 0, QUERY_KEY_DIM - s]).contiguous()[None]
+    out_BTE, left_1BSE = forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_1BSE, *documents,
+                                          chunk_size, True, True)
+    return out_BTE, (left_1BSE[0, :, :s].to(kv_BSE.dtype), n_left_B)

@@ -9,6 +9,7 @@ of one token in a long row is below the smallest float16. A result beyond 65,504
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -206,7 +207,7 @@ States = tuple[Tensor, Tensor, Tensor]
 """Of a document at each place of a row: the sum of k v over its tokens before, their number, and the document."""
 Past = tuple[Tensor, Tensor]
 """What the linear half keeps of the tokens before a row's first: kv_BSE, the sum of k v over those of document 0, and
-count_B, their number; float32 at least."""
+count_B, their number, or with pooling "written" the sum of their gates; float32 at least."""
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """Where the rows here are a part of rows: (leaving_DBF, passes_B) -> entering_DBF, the states that enter the part. See
 `distributed.context.exchange_states`."""
@@ -398,24 +399,25 @@ def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads: Iterable[Tensor], w: Te
 
 
 def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_ids_BT: Tensor | None, chunk_size: int,
-                     causal: bool) -> Sequence[Tensor]:
+                     causal: bool, exchange: Exchange | None = None) -> Sequence[Tensor]:
     """Heads whose linear queries are divided by what pooling "written" divides by, so that a sum is left; without gates
-    the heads themselves."""
+    the heads themselves. exchange: of sums of gates alone, see `Exchange`."""
     if gate_BT is None:
         return heads
     q_quad, k_quad, q_lin, k_lin = heads
-    count_BT = written_counts(segment_ids_BT, gate_BT, chunk_size, causal)
+    count_BT = written_counts(segment_ids_BT, gate_BT, chunk_size, causal, exchange)
     return q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin
 
 
-def written_counts(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool) -> Tensor:
+def written_counts(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool,
+                   exchange: Exchange | None = None) -> Tensor:
     """What the linear half of each token is divided by with pooling "written": the sum of the gates that it reads, and
-    at least 1: count_BT, of gate's dtype."""
+    at least 1: count_BT, of gate's dtype. exchange: see `divided_by_gates`."""
     gate_BGC = to_chunks(gate_BT, chunk_size)
     ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
     assert ids_BGC is not None
     none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
-    states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal)
+    states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1].clamp(min=1), gate_BT.shape[1])
 
 
@@ -425,6 +427,26 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
     """Causal `gated_chunk_attention` of rows that go on from a past: out_BTE, and the past of what follows them.
 
     Arguments: see `ops.carried_chunk_attention`."""
+    return carried(lambda carry: gated_chunk_attention(
+        uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=True, segment_ids_BT=segment_ids_BT,
+        pooling=pooling, exchange=carry), past)
+
+
+def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: Past, *, chunk_size: int,
+                           segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+                           gate_BT: Tensor | None = None) -> tuple[Tensor, Past]:
+    """`carried_chunk_attention` of heads that are made already. Arguments: see `ops.carried_head_attention`."""
+    return carried(lambda carry: gated_head_attention(
+        uv_BTF, heads, w, chunk_size=chunk_size, causal=True, segment_ids_BT=segment_ids_BT, pooling=pooling,
+        gate_BT=gate_BT, exchange=carry), past)
+
+
+Made = TypeVar("Made")
+
+
+def carried(make: Callable[[Exchange], Made], past: Past) -> tuple[Made, Past]:
+    """What `make` makes of causal rows by the exchange that it is given, which brings a past; and the past of what
+    follows the rows."""
     kv_BSE, count_B = past
     entering_BF, left = torch.cat([kv_BSE.flatten(1), count_B.to(kv_BSE.dtype)[:, None]], dim=1), []
 
@@ -432,10 +454,9 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
         left.append(leaving_DBF[0] + torch.where(passes_B[:, None], entering_BF, 0.0))
         return entering_BF[None]
 
-    out_BTE = gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=True,
-                                    segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=carry)
+    made = make(carry)
     left_BF, = left
-    return out_BTE, (left_BF[:, :-1].unflatten(1, kv_BSE.shape[1:]), left_BF[:, -1])
+    return made, (left_BF[:, :-1].unflatten(1, kv_BSE.shape[1:]), left_BF[:, -1])
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
@@ -462,11 +483,18 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 
     Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS and v_BCE. The token
     sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE. Arguments: see `ops.chunk_decode_step`."""
-    (c, s), e = k_quad_BCS.shape[1:], v_BCE.shape[-1]
-    u_BE, v_BE, z_BS = F.silu(uvz_BF).split([e, e, s], dim=-1)
-    heads_4B1S = make_heads(z_BS[:, None], gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])
-    q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4B1S
-    rows, slot_C = torch.arange(len(uvz_BF), device=uvz_BF.device), torch.arange(c, device=uvz_BF.device)
+    uv_BF, z_BS = uvz_BF.split([2 * v_BCE.shape[-1], k_quad_BCS.shape[-1]], dim=-1)
+    heads_4B1S = make_heads(F.silu(z_BS)[:, None], gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])
+    return head_decode_step(uv_BF, heads_4B1S[:, :, 0], bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
+                            weight_B)
+
+
+def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """`chunk_decode_step` of heads that are made already. Arguments: see `ops.head_decode_step`."""
+    c, (u_BE, v_BE) = k_quad_BCS.shape[1], F.silu(uv_BF).chunk(2, dim=-1)
+    q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4BS[:, :, None]
+    rows, slot_C = torch.arange(len(uv_BF), device=uv_BF.device), torch.arange(c, device=uv_BF.device)
     for buffer_BC, new_B in ((k_quad_BCS, k_quad_B1S[:, 0]), (k_lin_BCS, k_lin_B1S[:, 0]), (v_BCE, v_BE)):
         buffer_BC[rows, offset_B] = new_B
     distance_BC = slot_C - offset_B[:, None]

@@ -1,7 +1,12 @@
-"""The law for the kernels of both gated attentions: at most twice the reference's error against float64."""
+"""The law for the kernels of both gated attentions: at most twice the reference's error against float64. And what they
+are given."""
 
 import torch
 from torch import Tensor
+
+from lineartime.config import model_config
+from lineartime.model import LanguageModel
+from lineartime.ops.reference import rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 S = 128
@@ -35,3 +40,53 @@ def assert_held(kernel, reference, inputs: dict[str, Tensor], floor: float | Non
     for name, a, b, x in zip(NAMES, ours, theirs, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert error(a, x) <= max(2 * error(b, x), floor * float(x.norm())), name
+
+
+def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int = 128,
+                parameters: torch.dtype | None = torch.float32) -> dict[str, Tensor]:
+    """As under autocast: uvz is short, parameters and angles are not, unless `parameters` is None."""
+    sin, cos = rotary(torch.arange(n_tokens)[None], S, torch.float32)
+    made = {"gamma": 0.5 + random(4, S, seed=1) / 3, "beta": random(4, S, seed=2) / 3, "sin": sin, "cos": cos,
+            "w": random(2 * chunk - 1, seed=3) / 3}
+    return {"uvz": random(n_rows, n_tokens, 2 * d_inner + S, seed=4).to(dtype),
+            **{name: x.to(parameters or dtype) for name, x in made.items()}}
+
+
+def documents(n_rows: int, n_tokens: int) -> Tensor:
+    """Several to a row, of one token too and longer than a chunk, and padding behind those of the last row."""
+    begins = random(n_rows, n_tokens, seed=5) > 2.2
+    begins[:, n_tokens // 3 : n_tokens // 3 + 2] = True
+    ids = begins.cumsum(1)
+    ids[-1, n_tokens - n_tokens // 7 :] = -1
+    return ids
+
+
+def tiny(preset: str, **fields: object) -> LanguageModel:
+    """A model of heads as wide as kernels have them."""
+    torch.manual_seed(0)
+    chunk = {"chunk_size": 128} if preset == "flash" else {}
+    sizes = {"n_layers": 2, "d_model": 64, "vocab_size": 64, "context": 256}
+    return LanguageModel(model_config(preset, **{**sizes, **chunk, **fields}))
+
+
+def head_inputs(n_rows: int, n_tokens: int, s: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What attention of made heads takes: but for bias and gates of one type, and the same numbers in every type."""
+    return {"uv": random(n_rows, n_tokens, 2 * 64, seed=4).bfloat16().to(dtype),
+            "heads": (0.7 * random(4, n_rows, n_tokens, s, seed=7)).bfloat16().to(dtype),
+            "w": random(255, seed=3) / 3, "gate": random(n_rows, n_tokens, seed=9)}
+
+
+def gated_heads(leaves: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The heads of `head_inputs` with gates on the linear keys, and the gates."""
+    gate_BT = leaves["gate"].sigmoid()
+    *heads, k_lin = leaves["heads"]
+    return [*heads, k_lin * gate_BT[..., None].to(k_lin.dtype)], gate_BT
+
+
+def run_heads(op, inputs: dict[str, Tensor], gated: bool, **how: object) -> list[Tensor]:
+    """The output, and the gradients of uv, heads, w and gates."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    heads, gate_BT = gated_heads(leaves)
+    out = op(leaves["uv"], heads, leaves["w"], gate_BT=gate_BT if gated else None, **how)
+    given = random(*out.shape, seed=6).bfloat16().to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), given)]

@@ -53,6 +53,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash write gate": replace(FLASH, linear_gate=True, linear_rope=False),
     "flash read norm": replace(FLASH, linear_norm=True, rope_base=100.0),
     "flash fixed": replace(FLASH, chunk_pooling="fixed", linear_divisor=5.0),
+    "flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK),
+    "flash+ heads": model_config("flash+", **SIZES, **GAU, **HEADS, chunk_size=CHUNK),
     "flash long memory": replace(FLASH, **LONG_MEMORY),
     "flash global heads long memory": replace(FLASH, **LONG_MEMORY, n_heads=2, chunk_parts="global"),
     "mc-tfm++ long memory": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, **LONG_MEMORY),

@@ -8,52 +8,26 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
+from lineartime import ops
 from lineartime.config import ModelConfig, model_config
-from lineartime.decoding.cache import ChunkState, DecodeInputs
-from lineartime.gau import GatedAttentionUnit
 from lineartime.generation import generate
 from lineartime.generation.cuda_graph import CapturedStep
-from lineartime.layers import SequenceInfo
 from lineartime.model import LanguageModel
 from lineartime.ops import decode_step, reference
 from lineartime.ops.reference import rotary
-from tiny_models import CHUNK, FLASH, random_ids, random_model, with_end
+from tiny_models import CHUNK, CONFIGS, FLASH, random_ids, random_model, with_end
 
 S, C, END = 128, 128, 0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BUFFERS = ("k_quad_BCS", "k_lin_BCS", "v_BCE")
 
 
-def extend_fused(op, layer: GatedAttentionUnit, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs,
-                 cache: ChunkState) -> Tensor:
-    """A layer's `attend_next` for one token per row, with `op` for what stands between its projections."""
-    assert info.rotary is not None
-    at, position_B = inputs.token_position(layer.config, cache.kv_BSE.dtype), inputs.position_BN[:, 0]
-    offset_B = position_B % layer.config.chunk_size
-    out_BE = op(uvz_B1F[:, 0], layer.scale_offset.gamma, layer.scale_offset.beta, *(a[:, 0] for a in info.rotary),
-                cache.bias(layer.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE,
-                offset_B, inputs.start_BN[:, 0] - position_B + offset_B, at.weight_B11[:, 0, 0])
-    if at.full is not None:
-        cache.close(at)
-    return out_BE[:, None]
-
-
-@pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch):
-    """Has layers take single tokens through an op."""
-    attend_next = GatedAttentionUnit.attend_next
-
-    def use(op) -> None:
-        monkeypatch.setattr(GatedAttentionUnit, "attend_next", lambda layer, uvz, info, inputs, cache: (
-            extend_fused(op, layer, uvz, info, inputs, cache) if inputs.single_token else
-            attend_next(layer, uvz, info, inputs, cache)))
-    return use
-
-
 @pytest.mark.parametrize("config", [with_end(FLASH, END), replace(FLASH, chunk_pooling="sum"),
-                                    replace(FLASH, norm="scale_norm", end_of_document=END)])
+                                    replace(FLASH, norm="scale_norm", end_of_document=END),
+                                    with_end(CONFIGS["flash+ heads"], END), CONFIGS["flash fixed"]])
 @pytest.mark.parametrize("lengths", [(1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), (CHUNK + 1, CHUNK + 1)])
-def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, ...], fused) -> None:
+def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, ...],
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """At every place in a chunk, with documents, rows together and not, as `decode_step` and as captured."""
     model = random_model(config)
     prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
@@ -65,9 +39,13 @@ def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, .
         return torch.stack([step(ids_B) for ids_B in tokens_NB])
 
     expected = logits(captured=False)
-    fused(reference.chunk_decode_step)
+    monkeypatch.setattr(ops, "steps_in_kernel", lambda *_: True)
+    op, called = "head_decode_step" if config.is_ablated_gau else "chunk_decode_step", []
+    definition = getattr(reference, op)
+    monkeypatch.setattr(reference, op, lambda *given: called.append(1) or definition(*given))
     for captured in (False, True):
         assert float((logits(captured) - expected).abs().max() / expected.abs().max()) <= 1e-12
+    assert len(called) >= 2 * len(tokens_NB) * len(model.layers)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -92,6 +70,13 @@ def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int 
         "weight_B": torch.where(n_carried_B > 0, each_B, 0.0)}
 
 
+def make_head_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int) -> dict[str, Tensor]:
+    """`make_inputs` with heads that are made already."""
+    inputs = make_inputs(dtype, rows, e)
+    made = {"uv_BF": inputs["uvz_BF"][:, : 2 * e], "heads_4BS": random(4, len(rows), S, seed=8).to(dtype)}
+    return made | {name: inputs[name] for name in list(inputs)[5:]}
+
+
 def run(op, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """What `op` returns, and the buffers afterwards."""
     copies = {name: x.to(dtype) if dtype and x.is_floating_point() else x.clone() for name, x in inputs.items()}
@@ -102,10 +87,10 @@ def error(a: Tensor, exact: Tensor) -> float:
     return float((a.double() - exact).norm() / exact.norm())
 
 
-def assert_held(inputs: dict[str, Tensor]) -> None:
+def assert_held(inputs: dict[str, Tensor], op: str = "chunk_decode_step") -> None:
     """The output and what is written have at most twice the reference's error; nothing else is written, and nothing is
     read where a row has nothing to see."""
-    (theirs, their_buffers), (exact, exact_buffers) = (run(reference.chunk_decode_step, inputs, dtype)
+    (theirs, their_buffers), (exact, exact_buffers) = (run(getattr(reference, op), inputs, dtype)
                                                        for dtype in (None, torch.float64))
     hidden = {name: x.clone() for name, x in inputs.items()}
     for row, (offset, first, weight) in enumerate(zip(inputs["offset_B"], inputs["first_B"], inputs["weight_B"],
@@ -115,7 +100,7 @@ def assert_held(inputs: dict[str, Tensor]) -> None:
             hidden[name][row, : max(int(first), 0)] = torch.nan
         if weight == 0:
             hidden["kv_BSE"][row] = torch.nan
-    ours, our_buffers = run(decode_step.chunk_decode_step, hidden)
+    ours, our_buffers = run(getattr(decode_step, op), hidden)
     # Float32 is at its rounding in both, where twice is a matter of luck.
     floor = 1e-6 if ours.dtype == torch.float32 else 0.0
     assert ours.dtype == theirs.dtype
@@ -138,6 +123,11 @@ ROWS = [(0, 0), (C - 1, 0), (2 * C + 33, 0), (3 * C, 2 * C + 9), (3 * C + 77, 3 
 @pytest.mark.parametrize(("rows", "e", "pooling"), [(ROWS[:3], 48, "mean"), (ROWS[3:], 16, "sum")])
 def test_held_to_float64(rows: list[tuple[int, int]], e: int, pooling: str, dtype: torch.dtype) -> None:
     assert_held(make_inputs(dtype, rows, e, pooling=pooling))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_made_heads_are_held_to_float64(dtype: torch.dtype) -> None:
+    assert_held(make_head_inputs(dtype, ROWS, 48), "head_decode_step")
 
 
 @pytest.mark.parametrize("c", [256, 512])
@@ -167,9 +157,10 @@ def test_float32_parameters_and_strides() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_decodes_by_it(dtype: torch.dtype, fused) -> None:
+@pytest.mark.parametrize("base", [FLASH, CONFIGS["flash+"]], ids=["flash", "flash+"])
+def test_a_model_decodes_by_it(dtype: torch.dtype, base: ModelConfig) -> None:
     """Across the end of a chunk; memory and inputs are those of inference mode."""
-    config = replace(FLASH, n_layers=1, chunk_size=C, query_key_dim=S, context=2 * C, end_of_document=END)
+    config = replace(base, n_layers=1, d_model=32, chunk_size=C, query_key_dim=S, context=2 * C, end_of_document=END)
     model = random_model(config).to(dtype)
     prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in (C - 2, C - 1)]
 
@@ -179,7 +170,7 @@ def test_a_model_decodes_by_it(dtype: torch.dtype, fused) -> None:
         return torch.stack([step(torch.tensor(ids)) for ids in ([3, 1], [2, END], [5, 4])])
 
     expected = logits()
-    fused(decode_step.chunk_decode_step)
+    model.set_impl("triton")
     assert error(logits(), expected.double()) <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -197,13 +188,19 @@ def test_refused() -> None:
     for wrong, change in (("v_BCE", torch.Tensor.bfloat16), ("k_lin_BCS", lambda x: x.mT.contiguous().mT)):
         with pytest.raises(ValueError, match="buffers"):
             decode_step.chunk_decode_step(**inputs | {wrong: change(inputs[wrong])})
+    made = make_head_inputs(torch.float32, ROWS[:2], 16)
+    with pytest.raises(ValueError, match="heads must be"):
+        decode_step.head_decode_step(**made | {"heads_4BS": made["heads_4BS"].bfloat16()})
     with pytest.raises(ValueError, match="width 64"):
         decode_step.chunk_decode_step(**inputs | {"k_quad_BCS": inputs["k_quad_BCS"][..., :64].contiguous()})
 
 
 def test_what_torch_asks_of_an_op() -> None:
-    inputs = make_inputs(torch.bfloat16, ROWS[2:3], 16)
-    torch.library.opcheck(decode_step.decode_op, tuple(inputs.values()), test_utils=("test_schema", "test_faketensor"))
+    of_z, (uv_BF, heads_4BS, *rest) = (make(torch.bfloat16, ROWS[2:3], 16).values()
+                                       for make in (make_inputs, make_head_inputs))
+    uvz_BF, *others = of_z
+    for given in ((uvz_BF, None, *others), (uv_BF.contiguous(), heads_4BS, None, None, None, None, *rest)):
+        torch.library.opcheck(decode_step.decode_op, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiled_in_one_graph() -> None:

@@ -76,13 +76,22 @@ def test_rocm_runs_the_reference(monkeypatch):
 
 
 @pytest.mark.parametrize(("shape", "words"), [
-    ((65_536, 1, 256), "65,536 rows, kernels have 65,535"), ((65_536, 256), "65,536 rows, kernels have 65,535"),
+    ((65_536, 1, 256), "65,536 rows, kernels have 65,535"),
     ((1, 2**24, 256), "16,777,216 tokens in a row, kernels have 16,777,215"),
     ((1, 1, 2**22 + 128), "4,194,432 columns, kernels have 4,194,303"),
-    ((65_535, 1, 256), None), ((65_535, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)])
+    ((65_535, 1, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)])
 def test_what_is_too_large_for_a_grid_or_an_offset(shape, words):
-    uvz, gamma = torch.empty(shape, device="meta"), torch.empty(4, S, device="meta")
-    assert dispatch.unsupported_attention(uvz, gamma, 256) == words
+    assert dispatch.unsupported_attention(torch.empty(shape, device="meta"), S, 256) == words
+
+
+@pytest.mark.parametrize(("shape", "width", "words"), [
+    ((65_535, 256, 64), S, None), ((65_536, 256, 64), S, "65,536 rows, kernels have 65,535"),
+    ((1, 256, 64), 64, "keys of width 64, a decode step in a kernel has 128"),
+    ((1, 256, 96), S, "d_inner 96, kernels have multiples of 64"),
+    ((1, 64, 64), S, "chunk_size 64, kernels have 128, 256, 512")])
+def test_which_steps_no_kernel_makes(shape, width, words):
+    v_BCE = torch.empty(shape, device="meta")
+    assert dispatch.unsupported_step(v_BCE.new_empty(*shape[:2], width), v_BCE) == words
 
 
 @pytest.mark.parametrize(("shape", "words"), [
@@ -105,14 +114,13 @@ def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monk
     assert grids[0][1][0] == 48 * n_rows * (1 if whole else n_chunks)
 
 
-@pytest.mark.parametrize(("s", "dtype", "pooling", "shared", "words"), [
-    (64, torch.bfloat16, "written", False, None), (128, torch.float16, "mean", False, None),
-    (256, torch.bfloat16, "mean", False, "query_key_dim 256, kernels have at most 128"),
-    (64, torch.float16, "fixed", False, 'sums of chunk_pooling "fixed" do not fit float16'),
-    (128, torch.float32, "mean", True, "ranks share rows, which kernels have for FLASH without options")])
-def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, shared, words):
+@pytest.mark.parametrize(("s", "dtype", "pooling", "words"), [
+    (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
+    (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
+    (64, torch.float16, "fixed", 'sums of chunk_pooling "fixed" do not fit float16')])
+def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, words):
     uv = torch.empty(2, 300, 2 * 64, dtype=dtype, device="meta")
-    assert dispatch.unsupported_heads(uv, s, 256, pooling, shared) == words
+    assert dispatch.unsupported_heads(uv, s, 256, pooling) == words
 
 
 @pytest.mark.parametrize(("impl", "compiling", "exporting", "training", "shape", "reference"), [

@@ -12,38 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
-from kernel_law import DTYPES, S, random, run
-from lineartime import ops
+from kernel_law import DTYPES, S, documents, head_inputs, make_inputs, random, run, run_heads, tiny
 from lineartime.ablations import AblatedGatedAttentionUnit
-from lineartime.config import model_config
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.generation.generate import generate
 from lineartime.layers import SequenceInfo
-from lineartime.model import LanguageModel, token_losses
+from lineartime.model import token_losses
 from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference
 from lineartime.ops.reference import rotary
 from tiny_models import random_ids
-
-
-def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int = 128,
-                parameters: torch.dtype | None = torch.float32) -> dict[str, Tensor]:
-    """As under autocast: uvz is short, parameters and angles are not, unless `parameters` is None."""
-    sin, cos = rotary(torch.arange(n_tokens)[None], S, torch.float32)
-    made = {"gamma": 0.5 + random(4, S, seed=1) / 3, "beta": random(4, S, seed=2) / 3, "sin": sin, "cos": cos,
-            "w": random(2 * chunk - 1, seed=3) / 3}
-    return {"uvz": random(n_rows, n_tokens, 2 * d_inner + S, seed=4).to(dtype),
-            **{name: x.to(parameters or dtype) for name, x in made.items()}}
-
-
-def documents(n_rows: int, n_tokens: int) -> Tensor:
-    """Several to a row, of one token too and longer than a chunk, and padding behind those of the last row."""
-    begins = random(n_rows, n_tokens, seed=5) > 2.2
-    begins[:, n_tokens // 3 : n_tokens // 3 + 2] = True
-    ids = begins.cumsum(1)
-    ids[-1, n_tokens - n_tokens // 7 :] = -1
-    return ids
-
 
 assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention)
 
@@ -108,117 +86,6 @@ def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest
                      for backward in (False, True)])
     for one, two in zip(*made, strict=True):
         assert one.abs().sum() > 0 and (one - two).norm() <= 1e-6 * one.norm()
-
-
-def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor, causal: bool) -> list[Tensor]:
-    """The output of parts of rows, what they hand on, and the gradients of uvz, gamma, beta, w and of the states that
-    enter: of 300 tokens before the part and, when not causal, of as many after it, unless it ends in padding."""
-    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
-    dtype = torch.promote_types(inputs["uvz"].dtype, torch.float32)
-    past_RBF = 100 * random(1 if causal else 2, len(ids_BT), S * 64, seed=8).bfloat16().to(dtype)
-    entered_RB1 = torch.stack([torch.ones(len(ids_BT), 1), ids_BT[:, -1:] >= 0])[: len(past_RBF)].to(dtype)
-    past_RBF.requires_grad_()
-    handed = []
-
-    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
-        handed.extend([leaving_DBF, passes_B.double()])
-        return torch.cat([entered_RB1 * past_RBF, 300 * entered_RB1], dim=-1)
-
-    out = op(*leaves.values(), chunk_size=128, causal=causal, segment_ids_BT=ids_BT, exchange=exchange)
-    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, handed[0]))]
-    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), past_RBF]
-    gradients = torch.autograd.grad([out, handed[0]], wanted, given)
-    return [x.detach() for x in (out, *handed, *gradients)]
-
-
-PARTS = {"one document that goes on": [0] * 256,
-         "a document from before, one that goes on": [0] * 150 + [1] * 106,
-         "a new document": [1] * 256,
-         "documents that begin and end inside": [0] * 130 + [1] * 20 + [2] * 10 + [3] * 96,
-         "a document from before, then padding": [0] * 150 + [-1] * 106,
-         "padding": [-1] * 256}
-
-
-@pytest.mark.parametrize("levels, causal", [
-    (1, True), (2, False), *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, True), (1, False)))])
-def test_a_state_that_enters_is_held_to_float64(levels: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of rows of every layout, with a past of 300 tokens: outputs, what is handed on, and all gradients."""
-    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
-    ids_BT = torch.tensor(list(PARTS.values()))
-    inputs = make_inputs(*ids_BT.shape, torch.bfloat16)
-    exact = run_part(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT, causal)
-    ours, theirs = (run_part(op, inputs, ids_BT, causal)
-                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
-    names = ["out", "handed on", "passes", "uvz", "gamma", "beta", "w", "past"]
-    for name, a, b, x in zip(names, ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
-    unread = exact[-1].abs().amax(-1) == 0
-    assert unread.any() and (ours[-1][unread] == 0).all()  # a past that no token belongs to has no gradient
-
-
-def run_carried(op, inputs: dict[str, Tensor], ids_BT: Tensor | None) -> list[Tensor]:
-    """The output of rows with a past of 300 tokens, the past of what follows, and the gradients of uvz, gamma, beta, w
-    and of the sums that enter."""
-    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
-    dtype, n_rows = torch.promote_types(inputs["uvz"].dtype, torch.float32), len(inputs["uvz"])
-    kv_BSE = (100 * random(n_rows, S, 64, seed=8).bfloat16()).to(dtype).requires_grad_()
-    out, (left_BSE, n_left_B) = op(*leaves.values(), (kv_BSE, torch.full((n_rows,), 300.0, dtype=dtype)),
-                                   chunk_size=128, segment_ids_BT=ids_BT)
-    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, left_BSE))]
-    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), kv_BSE]
-    return [x.detach() for x in (out, left_BSE, n_left_B, *torch.autograd.grad([out, left_BSE], wanted, given))]
-
-
-WITHOUT_PADDING = torch.tensor([ids for ids in PARTS.values() if min(ids) >= 0])
-
-
-@pytest.mark.parametrize("levels, ids_BT", [(1, WITHOUT_PADDING), (2, None), *(
-    pytest.param(*case, marks=pytest.mark.campaign) for case in ((2, WITHOUT_PADDING), (1, None)))])
-def test_a_past_is_carried_as_in_float64(levels: int, ids_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
-    inputs = make_inputs(2 if ids_BT is None else len(ids_BT), 256, torch.bfloat16)
-    exact = run_carried(reference.carried_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT)
-    ours, theirs = (run_carried(op, inputs, ids_BT)
-                    for op in (mixed_chunk.carried_chunk_attention, reference.carried_chunk_attention))
-    for name, a, b, x in zip(["out", "left", "number", "uvz", "gamma", "beta", "w", "past"], ours, theirs, exact,
-                             strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
-    assert torch.equal(ours[2].double(), exact[2])
-
-
-LAYOUTS = [[0] * 50 + [1] * 300 + [2] * 34, None, [0] * 128 + [1] * 128 + [2] * 128]
-
-
-@pytest.mark.parametrize("op, dtype, limit, ids_T", [
-    *((reference.carried_chunk_attention, torch.float64, 1e-14, ids_T) for ids_T in LAYOUTS),
-    *(pytest.param(mixed_chunk.carried_chunk_attention, torch.float32, 1e-6, ids_T,
-                   marks=pytest.mark.campaign if i else ()) for i, ids_T in enumerate(LAYOUTS))])
-def test_parts_of_a_row_are_the_row(op, dtype: torch.dtype, limit: float, ids_T: list[int] | None) -> None:
-    """One after the other, each with the past of the one before: output and gradients of the whole rows."""
-    inputs = make_inputs(1, 384, dtype, parameters=dtype)
-    ids_BT = None if ids_T is None else torch.tensor([ids_T])
-    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
-    past, outs = (torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
-    for part in (slice(0, 128), slice(128, 384)):
-        own = {name: x[:, part] if name in ("uvz", "sin", "cos") else x for name, x in leaves.items()}
-        first = 0 if ids_BT is None or part.start == 0 else ids_BT[0, part.start - 1]
-        out, past = op(*own.values(), past, chunk_size=128,
-                       segment_ids_BT=None if ids_BT is None else ids_BT[:, part] - first)
-        outs.append(out)
-    out = torch.cat(outs, 1)
-    given = random(*out.shape, seed=6).bfloat16().to(dtype)
-    made = [out, *torch.autograd.grad(out, [leaves[name] for name in kernel_law.NAMES[1:]], given)]
-    whole = run(reference.gated_chunk_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT)
-    for a, b in zip(made, whole, strict=True):
-        assert (a - b).norm() <= limit * b.norm()
-
-
-def test_a_past_is_carried_over_whole_chunks() -> None:
-    past = torch.zeros(1, S, 64), torch.zeros(1)
-    with pytest.raises(UsageError, match="a past is carried over whole chunks: 200 tokens in chunks of 128"):
-        ops.carried_chunk_attention(*make_inputs(1, 200, torch.float32).values(), past, chunk_size=128)
 
 
 def test_every_run_gives_the_same_bits_in_any_layout() -> None:
@@ -286,13 +153,6 @@ def test_other_derivatives_are_refused() -> None:
         gradient.sum().backward()
 
 
-def tiny(preset: str, **fields: object) -> LanguageModel:
-    """A model of heads as wide as kernels have them."""
-    torch.manual_seed(0)
-    chunk = {"chunk_size": 128} if preset == "flash" else {}
-    return LanguageModel(model_config(preset, n_layers=2, d_model=64, vocab_size=64, context=256, **chunk, **fields))
-
-
 @pytest.mark.parametrize("preset, norm", [("flash", "layer_norm"), ("flash-quad", "scale_norm")])
 def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str) -> None:
     """Under autocast, with checkpointing, and wrapped for data parallel training."""
@@ -329,17 +189,6 @@ def test_text_is_that_of_the_reference() -> None:
     assert texts[0] == texts[1]
 
 
-def run_heads(op, inputs: dict[str, Tensor], gated: bool, **how: object) -> list[Tensor]:
-    """The output, and the gradients of uv, heads, w and gates."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    gate_BT = leaves["gate"].sigmoid()
-    *heads, k_lin = leaves["heads"]
-    heads.append(k_lin * gate_BT[..., None].to(k_lin.dtype))
-    out = op(leaves["uv"], heads, leaves["w"], gate_BT=gate_BT if gated else None, **how)
-    given = random(*out.shape, seed=6).bfloat16().to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), given)]
-
-
 @pytest.mark.parametrize("pooling, s, causal, with_documents", [
     ("written", 128, True, True), ("written", 64, False, True), ("fixed", 128, False, False), *(
         pytest.param(*case, marks=pytest.mark.campaign) for case in (
@@ -347,9 +196,7 @@ def run_heads(op, inputs: dict[str, Tensor], gated: bool, **how: object) -> list
             ("mean", 64, True, True), ("mean", 128, False, True)))])
 def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, causal: bool,
                                                         with_documents: bool) -> None:
-    inputs = {"uv": random(2, 270, 2 * 64, seed=4).bfloat16(),
-              "heads": (0.7 * random(4, 2, 270, s, seed=7)).bfloat16(), "w": random(255, seed=3) / 3,
-              "gate": random(2, 270, seed=9)}
+    inputs = head_inputs(2, 270, s, torch.bfloat16)
     how = {"chunk_size": 128, "causal": causal, "pooling": pooling, "gated": pooling == "written",
            "segment_ids_BT": documents(2, 270) if with_documents else None}
     exact = run_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()}, **how)
@@ -368,9 +215,9 @@ def test_what_the_ops_return_is_what_they_say() -> None:
     for carries in (True, False):
         torch.library.opcheck(mixed_chunk.forward, (*inputs.values(), random(1, 2, S, 64, seed=1), *tables, 128, True,
                                                     carries), test_utils=kinds)
-    torch.library.opcheck(mixed_chunk.forward_of_heads, (inputs["uvz"][..., :128].contiguous(),
-                                                         random(4, 2, 5, S, seed=2).bfloat16(), inputs["w"], *tables,
-                                                         128, True), test_utils=kinds)
+        torch.library.opcheck(mixed_chunk.forward_of_heads, (
+            inputs["uvz"][..., :128].contiguous(), random(4, 2, 5, S, seed=2).bfloat16(), inputs["w"],
+            random(1, 2, S, 64, seed=1), *tables, 128, True, carries), test_utils=kinds)
 
 
 NEAR = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False}
@@ -378,10 +225,12 @@ OPTIONS = {"three": NEAR, "written": {**NEAR, "linear_gate": True, "chunk_poolin
            "both halves": {**NEAR, "linear_gate": True, "chunk_pooling": "written", "local_key_conv": True,
                            "local_scale_init": 1.0},
            "fixed": {**NEAR, "linear_gate": True, "chunk_pooling": "fixed", "linear_divisor": 64.0},
-           "query_key_dim 64": {"query_key_dim": 64}}
+           "query_key_dim 64": {"query_key_dim": 64}, "heads": {**NEAR, "n_heads": 2, "linear_gate": True,
+                                                                "chunk_pooling": "written"}}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.campaign if name in ("three", "written") else ()) for name in OPTIONS])
 def test_options_beyond_the_paper_run_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny("flash", **OPTIONS[name]), []
     inner = mixed_chunk.gated_head_attention
@@ -392,27 +241,6 @@ def test_options_beyond_the_paper_run_in_kernels(name: str, monkeypatch: pytest.
         made.append(model(ids_BT))
     assert len(called) == len(model.layers)
     assert 0 < (made[0] - made[1]).norm() <= 1e-5 * made[0].norm()
-
-
-def test_the_chunks_of_a_prompt_are_read_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two parts, cut inside a chunk, with documents: the states of the rows read at once, and the tokens after."""
-    model = tiny("flash", end_of_document=0, linear_scale_init=1.0).eval()
-    lengths, carried = [], mixed_chunk.carried_chunk_attention
-    ids_BN = random_ids(2, 300, vocab_size=64)
-    ids_BN[0, 20], ids_BN[1, 200] = 0, 0
-
-    def spy(uvz_BTF: Tensor, *rest: object, **how: object) -> object:
-        lengths.append(uvz_BTF.shape[1])
-        return carried(uvz_BTF, *rest, **how)
-
-    monkeypatch.setattr(mixed_chunk, "carried_chunk_attention", spy)
-    model.set_impl("triton")
-    state = model.decoding_state(2)
-    with torch.no_grad():
-        made = [model.extend(part, torch.tensor([part.shape[1]] * 2), state) for part in ids_BN.split([37, 263], 1)]
-        assert lengths == [128] * len(model.layers)  # tokens 128 to 255; those before and after fill no chunk of a part
-        expected = model.set_impl("reference") or model.hidden(ids_BN)
-    assert (torch.cat(made, 1) - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_layers_that_kernels_do_not_have() -> None:

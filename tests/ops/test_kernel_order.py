@@ -53,16 +53,19 @@ def norms():
 
 @torch.no_grad()
 def decode():
-    """Rows at several places of their chunk, some in a document that began in it."""
+    """Rows at several places of their chunk, some in a document that began in it; with heads made and to be made."""
     position, start = torch.tensor([(0, 0), (127, 0), (289, 0), (461, 429), (461, 461)]).T
     offset, n = position % 128, len(position)
     carried = (position - offset - start).clamp(min=0)
-    buffers = [numbers(n, 128, width, seed=width).detach() for width in (S, S, 96)]
-    out = decode_step.chunk_decode_step(
-        numbers(n, 2 * 96 + S), numbers(4, S, seed=1), numbers(4, S, seed=2), *rotary(position, S, torch.float32),
-        numbers(128, seed=3), *buffers, numbers(n, S, 96, seed=4), offset, start - position + offset,
-        torch.where(carried > 0, 1 / carried.clamp(min=1), 0.0))
-    return [out, *buffers]
+    parameters = numbers(4, S, seed=1), numbers(4, S, seed=2), *rotary(position, S, torch.float32)
+    made = []
+    for op, given in ((decode_step.chunk_decode_step, (numbers(n, 2 * 96 + S), *parameters)),
+                      (decode_step.head_decode_step, (numbers(n, 2 * 96), numbers(4, n, S, seed=5)))):
+        buffers = [numbers(n, 128, width, seed=width).detach() for width in (S, S, 96)]
+        out = op(*given, numbers(128, seed=3), *buffers, numbers(n, S, 96, seed=4), offset, start - position + offset,
+                 torch.where(carried > 0, 1 / carried.clamp(min=1), 0.0))
+        made += [out, *buffers]
+    return made
 
 
 LEVELS, PARTS = {(mixed_chunk, "MANY_CHUNKS"): 0}, {(gradients, "SCORES_AT_ONCE"): 128 * 256}
