@@ -308,10 +308,11 @@ def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> N
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"query_key_dim": 64}, {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}],
-    ids=["paper", "narrow", "options"])
+    {}, {"query_key_dim": 64}, {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"},
+    {"n_heads": 2, "linear_gate": True, "chunk_pooling": "written"}], ids=["paper", "narrow", "options", "heads"])
 def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
-    """FLASH, with narrower heads, with options beyond the paper: gradients, and a prompt in parts."""
+    """FLASH, with narrower heads, options beyond the paper, several heads: gradients, and prompts of different lengths
+    in parts."""
     model = LanguageModel(model_config("flash", n_layers=2, d_model=128, vocab_size=64, context=700, chunk_size=128,
                                        end_of_document=END, linear_scale_init=1.0, **options)).double()
     ids_BT = random_ids(2, 700, vocab_size=63) + 1
@@ -323,11 +324,17 @@ def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
     made = output_and_gradients(model, ids_BT)
     least = 0.01 * max(float(t.norm()) for t in expected.values())
     assert {n: e for n in expected if not (e := error(made[n], expected[n], least)) <= LIMITS[torch.float32]} == {}
-    state = model.decoding_state(2)
-    with torch.no_grad():
-        parts = [model.extend(part, torch.full((2,), part.shape[1], device=DEVICE), state)
-                 for part in ids_BT.split([37, 650, 13], 1)]
-    assert error(model.logits(torch.cat(parts, 1)), expected["logits"]) <= LIMITS[torch.float32]
+    state, rows, n_read = model.decoding_state(2), [[], []], [0, 0]
+    for n_new in ((37, 37), (650, 200), (0, 463), (13, 0)):
+        ids_BN = torch.stack([F.pad(ids_T[done : done + n], [0, max(n_new) - n])
+                              for ids_T, done, n in zip(ids_BT, n_read, n_new, strict=True)])
+        with torch.no_grad():
+            x_BND = model.extend(ids_BN, torch.tensor(n_new, device=DEVICE), state)
+        for row, (x_ND, n) in enumerate(zip(x_BND, n_new, strict=True)):
+            rows[row].append(x_ND[:n])
+            n_read[row] += n
+    x_BTD = torch.stack([torch.cat(parts) for parts in rows])
+    assert error(model.logits(x_BTD), expected["logits"]) <= LIMITS[torch.float32]
 
 
 @pytest.fixture
@@ -401,7 +408,7 @@ KERNEL_SIZED = {"n_layers": 3, "d_model": 256, "vocab_size": 512, "context": 700
 
 def with_kernels(preset: str, **fields: object) -> ModelConfig:
     """A small model whose heads are of the width that kernels take."""
-    chunk = {"chunk_size": 128} if preset == "flash" else {}
+    chunk = {"chunk_size": 128} if preset in ("flash", "flash+") else {}
     return model_config(preset, **KERNEL_SIZED, **chunk, **fields)
 
 
@@ -431,10 +438,11 @@ def test_a_model_with_kernels_is_the_model_without(preset: str, precision: str) 
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("preset", ["flash", "flash+"])
 @torch.inference_mode()
-def test_decoding_with_kernels_is_the_parallel_form(dtype: torch.dtype, captured: bool) -> None:
+def test_decoding_with_kernels_is_the_parallel_form(preset: str, dtype: torch.dtype, captured: bool) -> None:
     """Token by token over two ends of chunks and a document's; captured, as a CUDA graph that is replayed."""
-    model = LanguageModel(with_kernels("flash")).to(DEVICE, dtype).eval()
+    model = LanguageModel(with_kernels(preset)).to(DEVICE, dtype).eval()
     ids_BT = (random_ids(5, 300, vocab_size=511) + 1).to(DEVICE)
     ids_BT[2, 200] = END
     model.set_impl("reference")
