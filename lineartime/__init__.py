@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lineartime.data.prepare import prepare
     from lineartime.data.pretrained import model_folder
     from lineartime.data.tokens import open_split
+    from lineartime.documents.embed import embed
     from lineartime.evaluation import evaluate
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
@@ -28,16 +29,17 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
-           "MultiHeadAttention", "TrainConfig", "evaluate", "evaluate_questions", "finetune", "generate", "load_model",
-           "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder", "open_split",
-           "prepare", "read_questions", "train"]
+           "MultiHeadAttention", "TrainConfig", "embed", "evaluate", "evaluate_questions", "finetune", "generate",
+           "load_model", "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder",
+           "open_split", "prepare", "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "run",
          "load_span_model": "run", "evaluate": "evaluation", "measure_context_use": "context_use",
          "measure_recurrence": "recurrence", "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "qa.finetune", "finetune": "qa.finetune",
-         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained"}
+         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
+         "embed": "documents.embed"}
 
 
 def __getattr__(name: str) -> Any:

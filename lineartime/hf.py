@@ -48,6 +48,7 @@ from lineartime.checkpoint import MANIFEST, check_finite, first_five, has_manife
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE
 from lineartime.decoding.cache import DecodingState
+from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel, in_order, init_span_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
@@ -645,18 +646,6 @@ def no_tokens(x_BTD: Tensor) -> Tensor:
 
 def class_head(config: LineartimeConfig) -> torch.nn.Linear:
     return torch.nn.Linear(config.d_model, config.num_labels)
-
-
-def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
-    """The mean of each document's vectors, `[B, N, D]`, N the largest number of documents in a row; 0 for a document
-    without tokens. segment_ids_BT: the document of each token, -1 for padding. Sums are in float32 at least.
-
-    With the attention mask minus 1 the only document is the row without its padding: an embedding of its text."""
-    n = max(int(segment_ids_BT.max()) + 1, 1)
-    of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
-    wide_BTD = at_least_float32(x_BTD)
-    sums_BND = of_BNT.to(wide_BTD.dtype) @ wide_BTD
-    return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
 
 def place_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ EXAMPLES = {
                  "evaluate run --data data --contexts 512,1024,2048"],
     "finetune": ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"],
     "answer": ['answer qa --question "Who wrote it?" --document book.txt'],
+    "embed": ["embed small books/ --out vectors.npy", "cat book.txt | lineartime embed run -"],
     "generate": ['generate run "Once upon a time" --temperature 0.8',
                  'generate --model small "It was a dark and stormy night, and"',
                  'echo "Reader, I" | lineartime generate run -'],
