@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from lineartime.data.prepare import prepare
     from lineartime.data.pretrained import model_folder
     from lineartime.data.tokens import open_split
+    from lineartime.documents.classify import classify
     from lineartime.documents.embed import embed
+    from lineartime.documents.finetune import DocumentTuning, finetune_documents
     from lineartime.evaluation import evaluate
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
@@ -23,15 +25,16 @@ if TYPE_CHECKING:
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
     from lineartime.recurrence import measure_recurrence
-    from lineartime.run import load_model, load_span_model
+    from lineartime.run import load_classifier, load_model, load_span_model
     from lineartime.training import train
 
     __version__: str
 
-__all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
-           "MultiHeadAttention", "TrainConfig", "embed", "evaluate", "evaluate_questions", "finetune", "generate",
-           "load_model", "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder",
-           "open_split", "prepare", "read_questions", "train"]
+__all__ = ["PRESETS", "DecodeStep", "DocumentTuning", "FeedForward", "FineTuning", "GatedAttentionUnit",
+           "LanguageModel", "ModelConfig", "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate",
+           "evaluate_questions", "finetune", "finetune_documents", "generate", "load_classifier", "load_model",
+           "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder", "open_split",
+           "prepare", "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "run",
@@ -39,7 +42,8 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "measure_recurrence": "recurrence", "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "qa.finetune", "finetune": "qa.finetune",
          "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
-         "embed": "documents.embed"}
+         "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "run",
+         "DocumentTuning": "documents.finetune", "finetune_documents": "documents.finetune"}
 
 
 def __getattr__(name: str) -> Any:

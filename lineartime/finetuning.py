@@ -101,7 +101,7 @@ def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapp
 
 
 def train_config(settings: Mapping[str, Any], learning_rate: float, *, n_rows: int, context: int, epochs: float,
-                 clip: float | None) -> TrainConfig:
+                 clip: float | None = TrainConfig().clip) -> TrainConfig:
     """The fields of TrainConfig among `settings`, then batches of 32 rows, a tenth of the steps for warm-up, ten saves,
     five scores, and `clip`. n_rows: rows to train on, of `context` tokens. Raises UsageError for wrong values."""
     given = {name: value for name, value in settings.items() if name in TRAIN_FIELDS}

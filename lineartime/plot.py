@@ -53,6 +53,8 @@ class Panel:
     """Of each name the numbers of its seeds, perhaps none, and what is written at the right."""
     heat: tuple[tuple[str, tuple[float | None, ...]], ...] = ()
     """Of each name, from the top, shares between 0 and 1 from left to right: a heat map. None is left white."""
+    heat_columns: tuple[str, ...] = ()
+    """The names of its columns; by default it goes from begin to end."""
     x_scale: Literal["linear", "log", "positions"] = "linear"
     """"positions" are powers of two."""
     contexts: tuple[tuple[int, str], ...] = ()
@@ -74,7 +76,7 @@ class Picture:
 def digest(picture: Picture) -> str:
     """A hash of all that a picture is drawn from; the file carries it, so that one of older rows is found out."""
     def drawn(fields: list[tuple[str, Any]]) -> dict[str, Any]:  # older pictures know no heat maps
-        return {name: value for name, value in fields if name != "heat" or value}
+        return {name: value for name, value in fields if name not in ("heat", "heat_columns") or value}
 
     return hashlib.sha256(json.dumps(asdict(picture, dict_factory=drawn)).encode()).hexdigest()
 
@@ -98,7 +100,8 @@ def figure_of(picture: Picture) -> "Figure":
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
     n_rows = math.ceil(len(panels) / n_columns)
     width = max(0.3 + 4.2 * n_columns, 8)
-    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in panels)
+    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else
+                                max(3.2, 2.0 + 0.3 * len(panel.heat_columns)) for panel in panels)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
@@ -173,7 +176,10 @@ def draw_heat(axes: "Axes", panel: Panel) -> None:
                 axes.text(column, row, f"{share:.2f}".replace("0.", "."), ha="center", va="center", fontsize=8.5,
                           color="white" if share > 0.6 else "#333333")
     axes.set_yticks(range(len(names)), names)
-    axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
+    if panel.heat_columns:
+        axes.set_xticks(range(len(panel.heat_columns)), panel.heat_columns, rotation=45, ha="right")
+    else:
+        axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
     axes.grid(visible=False)
 
 

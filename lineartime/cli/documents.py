@@ -1,4 +1,4 @@
-"""`lineartime embed`: documents of any length, read whole, into vectors."""
+"""`lineartime embed` and `classify`, and `finetune` for them: documents of any length, read whole."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lineartime.cli.arguments import Device, Strict, pick_device
-from lineartime.cli.terminal import Terminal, interrupted_at_once, note, results_are_files, say_stopping
+from lineartime.cli.terminal import Terminal, interrupted_at_once, note, results_are_files, say, say_stopping
 from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
 
@@ -64,6 +64,72 @@ def embed(
                 "precision": precision}
     write_results(loaded.to(pick_device(device)), tokenizer, files, fields, reading, settings, out, embedded_row,
                   embedded_schema)
+
+
+def classify(
+    model: Annotated[str, typer.Argument(help="A folder of `finetune --task classify`, or a checkpoint of one.")],
+    files: Files,
+    out: Annotated[Path | None, typer.Option(
+        help="File for the labels: .jsonl or .parquet; by default JSON lines on stdout.")] = None,
+    text_field: TextField = "text",
+    pair_field: PairField = None,
+    max_tokens: MaxTokens = None,
+    batch_rows: BatchRows = 8,
+    precision: Precision = "float32",
+    strict: Strict = False,
+    device: Device = None,
+) -> None:
+    """Read documents whole and write the labels of each, with their probabilities, in order.
+    The same command goes on with a file that is not whole."""
+    check_files(files)
+    with interrupted_at_once():
+        from lineartime.documents.classify import labelled_row, labelled_schema
+        from lineartime.documents.examples import Fields
+        from lineartime.documents.pooling import Reading
+        from lineartime.documents.results import check_out
+        from lineartime.run import load_classifier
+
+    reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
+    if out is not None:
+        check_out(out, (".jsonl", ".parquet"))
+    loaded, tokenizer, _ = load_classifier(Path(model), strict=strict)
+    settings = {"verb": "classify", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
+                "precision": precision}
+    loaded.to(pick_device(device))
+    write_results(loaded, tokenizer, files, fields, reading, settings, out,
+                  lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))
+
+
+def finetune_on_documents(model: Path, task: str, documents: list[str] | None, validation: list[str] | None,
+                          test: list[str] | None, out: Path | None, rates: tuple[float, ...] | None,
+                          settings: dict[str, Any], rank_timeout: float, device: str | None,
+                          plan: dict[str, Any]) -> None:
+    """`lineartime finetune` for labels of documents. plan: further fields of `DocumentTuning`."""
+    if not documents or not validation or out is None:
+        raise UsageError("too little is named", f"--task {task}", "it takes --documents, --validation and --out")
+    with interrupted_at_once():
+        from lineartime.documents.examples import Fields
+        from lineartime.documents.finetune import LEARNING_RATES, DocumentTuning, finetune_documents
+        from lineartime.documents.report import REPORT_FILE, words
+        from lineartime.training import StopSignal
+
+    given = DocumentTuning(named_folder(str(model)), tuple(documents), tuple(validation), out, tuple(test or ()),
+                           settings=settings, learning_rates=rates or LEARNING_RATES,
+                           **{**plan, "fields": Fields(*plan["fields"])})
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
+        result = finetune_documents(given, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
+                                    rank_timeout=rank_timeout)
+    if "already" in result:
+        say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
+    say("")
+    for name, each in result["learning_rates"].items():
+        say(f"lr {name:<9} {words(each['held_out'])}" + ("  <- best" if result["best"] == f"lr-{name}" else ""))
+    say(f"without reading {words(result['without_reading'])}")
+    if "test" in result:
+        say(f"test         {words(result['test'])} on {result['test']['n_documents']:,} documents")
+    say(f"\nreport   {out / REPORT_FILE}")
+    say(f"weights  {out / 'best'}  (open with lineartime.load_classifier or transformers)")
+    say(f"next     lineartime classify {out} FILES")
 
 
 def check_files(files: list[str]) -> None:

@@ -40,13 +40,18 @@ def check_out(out: Path, endings: tuple[str, ...] = ENDINGS) -> None:
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
 
+def weights_sha256(model: LanguageModel) -> str:
+    """The hash of a model's weights."""
+    digest = hashlib.sha256()
+    for parameter in model.state_dict().values():
+        digest.update(parameter.cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
 def description_of(model: LanguageModel, tokenizer: Tokenizer, names: Iterable[str],
                    settings: dict[str, Any]) -> dict[str, Any]:
     """What rows are made from: the weights, the tokenizer, the files as they are now, and settings. Text on stdin is
     never the same twice."""
-    weights = hashlib.sha256()
-    for parameter in model.state_dict().values():
-        weights.update(parameter.contiguous().numpy())
     files: list[list[Any]] = []
     for name in names:
         inside = [Path(name, below) for below in files_below(Path(name))] if Path(name).is_dir() else [Path(name)]
@@ -54,7 +59,7 @@ def description_of(model: LanguageModel, tokenizer: Tokenizer, names: Iterable[s
             found = path.stat()
             files.append([str(path), found.st_size, found.st_mtime_ns])
         files += [[name]] if name.startswith(ON_HUB) else [[name, time.time_ns()]] if name == STDIN else []
-    return {"weights": weights.hexdigest(), "tokenizer": tokenizer.sha256, "files": files, **settings}
+    return {"weights": weights_sha256(model), "tokenizer": tokenizer.sha256, "files": files, **settings}
 
 
 def part_of(out: Path) -> Path:
