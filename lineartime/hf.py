@@ -583,7 +583,8 @@ class LineartimeForQuestionAnswering(LineartimeModel):
 class LineartimeForSequenceClassification(LineartimeModel):
     """A class, classes or a number for each row: a linear layer, `score`, on the mean over the row's tokens.
 
-    `config.problem_type` is that of transformers: by default a number for one label, else one class."""
+    `config.problem_type` is that of transformers: by default a number for one label, else one class. A number that
+    `lineartime finetune` has learned is the output times `config.label_std`, plus `config.label_mean`."""
 
     def __init__(self, config: LineartimeConfig):
         super().__init__(config)
@@ -601,6 +602,8 @@ class LineartimeForSequenceClassification(LineartimeModel):
                                        output_hidden_states=output_hidden_states, **kwargs)
         valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
         logits_BL = self.score(document_means(x_BTD, valid_BT.long() - 1)[:, 0])
+        if getattr(self.config, "label_std", None) is not None:
+            logits_BL = logits_BL * self.config.label_std + self.config.label_mean
         loss = None
         if labels is not None:
             wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
