@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from lineartime.data.tokens import open_split
     from lineartime.documents.classify import classify
     from lineartime.documents.embed import embed
-    from lineartime.documents.finetune import DocumentTuning, finetune_documents
+    from lineartime.documents.finetune import finetune_documents
+    from lineartime.documents.tuning import DocumentTuning
     from lineartime.evaluation import evaluate
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
@@ -43,7 +44,7 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "FineTuning": "qa.finetune", "finetune": "qa.finetune",
          "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
          "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "run",
-         "DocumentTuning": "documents.finetune", "finetune_documents": "documents.finetune"}
+         "DocumentTuning": "documents.tuning", "finetune_documents": "documents.finetune"}
 
 
 def __getattr__(name: str) -> Any:

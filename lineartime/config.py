@@ -682,6 +682,8 @@ def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
 
 
 QUESTION_ANSWERING, CLASSIFICATION = "LineartimeForQuestionAnswering", "LineartimeForSequenceClassification"
+ENCODER = {"pooling": "mean"}
+"""What the `config.json` of a model that gives documents vectors has besides."""
 PROBLEMS = {"one": "single_label_classification", "several": "multi_label_classification", "number": "regression"}
 """What a document's label is (one class, any number of classes, a number), as `transformers` calls it."""
 
@@ -729,6 +731,11 @@ def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any)
 def architecture_of(config_json: str) -> str:
     """The class that `transformers` loads from a `config.json`, which is JSON; "" if it names none."""
     return str(next(iter(json.loads(config_json).get("architectures") or []), ""))
+
+
+def is_encoder(config_json: str) -> bool:
+    """Whether a `config.json`, which is JSON, is that of a model that gives documents vectors."""
+    return json.loads(config_json).items() >= ENCODER.items()
 
 
 def head_from_json(config_json: str) -> "Head":

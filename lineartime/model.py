@@ -338,3 +338,8 @@ class DocumentClassifier(LanguageModel):
         """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least."""
         logits_BL = at_least_float32(self.score(mean_BD))
         return logits_BL * self.head.label_std + self.head.label_mean
+
+
+class DocumentEncoder(LanguageModel):
+    """A `LanguageModel` that was trained to give documents vectors, the means of their last hidden states. The language
+    model's head is unused but stays in the state dict."""

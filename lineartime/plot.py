@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
+UNITS = {"classify": "nats per label", "embed": "nats per text of a pair"}
+"""Of the losses of runs that are fine-tuned on documents, by task."""
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 """Told apart by people with any colour vision (Okabe and Ito)."""
@@ -248,10 +250,12 @@ def read_curves(run_dir: Path) -> Curves:
         whole = final["held_out"] if final else scores[-1][1] if scores else None
         return Curves(
             f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
-            "nats per token" if config.causal else "nats per masked token", run["train"]["tokens_per_step"],
+            UNITS.get(run["task"]) or ("nats per token" if config.causal else "nats per masked token"),
+            run["train"]["tokens_per_step"],
             np.array([line["step"] for line in training]), np.array([line["loss"] for line in training]),
             [(step, score["loss"]) for step, score in scores], final,
-            whole["bits_per_byte"] / whole["loss"] if whole and config.causal else None)
+            whole["bits_per_byte"] / whole["loss"] if whole and config.causal and "bits_per_byte" in whole else
+            None)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError("damaged run", run_dir, f"{type(e).__name__}: {e}") from None
 

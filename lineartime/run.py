@@ -25,6 +25,7 @@ from lineartime.config import (
     TrainConfig,
     architecture_of,
     head_from_json,
+    is_encoder,
     model_config_from_json,
     model_config_json,
     to_dict,
@@ -34,7 +35,7 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.distributed.ordered import Part, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, ResourceError, UsageError
-from lineartime.model import DocumentClassifier, LanguageModel, SpanModel
+from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.settings import replace_fields
 
 METRICS_FILE = "metrics.jsonl"
@@ -376,9 +377,9 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
 
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
     `save_pretrained`; or a folder of `lineartime finetune`, whose best run is read. strict: whether a damaged newer
-    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel` or a
-    `DocumentClassifier`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
-    CheckpointError for a checkpoint that is damaged, of another run or not finite."""
+    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`, a
+    `DocumentClassifier` or a `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises
+    UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run or not finite."""
     path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
@@ -404,8 +405,8 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
     with torch.device("meta"):
-        model = (DocumentClassifier(config, head) if head else
-                 SpanModel(config) if kind == QUESTION_ANSWERING else LanguageModel(config))
+        model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
+                 DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
     weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer, facts

@@ -100,36 +100,39 @@ def classify(
                   lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))
 
 
-def finetune_on_documents(model: Path, task: str, documents: list[str] | None, validation: list[str] | None,
+def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, validation: list[str] | None,
                           test: list[str] | None, out: Path | None, rates: tuple[float, ...] | None,
                           settings: dict[str, Any], rank_timeout: float, device: str | None,
                           plan: dict[str, Any]) -> None:
-    """`lineartime finetune` for labels of documents. plan: further fields of `DocumentTuning`."""
+    """`lineartime finetune` for labels or vectors of documents. plan: further fields of `DocumentTuning`."""
     if not documents or not validation or out is None:
         raise UsageError("too little is named", f"--task {task}", "it takes --documents, --validation and --out")
     with interrupted_at_once():
+        from lineartime.documents import contrast, report
         from lineartime.documents.examples import Fields
-        from lineartime.documents.finetune import LEARNING_RATES, DocumentTuning, finetune_documents
-        from lineartime.documents.report import REPORT_FILE, words
+        from lineartime.documents.finetune import finetune_documents
+        from lineartime.documents.report import REPORT_FILE
+        from lineartime.documents.tuning import LEARNING_RATES, DocumentTuning
         from lineartime.training import StopSignal
 
     given = DocumentTuning(named_folder(str(model)), tuple(documents), tuple(validation), out, tuple(test or ()),
                            settings=settings, learning_rates=rates or LEARNING_RATES,
-                           **{**plan, "fields": Fields(*plan["fields"])})
+                           task=task, **{**plan, "fields": Fields(*plan["fields"])})
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune_documents(given, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
                                     rank_timeout=rank_timeout)
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
+    words, before = (report.words, "reading") if task == "classify" else (contrast.words, "training")
     say("")
     for name, each in result["learning_rates"].items():
         say(f"lr {name:<9} {words(each['held_out'])}" + ("  <- best" if result["best"] == f"lr-{name}" else ""))
-    say(f"without reading {words(result['without_reading'])}")
+    say(f"without {before} {words(result[f'without_{before}'])}")
     if "test" in result:
         say(f"test         {words(result['test'])} on {result['test']['n_documents']:,} documents")
     say(f"\nreport   {out / REPORT_FILE}")
-    say(f"weights  {out / 'best'}  (open with lineartime.load_classifier or transformers)")
-    say(f"next     lineartime classify {out} FILES")
+    say(f"weights  {out / 'best'}  (open with lineartime.load_model or transformers)")
+    say(f"next     lineartime {task} {out} FILES")
 
 
 def check_files(files: list[str]) -> None:

@@ -14,7 +14,7 @@ from lineartime.errors import UsageError
 
 def export(
     run: Annotated[Path, typer.Argument(
-        help="A run of `lineartime train`, or a folder of `finetune --task classify`.")],
+        help="A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.")],
     out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
     data: Annotated[Path | None, typer.Option(
         help="Folder of the prepared text that the run was trained on; by default the run's.")] = None,
@@ -25,7 +25,7 @@ def export(
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores.
-    A folder of `lineartime finetune --task classify`: weights in float32, and its report as the card."""
+    A folder of `lineartime finetune --task classify` or `embed`: weights in float32, and its report as the card."""
     results_are_files()
     if is_of_documents(run):
         if data is not None or about is not None or prompt:

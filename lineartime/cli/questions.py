@@ -27,7 +27,7 @@ from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
 from lineartime.settings import require_name
 
-TASKS = ("questions", "classify")
+TASKS = ("questions", "classify", "embed")
 
 
 def finetune(
@@ -37,12 +37,12 @@ def finetune(
     task: Annotated[str, typer.Option(help=f"{', '.join(TASKS)}.", autocompletion=complete_from(TASKS))] = "questions",
     questions: QuestionFiles = None,
     documents: Annotated[list[str] | None, typer.Option(
-        help="classify: labelled documents (.csv, .jsonl, .parquet, a folder of folders by label, hub:NAME/SPLIT); may "
-             "be given again.")] = None,
+        help="classify: labelled documents; embed: any (.csv, .jsonl, .parquet, a folder of folders by label, "
+             "hub:NAME/SPLIT); may be given again.")] = None,
     validation: Annotated[list[str] | None, typer.Option(
         help="Questions or documents that the learning rate is chosen on; may be given again.")] = None,
     test: Annotated[list[str] | None, typer.Option(
-        help="classify: documents that the best model is scored on; may be given again.")] = None,
+        help="classify, embed: documents that the best model is scored on; may be given again.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs; unfinished runs there are continued.")] = None,
     evidence: Evidence = None,
     learning_rates: Annotated[str | None, typer.Option(
@@ -58,7 +58,7 @@ def finetune(
     label_field: Annotated[str, typer.Option(help="classify: field or column of the label.")] = "label",
     balance: Annotated[bool, typer.Option("--balance", help="classify: every class counts the same.")] = False,
     patience: Annotated[int, typer.Option(
-        help="classify: end a run after so many held-out scores without a better one.")] = 3,
+        help="classify, embed: end a run after so many held-out scores without a better one.")] = 3,
     max_tokens: MaxTokens = None,
     negatives: Annotated[float, typer.Option(
         help="Share of the windows without an answer that is trained on.")] = 0.25,
@@ -71,6 +71,7 @@ def finetune(
 ) -> None:
     """Teach a model a task, once per learning rate; keep the best by F1.
     questions: a masked model finds answers in documents. classify: any model labels documents of any length.
+    embed: it gives them vectors that are near for the two texts of a pair.
     To teach a causal model more text: `lineartime train --from RUN`."""
     results_are_files()
     require_name("task", task, TASKS)
@@ -85,7 +86,7 @@ def finetune(
         return
     if documents or test or max_tokens is not None:
         raise UsageError("too much is named", "--task questions", "--documents, --test and --max-tokens go with "
-                         "--task classify")
+                         "--task classify and embed")
     if not questions or not validation or out is None:
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
     with interrupted_at_once():

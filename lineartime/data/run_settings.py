@@ -13,6 +13,7 @@ from lineartime.config import (
     RunConfig,
     architecture_of,
     check_names,
+    is_encoder,
     model_config_from_json,
     run_config,
 )
@@ -95,6 +96,7 @@ def read_source(name: str) -> tuple[ModelConfig, Tokenizer]:
         raise UsageError(e.what, folder / "config.json", e.todo) from None
     for head, does in ((QUESTION_ANSWERING, "answers questions"), (CLASSIFICATION, "labels documents")):
         require(architecture_of(text) != head, f"this model {does}", name, "begin with a language model")
+    require(not is_encoder(text), "this model gives documents vectors", name, "begin with a language model")
     return config, load_tokenizer(folder / TOKENIZER_FILE)
 
 

@@ -1,61 +1,39 @@
-"""Fine-tuning on labelled documents: a pretrained model gets a head on the mean of a document's last hidden states.
+"""Fine-tuning on documents: for labels, and by `contrast` for vectors.
 
-A document that fits into a row is one row of training. Of a longer one each epoch reads one window, drawn anew in
-proportion to the windows' tokens; the held-out scores, and `lineartime classify`, read it whole."""
+For labels a pretrained model gets a head on the mean of a document's last hidden states. A document that fits into a
+row is one row of training. Of a longer one each epoch reads one window, drawn anew in proportion to the windows'
+tokens; the held-out scores, and `lineartime classify`, read it whole."""
 
-import hashlib
 import logging
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.config import CLASSIFICATION, TRAIN_FIELDS, Head, ModelConfig, RunConfig, TrainConfig, model_config_json
+from lineartime.config import CLASSIFICATION, Head, RunConfig, model_config_json
 from lineartime.config import to_dict as fields_of
 from lineartime.data.tokens import epoch_order, places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks
-from lineartime.documents import metrics, report
+from lineartime.documents import contrast, metrics, report
 from lineartime.documents.classify import NUMBER, label_losses, logits_of, targets_of
-from lineartime.documents.examples import Fields, Labels, read_examples
+from lineartime.documents.examples import read_examples
 from lineartime.documents.labelled import Documents, class_weights, head_of, read_documents, require_known
 from lineartime.documents.pooling import Reading, padded, read_means, row_means
 from lineartime.documents.results import weights_sha256
-from lineartime.finetuning import (
-    BEST,
-    EPOCHS,
-    check_rates,
-    copy_weights,
-    name_of,
-    train_config,
-    try_rates,
-    with_context,
-)
-from lineartime.model import DocumentClassifier, LanguageModel
-from lineartime.run import CONFIG_FILE, WEIGHTS, Run, load_model
+from lineartime.documents.tuning import SAVED, DocumentTuning, drawn_window, load_step, reading_of, train_best
+from lineartime.finetuning import BEST, copy_weights, name_of, try_rates, with_context
+from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
+from lineartime.run import CONFIG_FILE, Run, load_model
 from lineartime.runtime import pick_device
-from lineartime.settings import require, require_name
-from lineartime.training import Progress, StopSignal, fit_once
+from lineartime.settings import require
+from lineartime.training import Progress, StopSignal
 from lineartime.weights.folder import tokenizer_files
 
-LEARNING_RATES = (1e-3, 3e-4, 1e-4)
-PATIENCE, SCORES = 3, 10
-"""Held-out scores without a better one after which a run ends; scores in a run."""
-
 logger = logging.getLogger(__name__)
-
-
-def drawn_window(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:
-    """The part of a document that an epoch trains on: all of it, or one of its windows of `size` tokens, drawn in
-    proportion to its tokens from (seed, epoch, row)."""
-    key = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
-    first = int.from_bytes(key[:8], "little") % n_tokens // size * size
-    return slice(first, min(first + size, n_tokens))
 
 
 class LabelledDocuments:
@@ -95,8 +73,7 @@ class LabelledDocuments:
         order = epoch_order(train.seed, 0, len(self.validation))
         before = np.cumsum([0, *(len(self.validation.ids[i]) for i in order)])[:-1]
         chosen = order[before < train.eval_tokens]
-        reading = Reading(batch_rows=self.config.micro_batch_rows, precision=train.precision)
-        logits_NL = read_logits(model, [self.validation.ids[i] for i in chosen], reading, progress)
+        logits_NL = read_logits(model, [self.validation.ids[i] for i in chosen], reading_of(self.config), progress)
         return metrics.score_labels(self.head, logits_NL,
                                     targets_of(self.head, [self.validation.labels[i] for i in chosen]))
 
@@ -113,78 +90,28 @@ def read_logits(model: nn.Module, ids: Sequence[np.ndarray], reading: Reading,
     return np.array(rows)
 
 
-@dataclass(frozen=True)
-class DocumentTuning:
-    """The settings of a fine-tuning on labelled documents."""
-
-    model: Path
-    """The pretrained model, see `load_model`."""
-    documents: tuple[Path | str, ...]
-    """Labelled documents to train on, see `read_examples`."""
-    validation: tuple[Path | str, ...]
-    """Those that the learning rate and the end of training are chosen on."""
-    out: Path
-    test: tuple[Path | str, ...] = ()
-    """Those that the best model is scored on at the end."""
-    labels: Labels = "one"
-    fields: Fields = field(default_factory=Fields)
-    learning_rates: tuple[float, ...] = LEARNING_RATES
-    context: int | None = None
-    """Tokens of a row of training; None: as in pretraining."""
-    epochs: float = EPOCHS
-    patience: int = PATIENCE
-    """A run ends after so many held-out scores without a better one."""
-    balance: bool = False
-    """Whether every class counts the same in training, however many documents it has."""
-    max_tokens: int | None = None
-    """Most tokens of a document; None: it is read whole."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Fields of TrainConfig."""
-    strict: bool = False
-    """Whether a damaged newer checkpoint of the pretrained run is an error, see `load_model`."""
-
-    def __post_init__(self) -> None:
-        check_rates(self.learning_rates, self.epochs, self.settings)
-        require_name("kind of labels", self.labels, get_args(Labels))
-        require(self.patience >= 1, "wrong value", f"patience = {self.patience}", "it takes whole numbers from 1")
-        require(not (self.balance and self.labels == "number"), "numbers have no classes to balance", "balance",
-                "leave it out")
-        require(self.context is None or self.context >= 2, "wrong value", f"context = {self.context}",
-                "it takes 2 or more")
-        Reading(self.max_tokens)
-        for name in self.settings:
-            require_name("setting of training", name, TRAIN_FIELDS)
-
-    def run_config(self, config: ModelConfig, n_documents: int, n_held_out: int, rate: float) -> RunConfig:
-        """The run of a learning rate. It is scored ten times, at its last step too, on all of the validation."""
-        def train(settings: dict[str, Any]) -> TrainConfig:
-            return train_config(settings, rate, n_rows=n_documents, context=config.context, epochs=self.epochs)
-
-        steps = train(self.settings).steps
-        every = self.settings.get("eval_every", -(-steps // SCORES))
-        rounded = {"steps": math.ceil(steps / every) * every, "eval_every": every, "eval_tokens": n_held_out}
-        return RunConfig(config, train({**rounded, **self.settings}), "fine-tuned", "classify",
-                         ", ".join(map(str, self.documents)), str(self.out / f"lr-{name_of(rate)}"))
-
-
 def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | None = None,
                        stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
                        progress: Progress | None = None, rank_timeout: float = TIMEOUT_S) -> dict[str, Any]:
     """Fine-tune once per learning rate, or resume, and write a report of the best. Returns the content of
     `DIR/result.json`: "best" (the best run's folder in `plan.out`), scores by learning rate, the scores without
-    reading, those of the test documents, and counts; with "already" if the folder was complete before.
+    training, those of the test documents, and counts; with "already" if the folder was complete before.
 
     device, stop, on_step, progress, rank_timeout: as in `qa.finetune.finetune`; progress counts documents and tokens.
-    Raises UsageError for wrong settings, a model with a head, a folder with another fine-tuning and without
-    scikit-learn; DataError for wrong documents; Stopped after saving, and as `fit` does."""
+    Raises UsageError for wrong settings, a model with a head, a folder with another fine-tuning and, for labels,
+    without scikit-learn; DataError for wrong documents; Stopped after saving, and as `fit` does."""
     stop = stop or StopSignal()
-    metrics.scikit()
+    if plan.task == "classify":
+        metrics.scikit()
     if not isinstance(device, torch.device):
         device = pick_device(device, tell=True)
     pretrained, tokenizer, _ = load_model(plan.model, strict=plan.strict)
-    require(type(pretrained) is LanguageModel, "this model has a head already", str(plan.model),
-            "begin with a language model")
+    require(isinstance(pretrained, DocumentEncoder) or type(pretrained) is LanguageModel,
+            "this model has a head already", str(plan.model), "begin with a language model")
     config = with_context(pretrained, plan.context or pretrained.config.context, {})
+    if plan.task == "embed":
+        return contrast.finetune_encoder(plan, pretrained, config, tokenizer, device, stop, on_step, progress,
+                                         rank_timeout)
     note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
 
     def read(names: tuple[Path | str, ...], what: str) -> Documents:
@@ -219,8 +146,6 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
     def train_one(each: RunConfig, ranks: Ranks) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all held-out documents."""
         files = {**tokenizer_files(tokenizer), CONFIG_FILE: model_config_json(config, CLASSIFICATION, **head.fields())}
-        watched = stop.watch("what is trained is saved; the same command resumes", progress, "scoring",
-                             validation.n_tokens, ranks)
 
         def begin(ranks: Ranks) -> tuple[LanguageModel, LabelledDocuments, dict[str, str]]:
             torch.manual_seed(each.train.seed)
@@ -229,19 +154,13 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
             return model, LabelledDocuments(each, head, train, validation, weights, ranks), files
 
         def scored(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
-            step = each.train.steps if run.best is None else run.best
-            load_step(run.out, step, model)
-            reading = Reading(batch_rows=each.micro_batch_rows, precision=each.train.precision)
-            logits_NL = read_logits(model, validation.ids, reading, watched)
-            scores = metrics.score_labels(head, logits_NL, targets_of(head, validation.labels))
+            watched = stop.watch(SAVED, progress, "scoring", validation.n_tokens, ranks)
+            logits_NL = read_logits(model, validation.ids, reading_of(each), watched)
             if ranks.is_first:
                 report.write_predictions(run.out, head, validation, logits_NL)
-            return {"steps": each.train.steps, "best_step": step, "score": scores["score"], "held_out": scores}
+            return metrics.score_labels(head, logits_NL, targets_of(head, validation.labels))
 
-        result, _ = fit_once(each, description, device, stop, begin, scored, on_step=on_step, patience=plan.patience)
-        logger.info(f"  {report.words(result['held_out'])} on {len(validation):,} held-out documents, "
-                    f"step {result['best_step']:,} of {each.train.steps:,}")
-        return {name: value for name, value in result.items() if name != "run"}
+        return train_best(each, description, device, stop, begin, scored, report.words, on_step, plan.patience)
 
     def finish(best: str, rates: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         step, each = rates[best.removeprefix("lr-")]["best_step"], configs[best.removeprefix("lr-")]
@@ -253,10 +172,8 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
         if test is not None:
             model = DocumentClassifier(config, head)
             load_step(plan.out / best, step, model)
-            counted = stop.watch("what is trained is saved; the same command goes on", progress, "testing",
-                                 test.n_tokens, ranks)
-            scored, logits_NL = test, read_logits(model.to(device), test.ids, Reading(
-                batch_rows=each.micro_batch_rows, precision=each.train.precision), counted)
+            counted = stop.watch(SAVED, progress, "testing", test.n_tokens, ranks)
+            scored, logits_NL = test, read_logits(model.to(device), test.ids, reading_of(each), counted)
             found["test"] = metrics.score_labels(head, logits_NL, targets_of(head, test.labels))
         if ranks.is_first:
             report.write_predictions(plan.out, head, scored, logits_NL)
@@ -267,7 +184,3 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
     return try_rates(plan.out, configs, whole, device, rank_timeout, train_one, lambda scores: scores["score"], finish)
 
 
-def load_step(run: Path, step: int, model: nn.Module) -> None:
-    """Give a model the weights of a run's checkpoint. Raises CheckpointError."""
-    loaded = checkpoint.load(run / f"step-{step:08d}", WEIGHTS)
-    model.load_state_dict(checkpoint.joined(loaded, WEIGHTS))

@@ -17,9 +17,9 @@ from lineartime.weights.folder import CODE, CODE_FILE, config_with_code, sentenc
 
 
 def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
-    """Write the best model of a folder of `lineartime finetune --task classify` to the new folder `out`: weights in
-    float32, what `transformers` and `sentence-transformers` read, and its report as the card; returns the bytes of the
-    weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
+    """Write the best model of a folder of `lineartime finetune --task classify` or `embed` to the new folder `out`:
+    weights in float32, what `transformers` and `sentence-transformers` read, and its report as the card; returns the
+    bytes of the weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
     remove_leftovers(out)
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
     model, tokenizer, facts = load_model(folder, strict=strict)

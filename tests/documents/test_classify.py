@@ -17,11 +17,12 @@ from command_line import assert_refused
 from command_line import call as call  # a fixture
 from lineartime import finetuning
 from lineartime.config import Head
-from lineartime.documents import finetune, metrics, report
+from lineartime.documents import finetune, metrics, report, tuning
 from lineartime.documents.classify import label_losses, prediction_of, targets_of
-from lineartime.documents.finetune import DocumentTuning, LabelledDocuments, drawn_window, finetune_documents
+from lineartime.documents.finetune import LabelledDocuments, finetune_documents
 from lineartime.documents.labelled import Documents, class_weights, head_of
 from lineartime.documents.pooling import document_ids
+from lineartime.documents.tuning import DocumentTuning, drawn_window
 from lineartime.errors import CheckpointError, Stopped, UsageError
 from lineartime.model import DocumentClassifier
 from lineartime.run import read_metrics
@@ -155,7 +156,7 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         if place != "step":
-            owner = {"load_step": finetune, "write_json": finetuning}.get(place, report)
+            owner = {"load_step": tuning, "write_json": finetuning}.get(place, report)
             patch.setattr(owner, place, killed)
         finetune_documents(plan(folder, out), device=CPU, on_step=at)
     assert not (out / "result.json").exists()

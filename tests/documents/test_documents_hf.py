@@ -14,7 +14,8 @@ import lineartime
 import lineartime.hf
 from command_line import assert_refused
 from command_line import call as call  # a fixture
-from lineartime.documents.finetune import DocumentTuning, finetune_documents
+from lineartime.documents.finetune import finetune_documents
+from lineartime.documents.tuning import DocumentTuning
 from made_documents import CONTEXT, made_rows, write_model, write_rows
 
 CPU = torch.device("cpu")
