@@ -92,7 +92,7 @@ def classify(
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     if out is not None:
         check_out(out, (".jsonl", ".parquet"))
-    loaded, tokenizer, _ = load_classifier(Path(model), strict=strict)
+    loaded, tokenizer, _ = load_classifier(named_folder(model), strict=strict)
     settings = {"verb": "classify", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
                 "precision": precision}
     loaded.to(pick_device(device))
@@ -196,7 +196,8 @@ def write_results(model: "LanguageModel", tokenizer: "Tokenizer", files: list[st
 
 def bytes_of(files: list[str]) -> int | None:
     """The bytes of the inputs, about those of their text; None where that is not known."""
-    plain = (".txt", ".md", ".csv", ".jsonl")
-    paths = [path for name in files for path in ([Path(name)] if not Path(name).is_dir() else Path(name).rglob("*"))]
-    known = all(name.lower().endswith(plain) or Path(name).is_dir() for name in files)
-    return sum(path.stat().st_size for path in paths if path.is_file()) if known else None
+    from lineartime.documents.examples import files_of
+
+    paths = [path for name in files for path in files_of(name)]
+    plain = all(path.suffix in (".txt", ".md", ".csv", ".jsonl") and path.is_file() for path in paths)
+    return sum(path.stat().st_size for path in paths) if paths and plain else None

@@ -101,15 +101,25 @@ def read_examples(names: Iterable[Path | str], fields: Fields | None = None,
 
 def of_folder(folder: Path, fields: Fields, labels: Labels | None) -> Iterator[Example]:
     """The documents of all files below a folder that can be read, in the order of their names."""
-    try:
-        names = sorted(name for name in files_below(folder) if name.lower().endswith(PLAIN + RECORDS))
-    except OSError as e:
-        raise DataError("cannot read the input", folder, e.strerror) from None
-    if not names:
+    paths = files_of(str(folder))
+    if not paths:
         raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(PLAIN + RECORDS)}")
-    for name in names:
-        above = name.split("/")[:-1]
-        yield from of_file(folder / name, fields, labels, above[0] if above else None)
+    for path in paths:
+        above = path.relative_to(folder).parts[:-1]
+        yield from of_file(path, fields, labels, above[0] if above else None)
+
+
+def files_of(name: str) -> list[Path]:
+    """The files that an input stands for, in order: those below a folder that can be read; none for stdin and the hub.
+    Raises DataError for a folder that cannot be read."""
+    if name == STDIN or name.startswith(ON_HUB):
+        return []
+    if not Path(name).is_dir():
+        return [Path(name)]
+    try:
+        return [Path(name, below) for below in files_below(Path(name)) if below.lower().endswith(PLAIN + RECORDS)]
+    except OSError as e:
+        raise DataError("cannot read the input", name, e.strerror) from None
 
 
 def of_file(path: Path, fields: Fields, labels: Labels | None, folder: str | None) -> Iterator[Example]:

@@ -17,10 +17,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from lineartime.atomic_io import replaced
-from lineartime.data.splits import files_below
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.documents.examples import ON_HUB, STDIN
-from lineartime.errors import ResourceError, UsageError
+from lineartime.documents.examples import ON_HUB, STDIN, files_of
+from lineartime.errors import DataError, ResourceError, UsageError
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 
@@ -51,11 +50,12 @@ def weights_sha256(model: LanguageModel) -> str:
 def description_of(model: LanguageModel, tokenizer: Tokenizer, names: Iterable[str],
                    settings: dict[str, Any]) -> dict[str, Any]:
     """What rows are made from: the weights, the tokenizer, the files as they are now, and settings. Text on stdin is
-    never the same twice."""
+    never the same twice. Raises DataError for a file that is not there."""
     files: list[list[Any]] = []
     for name in names:
-        inside = [Path(name, below) for below in files_below(Path(name))] if Path(name).is_dir() else [Path(name)]
-        for path in inside if not name.startswith(ON_HUB) and name != STDIN else []:
+        for path in files_of(name):
+            if not path.is_file():
+                raise DataError("cannot read the input", path, "no such file")
             found = path.stat()
             files.append([str(path), found.st_size, found.st_mtime_ns])
         files += [[name]] if name.startswith(ON_HUB) else [[name, time.time_ns()]] if name == STDIN else []

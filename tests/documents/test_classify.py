@@ -351,6 +351,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
                          tmp_path / "out")[::2], 2, "has a head already")
     assert_refused(*call("finetune", folder / "model", "--documents", "x")[::2], 2, "--task classify")
     text = folder / "test-one.jsonl"
+    assert_refused(*call("classify", "nowhere", text)[::2], 2, "no weights here")
     assert_refused(*call("classify", folder / "model", text)[::2], 2, "not fine-tuned on labels")
     assert_refused(*call("classify", done, text, "--out", tmp_path / "x.npy")[::2], 2, ".jsonl, .parquet")
     assert_refused(*call("generate", done, "x")[::2], 2, "this one labels")
