@@ -27,10 +27,15 @@ from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
 from lineartime.settings import require_name
 
-TASKS = ("questions", "classify", "embed")
+FOR_QUESTIONS = ("questions", "evidence", "negatives", "stride", "max_answer_tokens")
+FOR_LABELS = ("labels", "label_field", "balance")
+FOR_DOCUMENTS = ("documents", "test", "text_field", "pair_field", "patience", "max_tokens")
+TASKS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS, "embed": (*FOR_QUESTIONS, *FOR_LABELS)}
+"""What can be fine-tuned on, and the arguments of `finetune` that it does not take."""
 
 
 def finetune(
+    asked: typer.Context,
     run: Annotated[Path, typer.Argument(
         help="A run of masked language modelling, or one of its checkpoints; for other tasks than questions any model, "
              "`small` included.")],
@@ -77,16 +82,15 @@ def finetune(
     require_name("task", task, TASKS)
     given = dict(parse_setting(text) for text in settings or [])
     rates = None if learning_rates is None else numbers(learning_rates)
+    for name in TASKS[task]:
+        if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            raise UsageError("this option is for another task", f"--{name.replace('_', '-')}",
+                             f"leave it out with --task {task}")
     if task != "questions":
-        if questions or evidence is not None:
-            raise UsageError("too much is named", f"--task {task}", "leave out --questions and --evidence")
         finetune_on_documents(run, task, documents, validation, test, out, rates, given, rank_timeout, device, {
             "labels": labels, "fields": (text_field, pair_field, label_field), "context": context, "epochs": epochs,
             "balance": balance, "patience": patience, "max_tokens": max_tokens, "strict": strict})
         return
-    if documents or test or max_tokens is not None:
-        raise UsageError("too much is named", "--task questions", "--documents, --test and --max-tokens go with "
-                         "--task classify and embed")
     if not questions or not validation or out is None:
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
     with interrupted_at_once():

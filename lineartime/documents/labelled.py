@@ -85,8 +85,8 @@ def head_of(train: Documents, kind: Labels, where: str) -> Head:
             raise DataError("all documents have the same number", where, f"it is {numbers[0]:g}")
         return Head(NUMBER, ("number",), float(numbers.mean()), float(numbers.std()))
     names = {name for label in train.labels for name in classes_of(label)}
-    if len(names) < 2:
-        raise DataError("one class only", where, f"it is {', '.join(names) or 'none'}; a classifier needs two")
+    if len({*train.labels}) < 2:
+        raise DataError("one class only", where, f"it is {', '.join(sorted(names)) or 'none'}; a classifier needs two")
     numeric = all(name.lstrip("-").isdecimal() for name in names)
     return Head(PROBLEMS[kind], tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name))))
 

@@ -97,7 +97,8 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:
     """The lines about each class, and the pictures of confusion and calibration."""
     rows = metrics.by_class(head, logits_NL, targets)
-    lines = ["## Classes", "", *table(["class", "precision", "recall", "F1", "documents"], [
+    several = [] if head.problem_type == ONE else ["Accuracy: the share of documents with all classes right.", ""]
+    lines = ["## Classes", "", *several, *table(["class", "precision", "recall", "F1", "documents"], [
         [escaped(name), f"{p:.3f}", f"{r:.3f}", f"{f:.3f}", f"{n:,}"] for name, p, r, f, n in rows]), ""]
     if head.problem_type == ONE:
         counts = metrics.confusion(head, logits_NL, targets)

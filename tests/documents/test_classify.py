@@ -262,6 +262,7 @@ def test_weights_make_every_class_count_the_same():
 def test_classes_are_in_order():
     assert head_of(Documents(labels=["10", "9", "-1"]), "one", "").labels == ("-1", "9", "10")
     assert head_of(Documents(labels=["b", "a", "10"]), "one", "").labels == ("10", "a", "b")
+    assert head_of(Documents(labels=[("a",), ()]), "several", "").labels == ("a",)
     assert head_of(Documents(labels=[1.0, 3.0]), "number", "") == Head("regression", ("number",), 2.0, 1.0)
 
 
@@ -340,7 +341,9 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     refuse(2, "unknown kind of labels", more=["--labels", "many"])
     refuse(2, "unknown setting of training", more=["--set", "chunk_size=8"])
     refuse(2, "unknown task", more=["--task", "classification"])
-    refuse(2, "leave out --questions", more=["--questions", folder / "x.json"])
+    for option, value in (("--questions", folder / "x.json"), ("--stride", 3), ("--negatives", 0.25)):
+        refuse(2, "for another task", option, more=[option, value])
+    refuse(2, "for another task", "--labels", "--task embed", more=["--labels", "one", "--task", "embed"])
     refuse(2, "no classes to balance", more=["--labels", "number", "--balance"])
     refuse(2, "patience = 0", more=["--patience", 0])
     refuse(2, "max_tokens = 0", more=["--max-tokens", 0])
@@ -349,7 +352,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     assert_refused(*call("finetune", folder / "model", *named)[::2], 2, "--documents")
     assert_refused(*call("finetune", done, *named, "--documents", folder / "train-one.jsonl", "--out",
                          tmp_path / "out")[::2], 2, "has a head already")
-    assert_refused(*call("finetune", folder / "model", "--documents", "x")[::2], 2, "--task classify")
+    assert_refused(*call("finetune", folder / "model", "--documents", "x")[::2], 2, "--documents", "--task questions")
     text = folder / "test-one.jsonl"
     assert_refused(*call("classify", "nowhere", text)[::2], 2, "no weights here")
     assert_refused(*call("classify", folder / "model", text)[::2], 2, "not fine-tuned on labels")
