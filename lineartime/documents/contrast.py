@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lineartime import checkpoint
 from lineartime.atomic_io import write_atomically
 from lineartime.config import ENCODER, ModelConfig, RunConfig, model_config_json
-from lineartime.config import to_dict as fields_of
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import epoch_order, places_of_step
 from lineartime.distributed.ranks import ALONE, Ranks
@@ -31,7 +30,7 @@ from lineartime.documents.report import MOST_WRONG, REPORT_FILE, table
 from lineartime.documents.results import weights_sha256
 from lineartime.documents.tuning import SAVED, DocumentTuning, drawn_window, load_step, reading_of, train_best
 from lineartime.errors import DataError, escaped
-from lineartime.finetuning import BEST, copy_weights, name_of, try_rates
+from lineartime.finetuning import BEST, copy_weights, try_rates
 from lineartime.model import DocumentEncoder, LanguageModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, Run
@@ -231,12 +230,10 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
     description = {"pretrained_sha256": weights_sha256(pretrained), "tokenizer_sha256": tokenizer.sha256,
                    "documents_sha256": train.sha256(), "validation_sha256": validation.sha256(),
                    "patience": plan.patience, "temperature": TEMPERATURE}
-    configs = {name_of(rate): plan.run_config(config, len(train), validation.n_tokens, rate)
-               for rate in plan.learning_rates}
+    configs, trained = plan.runs(config, len(train), validation.n_tokens)
     require(all(each.micro_batch_rows > 1 for each in configs.values()), "a micro-batch has no negatives",
             f"one row of {config.context} tokens", "raise tokens_per_step, or micro_batch_tokens")
-    whole = {**description, "test_sha256": None if test is None else test.sha256(), "model": fields_of(config),
-             "train": {name: fields_of(each.train) for name, each in configs.items()}}
+    whole = {**description, "test_sha256": None if test is None else test.sha256(), **trained}
     n_cut = train.n_cut + validation.n_cut + (test.n_cut if test else 0)
     logger.info(f"pairs     {len(train):,} to train on, {train.n_tokens:,} tokens"
                 + (", halves of documents" if plan.fields.pair is None else "")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.config import CLASSIFICATION, Head, RunConfig, model_config_json
-from lineartime.config import to_dict as fields_of
+from lineartime.config import CLASSIFICATION, Head, ModelConfig, RunConfig, model_config_json
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import epoch_order, places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks
 from lineartime.documents import contrast, metrics, report
@@ -25,7 +25,7 @@ from lineartime.documents.labelled import Documents, class_weights, head_of, rea
 from lineartime.documents.pooling import Reading, padded, read_means, row_means
 from lineartime.documents.results import weights_sha256
 from lineartime.documents.tuning import SAVED, DocumentTuning, drawn_window, load_step, reading_of, train_best
-from lineartime.finetuning import BEST, copy_weights, name_of, try_rates, with_context
+from lineartime.finetuning import BEST, copy_weights, try_rates, with_context
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE, Run, load_model
 from lineartime.runtime import pick_device
@@ -109,9 +109,15 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
     require(isinstance(pretrained, DocumentEncoder) or type(pretrained) is LanguageModel,
             "this model has a head already", str(plan.model), "begin with a language model")
     config = with_context(pretrained, plan.context or pretrained.config.context, {})
-    if plan.task == "embed":
-        return contrast.finetune_encoder(plan, pretrained, config, tokenizer, device, stop, on_step, progress,
-                                         rank_timeout)
+    plan.runs(config, 1 << 20, 1)  # wrong settings are refused before documents are read
+    finetune = contrast.finetune_encoder if plan.task == "embed" else finetune_classifier
+    return finetune(plan, pretrained, config, tokenizer, device, stop, on_step, progress, rank_timeout)
+
+
+def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config: ModelConfig, tokenizer: Tokenizer,
+                        device: torch.device, stop: StopSignal, on_step: Callable[[dict[str, Any]], None] | None,
+                        progress: Progress | None, rank_timeout: float) -> dict[str, Any]:
+    """`finetune_documents` for labels, with the pretrained model. config: that of the new one."""
     note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
 
     def read(names: tuple[Path | str, ...], what: str) -> Documents:
@@ -128,10 +134,8 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
     description = {"pretrained_sha256": weights_sha256(pretrained), "tokenizer_sha256": tokenizer.sha256,
                    "documents_sha256": train.sha256(), "validation_sha256": validation.sha256(),
                    "patience": plan.patience, "balance": plan.balance, **head.fields()}
-    configs = {name_of(rate): plan.run_config(config, len(train), validation.n_tokens, rate)
-               for rate in plan.learning_rates}
-    whole = {**description, "test_sha256": None if test is None else test.sha256(), "model": fields_of(config),
-             "train": {name: fields_of(each.train) for name, each in configs.items()}}
+    configs, trained = plan.runs(config, len(train), validation.n_tokens)
+    whole = {**description, "test_sha256": None if test is None else test.sha256(), **trained}
     longer = sum(len(ids) > config.context for ids in train.ids)
     logger.info(f"documents {len(train):,} to train on, {train.n_tokens:,} tokens, {len(head.labels)} "
                 f"{'classes' if head.problem_type != NUMBER else 'number'}; {len(validation):,} held out"

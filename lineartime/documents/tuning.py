@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lineartime import checkpoint
-from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig
+from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, to_dict
 from lineartime.distributed.ranks import Ranks
 from lineartime.documents.examples import Fields, Labels
 from lineartime.documents.pooling import Reading
@@ -94,6 +94,12 @@ class DocumentTuning:
             rounded["micro_batch_tokens"] = self.settings.get("tokens_per_step", ROWS_PER_STEP * config.context)
         return RunConfig(config, train({**rounded, **self.settings}), "fine-tuned", self.task,
                          ", ".join(map(str, self.documents)), str(self.out / f"lr-{name_of(rate)}"))
+
+    def runs(self, config: ModelConfig, n_documents: int, n_held_out: int) -> tuple[dict[str, RunConfig],
+                                                                                     dict[str, Any]]:
+        """The runs by the names of their learning rates; and the model and the training as tables of settings."""
+        runs = {name_of(rate): self.run_config(config, n_documents, n_held_out, rate) for rate in self.learning_rates}
+        return runs, {"model": to_dict(config), "train": {name: to_dict(each.train) for name, each in runs.items()}}
 
 
 def drawn_window(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -251,6 +252,24 @@ def test_losses():
                           F.mse_loss(logits_BL[:, 0], numbers))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_loss_of_a_row_does_not_depend_on_its_batch(folder, causal):
+    """Padding and neighbours count for nothing: each row is its document alone, as it is read when it is classified."""
+    train = Documents(ids=[np.arange(n, dtype=np.uint16) + 20 for n in (5, 32, 17, 1)], labels=["a", "b", "c", "a"])
+    how = DocumentTuning("", ("x",), ("x",), "x", settings={"tokens_per_step": 4 * CONTEXT})
+    config = how.run_config(replace(lineartime.load_model(folder / "model")[0].config, causal=causal), 4, 9, 1e-3)
+    task = LabelledDocuments(config, ONE, train, train, [0.5, 2.0, 3.0])
+    model = DocumentClassifier(config.model, ONE).double()
+    ids_BT, targets_B = map(torch.from_numpy, task.batch(0))
+    losses_B = task.losses(model, ids_BT, targets_B)
+    for ids_T, target, loss in zip(ids_BT, targets_B, losses_B, strict=True):
+        whole = ids_T[ids_T >= 0]
+        logits_1L = model.score(model.hidden(whole[None])[0].mean(0, keepdim=True))
+        expected = F.cross_entropy(logits_1L, target[None]) * task.weights[target]
+        assert abs(loss - expected) < 1e-12
+    assert task.n_targets(ids_BT, targets_B) == 4
+
+
 def test_weights_make_every_class_count_the_same():
     labels = ["a"] * 6 + ["b"] * 3 + ["c"]
     weights = class_weights(ONE, targets_of(ONE, labels))
@@ -340,6 +359,8 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
            validation=[{"text": "x", "label": 2}])
     refuse(2, "unknown kind of labels", more=["--labels", "many"])
     refuse(2, "unknown setting of training", more=["--set", "chunk_size=8"])
+    refuse(2, "tokens_per_step", more=["--set", "tokens_per_step=100"])
+    refuse(2, "not sharded", more=["--set", "shard=true"])
     refuse(2, "unknown task", more=["--task", "classification"])
     for option, value in (("--questions", folder / "x.json"), ("--stride", 3), ("--negatives", 0.25)):
         refuse(2, "for another task", option, more=[option, value])
