@@ -738,14 +738,16 @@ def is_encoder(config_json: str) -> bool:
     return json.loads(config_json).items() >= ENCODER.items()
 
 
-def head_from_json(config_json: str) -> "Head":
-    """The head of a model that labels documents. Raises UsageError for a `config.json`, which is JSON, that has none.
-    """
+def head_from_json(config_json: str) -> Head:
+    """The head of a model that labels documents, by the rules of `transformers` for what a `config.json`, which is
+    JSON, leaves out. Raises UsageError for labels that are none."""
     fields = json.loads(config_json)
     try:
-        names = {int(number): str(name) for number, name in fields["id2label"].items()}
-        return Head(fields["problem_type"], tuple(names[i] for i in range(len(names))),
-                    float(fields.get("label_mean") or 0), float(fields.get("label_std") or 1))
+        names = {int(number): str(name) for number, name in (
+            fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}).items()}
+        labels = tuple(names[i] for i in range(len(names)))
+        kind = fields.get("problem_type") or PROBLEMS["number" if len(labels) == 1 else "one"]
+        return Head(kind, labels, float(fields.get("label_mean") or 0), float(fields.get("label_std") or 1))
     except (KeyError, ValueError, TypeError, AttributeError):
         raise UsageError("its labels are missing or wrong", "config.json", "problem_type, id2label") from None
 

@@ -74,7 +74,7 @@ def finetune(
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Teach a model a task, once per learning rate; keep the best by F1.
+    """Teach a model a task, once per learning rate; keep the best.
     questions: a masked model finds answers in documents. classify: any model labels documents of any length.
     embed: it gives them vectors that are near for the two texts of a pair.
     To teach a causal model more text: `lineartime train --from RUN`."""

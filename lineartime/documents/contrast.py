@@ -276,7 +276,8 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
             checkpoint.point(plan.out / BEST, Path(best) / f"step-{step:08d}")
         return found
 
-    return try_rates(plan.out, configs, whole, device, rank_timeout, train_one, lambda scores: scores["score"], finish)
+    return try_rates(plan.out, configs, whole, device, rank_timeout, train_one,
+                     lambda scores: (scores["score"], -scores["held_out"]["loss"]), finish)
 
 
 def write_report(out: Path, pairs: Pairs, scores: dict[str, Any], places: Sequence[int],

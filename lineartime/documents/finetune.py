@@ -185,6 +185,7 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
             checkpoint.point(plan.out / BEST, Path(best) / f"step-{step:08d}")
         return found
 
-    return try_rates(plan.out, configs, whole, device, rank_timeout, train_one, lambda scores: scores["score"], finish)
+    return try_rates(plan.out, configs, whole, device, rank_timeout, train_one,
+                     lambda scores: (scores["score"], -scores["held_out"]["loss"]), finish)
 
 

@@ -400,7 +400,7 @@ def test_a_damaged_folder_is_named(folder, done, tmp_path):
     exported.mkdir()
     for name in ("model.safetensors", "tokenizer.json"):
         shutil.copy(out / "best" / name, exported / name)
-    for change in ({"id2label": {"0": "a", "2": "b"}}, {"id2label": None}, {"problem_type": "x"},
+    for change in ({"id2label": {"0": "a", "2": "b"}}, {"id2label": "a"}, {"problem_type": "x"},
                    {"id2label": {"0": "a", "1": "a"}}):
         (exported / "config.json").write_text(json.dumps({**fields, **change}))
         with pytest.raises(UsageError, match=r"config\.json"):

@@ -124,3 +124,23 @@ def test_a_model_saved_by_transformers_is_one_of_ours(trained, tmp_path):
     again, tokenizer, _ = lineartime.load_classifier(tmp_path)
     ours = lineartime.load_classifier(out)[0]
     assert same(again, ours, tokenizer)
+
+
+@pytest.mark.parametrize(("how", "labels", "kind"), [
+    ({"num_labels": 2}, ("LABEL_0", "LABEL_1"), "single_label_classification"),
+    ({"num_labels": 1}, ("LABEL_0",), "regression"),
+    ({"id2label": {0: "no", 1: "yes", 2: "both"}, "problem_type": "multi_label_classification"}, ("no", "yes", "both"),
+     "multi_label_classification")])
+def test_a_head_that_transformers_made_is_one_of_ours(tmp_path, how, labels, kind):
+    folder = write_model(tmp_path / "model")
+    hf = AutoModelForSequenceClassification.from_pretrained(folder, **how)
+    hf.save_pretrained(tmp_path / "head")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "head")
+    ours, tokenizer, _ = lineartime.load_classifier(tmp_path / "head")
+    assert ours.head.labels == labels and ours.head.problem_type == kind
+    (found,) = lineartime.classify(ours, tokenizer, TEXTS[:1])
+    with torch.no_grad():
+        logits_L = hf.eval()(torch.tensor([[256, *TEXTS[0].encode()]])).logits[0]
+    as_said = {"single_label_classification": logits_L.softmax(0), "regression": logits_L}
+    expected = as_said.get(kind, logits_L.sigmoid())
+    assert [*(found.scores or {"": found.label}).values()] == pytest.approx(expected.tolist(), abs=1e-5)
