@@ -48,17 +48,14 @@ def embed(
     """Read documents whole and write a vector for each, the mean of its tokens' last states, in order.
     The same command goes on with a file that is not whole."""
     folder = named_folder(model)
-    check_files(files)
+    check_paths(files, out, (".jsonl", ".parquet", ".npy"))
     with interrupted_at_once():
         from lineartime.documents.embed import embedded_row, embedded_schema
         from lineartime.documents.examples import Fields
         from lineartime.documents.pooling import Reading
-        from lineartime.documents.results import ENDINGS, check_out
         from lineartime.run import load_model
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
-    if out is not None:
-        check_out(out, ENDINGS)
     loaded, tokenizer, _ = load_model(folder, strict=strict)
     settings = {"verb": "embed", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
                 "precision": precision}
@@ -81,18 +78,16 @@ def classify(
 ) -> None:
     """Read documents whole and write the labels of each, with their probabilities, in order.
     The same command goes on with a file that is not whole."""
-    check_files(files)
+    folder = named_folder(model)
+    check_paths(files, out, (".jsonl", ".parquet"))
     with interrupted_at_once():
         from lineartime.documents.classify import labelled_row, labelled_schema
         from lineartime.documents.examples import Fields
         from lineartime.documents.pooling import Reading
-        from lineartime.documents.results import check_out
         from lineartime.run import load_classifier
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
-    if out is not None:
-        check_out(out, (".jsonl", ".parquet"))
-    loaded, tokenizer, _ = load_classifier(named_folder(model), strict=strict)
+    loaded, tokenizer, _ = load_classifier(folder, strict=strict)
     settings = {"verb": "classify", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
                 "precision": precision}
     loaded.to(pick_device(device))
@@ -135,11 +130,15 @@ def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, v
     say(f"next     lineartime {task} {out} FILES")
 
 
-def check_files(files: list[str]) -> None:
-    """Raise UsageError for an input that is named twice."""
+def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) -> None:
+    """Raise UsageError for an input that is named twice, and as `check_out` does for the output."""
+    from lineartime.documents.results import check_out
+
     for name in files:
         if files.count(name) > 1:
             raise UsageError("the same input twice", name, "name it once")
+    if out is not None:
+        check_out(out, endings)
 
 
 def write_results(model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: Any, reading: "Reading",

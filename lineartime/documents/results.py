@@ -17,29 +17,29 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from lineartime.atomic_io import replaced
-from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import ON_HUB, STDIN, files_of
 from lineartime.errors import DataError, ResourceError, UsageError
-from lineartime.model import LanguageModel
 from lineartime.settings import require
 
 if TYPE_CHECKING:
     import pyarrow
 
-ENDINGS = (".jsonl", ".parquet", ".npy")
+    from lineartime.data.tokenizer import Tokenizer
+    from lineartime.model import LanguageModel
+
 ROWS_AT_ONCE = 1024
 VECTOR = "embedding"
 """The field of a row that a `.npy` holds."""
 
 
-def check_out(out: Path, endings: tuple[str, ...] = ENDINGS) -> None:
+def check_out(out: Path, endings: tuple[str, ...]) -> None:
     """Raise UsageError for a file that cannot be written, or is there already."""
     require(out.suffix in endings, "unknown kind of file", str(out), f"it takes {', '.join(endings)}")
     require(not os.path.lexists(out), "the output is there already", str(out), "choose another or delete it")
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
 
-def weights_sha256(model: LanguageModel) -> str:
+def weights_sha256(model: "LanguageModel") -> str:
     """The hash of a model's weights."""
     digest = hashlib.sha256()
     for parameter in model.state_dict().values():
@@ -47,7 +47,7 @@ def weights_sha256(model: LanguageModel) -> str:
     return digest.hexdigest()
 
 
-def description_of(model: LanguageModel, tokenizer: Tokenizer, names: Iterable[str],
+def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterable[str],
                    settings: dict[str, Any]) -> dict[str, Any]:
     """What rows are made from: the weights, the tokenizer, the files as they are now, and settings. Text on stdin is
     never the same twice. Raises DataError for a file that is not there."""
