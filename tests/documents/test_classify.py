@@ -26,6 +26,7 @@ from lineartime.documents.pooling import document_ids
 from lineartime.documents.tuning import DocumentTuning, drawn_window
 from lineartime.errors import CheckpointError, Stopped, UsageError
 from lineartime.model import DocumentClassifier
+from lineartime.plot import digest
 from lineartime.run import read_metrics
 from lineartime.training import StopSignal
 from made_documents import CONTEXT, made_rows, write_model, write_rows
@@ -35,6 +36,14 @@ CPU = torch.device("cpu")
 ONE = Head("single_label_classification", ("a", "b", "c"))
 SEVERAL = Head("multi_label_classification", ("a", "b", "c"))
 NUMBER = Head("regression", ("number",), 5.0, 2.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_pictures():
+    """A picture is the hash of what it is drawn from; test_guide.py draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", lambda picture, path: path.write_text(digest(picture)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +107,7 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
     assert [line["predicted"] for line in lines] == [each.label for each in found]
     text = (done / report.REPORT_FILE).read_text()
     assert "9 test documents" in text and f"| {best} (best) | {step} of 12 |" in text and "## Most wrong" in text
-    assert all((done / name).stat().st_size > 10_000 for name in (report.CONFUSION_FILE, report.CALIBRATION_FILE))
+    assert all((done / name).exists() for name in (report.CONFUSION_FILE, report.CALIBRATION_FILE))
     assert "are longer than a row" not in text and result["documents"]["longer_than_a_row"] > 3
 
 
