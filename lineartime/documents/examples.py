@@ -7,6 +7,7 @@ is the name of the folder that holds it, the first below the given one. `hub:NAM
 
 import csv
 import io
+import logging
 import math
 import stat
 import sys
@@ -36,6 +37,7 @@ from lineartime.errors import DataError, UsageError
 from lineartime.settings import require_name
 
 PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+logger = logging.getLogger(__name__)
 STDIN, ON_HUB = "-", "hub:"
 BETWEEN_LABELS = ";"
 Labels = Literal["one", "several", "number"]
@@ -104,6 +106,10 @@ def of_folder(folder: Path, fields: Fields, labels: Labels | None) -> Iterator[E
     paths = files_of(str(folder))
     if not paths:
         raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(PLAIN + RECORDS)}")
+    others = [name for name in files_below(folder) if not name.lower().endswith(PLAIN + RECORDS)]
+    if others:  # a warning, for results may go to stdout
+        logger.warning(f"skipped in {folder}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
+                       f"({len(others):,} files); it takes {', '.join(PLAIN + RECORDS)}")
     for path in paths:
         above = path.relative_to(folder).parts[:-1]
         yield from of_file(path, fields, labels, above[0] if above else None)

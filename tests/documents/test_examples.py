@@ -47,12 +47,13 @@ def test_records(tmp_path, name):
         read(path, fields=Fields(label="class"))
 
 
-def test_a_folder_by_label(tmp_path):
+def test_a_folder_by_label(tmp_path, caplog):
     for name in ("b/2.txt", "a/deep/1.md", "a/0.txt", "a/.hidden.txt", "a/cover.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}")
     assert read(tmp_path) == [("text of a/0.txt", None, "a"), ("text of a/deep/1.md", None, "a"),
                               ("text of b/2.txt", None, "b")]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "a/cover.png (1 files)" in caplog.text
     (tmp_path / "c.txt").write_text("at the top")
     assert read(tmp_path, labels=None)[-1] == ("at the top", None, None)
     with pytest.raises(DataError, match=r"no label: .*c.txt; put it into a folder"):
