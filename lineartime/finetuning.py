@@ -42,6 +42,12 @@ def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) ->
     return replace_fields(config, fields | changes)
 
 
+def is_flash(config: ModelConfig) -> bool:
+    """Whether a model has GAUs with chunks: the one that Section 4.3 fine-tunes with small chunks, softmax for [CLS]
+    and no clipping."""
+    return config.ffn == "gau" and config.chunk_size is not None
+
+
 @torch.no_grad()
 def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> None:
     """Give a model a pretrained model's weights. head: how the names of weights begin that the pretrained model need
@@ -101,7 +107,7 @@ def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapp
 
 
 def train_config(settings: Mapping[str, Any], learning_rate: float, *, n_rows: int, context: int, epochs: float,
-                 clip: float | None = TrainConfig().clip) -> TrainConfig:
+                 clip: float | None) -> TrainConfig:
     """The fields of TrainConfig among `settings`, then batches of 32 rows, a tenth of the steps for warm-up, ten saves,
     five scores, and `clip`. n_rows: rows to train on, of `context` tokens. Raises UsageError for wrong values."""
     given = {name: value for name, value in settings.items() if name in TRAIN_FIELDS}

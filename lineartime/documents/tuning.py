@@ -17,7 +17,7 @@ from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig,
 from lineartime.distributed.ranks import Ranks
 from lineartime.documents.examples import Fields, Labels
 from lineartime.documents.pooling import Reading
-from lineartime.finetuning import EPOCHS, ROWS_PER_STEP, check_rates, name_of, train_config
+from lineartime.finetuning import EPOCHS, ROWS_PER_STEP, check_rates, is_flash, name_of, train_config
 from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
 from lineartime.run import WEIGHTS, Run
@@ -82,10 +82,12 @@ class DocumentTuning:
             require_name("setting of training", name, TRAIN_FIELDS)
 
     def run_config(self, config: ModelConfig, n_documents: int, n_held_out: int, rate: float) -> RunConfig:
-        """The run of a learning rate. It is scored ten times, at its last step too, on all of the validation. A
-        micro-batch of pairs is a whole step, for its rows are each other's negatives."""
+        """The run of a learning rate. It is scored ten times, at its last step too, on all of the validation. FLASH is
+        not clipped, as in the paper's fine-tuning (Section 4.3). A micro-batch of pairs is a whole step, for its rows
+        are each other's negatives."""
         def train(settings: dict[str, Any]) -> TrainConfig:
-            return train_config(settings, rate, n_rows=n_documents, context=config.context, epochs=self.epochs)
+            return train_config(settings, rate, n_rows=n_documents, context=config.context, epochs=self.epochs,
+                                clip=None if is_flash(config) else TrainConfig().clip)
 
         steps = train(self.settings).steps
         every = self.settings.get("eval_every", -(-steps // SCORES))

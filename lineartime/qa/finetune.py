@@ -30,6 +30,7 @@ from lineartime.finetuning import (
     LEARNING_RATES,
     check_rates,
     copy_weights,
+    is_flash,
     name_of,
     train_config,
     try_rates,
@@ -83,12 +84,6 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
         if config.attn_kernel == "relu2" and config.n_heads == 1 and config.chunk_parts != "global":
             fields["cls_softmax"] = True
     return with_context(model, context, fields | changes)
-
-
-def is_flash(config: ModelConfig) -> bool:
-    """Whether a model has GAUs with chunks: the one that Section 4.3 fine-tunes with small chunks, softmax for [CLS]
-    and no clipping."""
-    return config.ffn == "gau" and config.chunk_size is not None
 
 
 def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> SpanModel:
