@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from lineartime.data.prepare import prepare
     from lineartime.data.pretrained import model_folder
     from lineartime.data.tokens import open_split
+    from lineartime.documents.classify import classify
+    from lineartime.documents.embed import embed
+    from lineartime.documents.finetune import finetune_documents
+    from lineartime.documents.tuning import DocumentTuning
     from lineartime.evaluation import evaluate
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
@@ -22,13 +26,14 @@ if TYPE_CHECKING:
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
     from lineartime.recurrence import measure_recurrence
-    from lineartime.run import load_model, load_span_model
+    from lineartime.run import load_classifier, load_model, load_span_model
     from lineartime.training import train
 
     __version__: str
 
-__all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
-           "MultiHeadAttention", "TrainConfig", "evaluate", "evaluate_questions", "finetune", "generate", "load_model",
+__all__ = ["PRESETS", "DecodeStep", "DocumentTuning", "FeedForward", "FineTuning", "GatedAttentionUnit",
+           "LanguageModel", "ModelConfig", "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate",
+           "evaluate_questions", "finetune", "finetune_documents", "generate", "load_classifier", "load_model",
            "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder", "open_split",
            "prepare", "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
@@ -37,7 +42,9 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "load_span_model": "run", "evaluate": "evaluation", "measure_context_use": "context_use",
          "measure_recurrence": "recurrence", "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "qa.finetune", "finetune": "qa.finetune",
-         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained"}
+         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
+         "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "run",
+         "DocumentTuning": "documents.tuning", "finetune_documents": "documents.finetune"}
 
 
 def __getattr__(name: str) -> Any:

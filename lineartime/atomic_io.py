@@ -87,9 +87,12 @@ def written_aside(out: Path) -> Iterator[Path]:
     is writing `out`, OSError if `out` is there and not an empty folder."""
     with _temporary_folder(out) as folder:
         yield folder
-        for path in folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        for path in folder.rglob("*"):
+            if path.is_dir():
+                fsync_folder(path)
+            else:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         fsync_folder(folder)
         os.rename(folder, out)
         fsync_folder(out.parent)

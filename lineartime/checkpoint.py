@@ -67,9 +67,9 @@ class Newest(NamedTuple):
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
-         files: Mapping[str, str], keep: int, ranks: Ranks = ALONE) -> Path:
-    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid ones. The caller must
-    hold `lock`.
+         files: Mapping[str, str], keep: int, spare: int | None = None, ranks: Ranks = ALONE) -> Path:
+    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid ones, but for that of
+    the step `spare`. The caller must hold `lock`.
 
     run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once). files: texts by
     file name. Each of several ranks writes its own files into one folder, which rank 0 makes and renames. An existing
@@ -110,7 +110,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         if ranks.is_first:
             _fsync_dir(run_dir)
             point(run_dir / "latest", target.name)
-            _retain(run_dir, step, keep)
+            _retain(run_dir, step, keep, spare)
         wait_for_all(ranks)
     except OSError as error:
         needed = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in contents.values())
@@ -523,12 +523,12 @@ def _steps(run_dir: Path) -> list[int]:
     return sorted((step for step in map(_step_of, os.listdir(run_dir)) if step is not None), reverse=True)
 
 
-def _retain(run_dir: Path, saved: int, keep: int) -> None:
+def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
     """Remove checkpoints older than the `keep` newest valid ones; the newest is `saved`, which was just written."""
     valid = 1
     for step in _steps(run_dir):
         path = run_dir / f"step-{step:08d}"
-        if step < saved and valid >= keep:
+        if step < saved and valid >= keep and step != spare:
             _rename(path, _trash(path))
         elif step < saved:
             with contextlib.suppress(CheckpointError):

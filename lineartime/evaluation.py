@@ -17,7 +17,14 @@ from lineartime.distributed.ordered import gather_rows
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError, UsageError
 from lineartime.masking import masked_rows
-from lineartime.model import LanguageModel, SpanModel, masked_token_losses, token_losses
+from lineartime.model import (
+    DocumentClassifier,
+    DocumentEncoder,
+    LanguageModel,
+    SpanModel,
+    masked_token_losses,
+    token_losses,
+)
 from lineartime.run import load_model
 from lineartime.settings import require, require_precision
 
@@ -84,6 +91,8 @@ def load_with_split(run: Path, data: Path, split: str = "validation", *,
     model, tokenizer, facts = load_model(run, strict=strict)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
+    if isinstance(model, DocumentClassifier | DocumentEncoder):
+        raise UsageError("this model is for documents, not for text", run, "its scores are in report.md")
     stream = open_split(data, split)
     if stream.tokenizer_sha256 != tokenizer.sha256:
         raise UsageError("the run and the data have different tokenizers",

@@ -48,6 +48,7 @@ from lineartime.checkpoint import MANIFEST, check_finite, first_five, has_manife
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE
 from lineartime.decoding.cache import DecodingState
+from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel, in_order, init_span_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
@@ -582,7 +583,8 @@ class LineartimeForQuestionAnswering(LineartimeModel):
 class LineartimeForSequenceClassification(LineartimeModel):
     """A class, classes or a number for each row: a linear layer, `score`, on the mean over the row's tokens.
 
-    `config.problem_type` is that of transformers: by default a number for one label, else one class."""
+    `config.problem_type` is that of transformers: by default a number for one label, else one class. A number that
+    `lineartime finetune` has learned is the output times `config.label_std`, plus `config.label_mean`."""
 
     def __init__(self, config: LineartimeConfig):
         super().__init__(config)
@@ -600,6 +602,8 @@ class LineartimeForSequenceClassification(LineartimeModel):
                                        output_hidden_states=output_hidden_states, **kwargs)
         valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
         logits_BL = self.score(document_means(x_BTD, valid_BT.long() - 1)[:, 0])
+        if getattr(self.config, "label_std", None) is not None:
+            logits_BL = logits_BL * self.config.label_std + self.config.label_mean
         loss = None
         if labels is not None:
             wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
@@ -645,18 +649,6 @@ def no_tokens(x_BTD: Tensor) -> Tensor:
 
 def class_head(config: LineartimeConfig) -> torch.nn.Linear:
     return torch.nn.Linear(config.d_model, config.num_labels)
-
-
-def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
-    """The mean of each document's vectors, `[B, N, D]`, N the largest number of documents in a row; 0 for a document
-    without tokens. segment_ids_BT: the document of each token, -1 for padding. Sums are in float32 at least.
-
-    With the attention mask minus 1 the only document is the row without its padding: an embedding of its text."""
-    n = max(int(segment_ids_BT.max()) + 1, 1)
-    of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
-    wide_BTD = at_least_float32(x_BTD)
-    sums_BND = of_BNT.to(wide_BTD.dtype) @ wide_BTD
-    return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
 
 def place_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineartime.ablations import AblatedGatedAttentionUnit
-from lineartime.config import ModelConfig, check_context_parallel
+from lineartime.config import Head, ModelConfig, check_context_parallel
 from lineartime.decoding.cache import Cache, DecodingState
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.distributed.ranks import ALONE, Ranks
@@ -19,6 +19,7 @@ from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import ResidualLayer, ScaledSin, SequenceInfo, check_segment_ids, cu_seqlens, make_norm
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import rotary
 from lineartime.settings import require
 
@@ -325,3 +326,26 @@ def init_span_head(head: nn.Linear) -> None:
     """Set the initial values of a span head, from torch's global generator: weights normal(0, 0.02), bias 0."""
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
+
+
+class DocumentClassifier(LanguageModel):
+    """A `LanguageModel` with a linear layer, `score`, on the mean of a document's last hidden states, an output for
+    each label. Its weights have the names that they have in `transformers`.
+
+    The language model's head is unused but stays in the state dict."""
+
+    def __init__(self, config: ModelConfig, head: Head):
+        super().__init__(config)
+        self.head = head
+        self.score = nn.Linear(config.d_model, len(head.labels))
+        init_span_head(self.score)
+
+    def label_logits(self, mean_BD: Tensor) -> Tensor:
+        """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least."""
+        logits_BL = at_least_float32(self.score(mean_BD))
+        return logits_BL * self.head.label_std + self.head.label_mean
+
+
+class DocumentEncoder(LanguageModel):
+    """A `LanguageModel` that was trained to give documents vectors, the means of their last hidden states. The language
+    model's head is unused but stays in the state dict."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
+UNITS = {"classify": "nats per label", "embed": "nats per text of a pair"}
+"""Of the losses of runs that are fine-tuned on documents, by task."""
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 """Told apart by people with any colour vision (Okabe and Ito)."""
@@ -53,6 +55,8 @@ class Panel:
     """Of each name the numbers of its seeds, perhaps none, and what is written at the right."""
     heat: tuple[tuple[str, tuple[float | None, ...]], ...] = ()
     """Of each name, from the top, shares between 0 and 1 from left to right: a heat map. None is left white."""
+    heat_columns: tuple[str, ...] = ()
+    """The names of its columns; by default it goes from begin to end."""
     x_scale: Literal["linear", "log", "positions"] = "linear"
     """"positions" are powers of two."""
     contexts: tuple[tuple[int, str], ...] = ()
@@ -74,7 +78,7 @@ class Picture:
 def digest(picture: Picture) -> str:
     """A hash of all that a picture is drawn from; the file carries it, so that one of older rows is found out."""
     def drawn(fields: list[tuple[str, Any]]) -> dict[str, Any]:  # older pictures know no heat maps
-        return {name: value for name, value in fields if name != "heat" or value}
+        return {name: value for name, value in fields if name not in ("heat", "heat_columns") or value}
 
     return hashlib.sha256(json.dumps(asdict(picture, dict_factory=drawn)).encode()).hexdigest()
 
@@ -98,7 +102,8 @@ def figure_of(picture: Picture) -> "Figure":
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
     n_rows = math.ceil(len(panels) / n_columns)
     width = max(0.3 + 4.2 * n_columns, 8)
-    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in panels)
+    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else
+                                max(3.2, 2.0 + 0.3 * len(panel.heat_columns)) for panel in panels)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
@@ -173,7 +178,10 @@ def draw_heat(axes: "Axes", panel: Panel) -> None:
                 axes.text(column, row, f"{share:.2f}".replace("0.", "."), ha="center", va="center", fontsize=8.5,
                           color="white" if share > 0.6 else "#333333")
     axes.set_yticks(range(len(names)), names)
-    axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
+    if panel.heat_columns:
+        axes.set_xticks(range(len(panel.heat_columns)), panel.heat_columns, rotation=45, ha="right")
+    else:
+        axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
     axes.grid(visible=False)
 
 
@@ -242,10 +250,12 @@ def read_curves(run_dir: Path) -> Curves:
         whole = final["held_out"] if final else scores[-1][1] if scores else None
         return Curves(
             f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
-            "nats per token" if config.causal else "nats per masked token", run["train"]["tokens_per_step"],
+            UNITS.get(run["task"]) or ("nats per token" if config.causal else "nats per masked token"),
+            run["train"]["tokens_per_step"],
             np.array([line["step"] for line in training]), np.array([line["loss"] for line in training]),
             [(step, score["loss"]) for step, score in scores], final,
-            whole["bits_per_byte"] / whole["loss"] if whole and config.causal else None)
+            whole["bits_per_byte"] / whole["loss"] if whole and config.causal and "bits_per_byte" in whole else
+            None)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError("damaged run", run_dir, f"{type(e).__name__}: {e}") from None
 

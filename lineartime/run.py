@@ -18,10 +18,14 @@ from torch import Tensor
 from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
 from lineartime.config import (
+    CLASSIFICATION,
+    QUESTION_ANSWERING,
     ModelConfig,
     RunConfig,
     TrainConfig,
-    answers_questions,
+    architecture_of,
+    head_from_json,
+    is_encoder,
     model_config_from_json,
     model_config_json,
     to_dict,
@@ -31,7 +35,7 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.distributed.ordered import Part, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, ResourceError, UsageError
-from lineartime.model import LanguageModel, SpanModel
+from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.settings import replace_fields
 
 METRICS_FILE = "metrics.jsonl"
@@ -67,6 +71,8 @@ class Run:
         self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
         self.waiting = ""
         """Metrics lines that could not be written yet."""
+        self.best: int | None = None
+        """The step whose checkpoint is kept, see `best_so_far`."""
         self.whole: int | None = None
         """Bytes of the metrics before a line that could not be written, a part of which may be there."""
 
@@ -187,7 +193,18 @@ class Run:
             with suppress(OSError), open(self.out / METRICS_FILE, "rb") as metrics:
                 os.fsync(metrics.fileno())  # metrics reach the disk before the checkpoint of their step
         checkpoint.save(self.out, step, run=self.id, tensors=tensors, files=files if ranks.is_first else {},
-                        keep=self.config.train.keep, ranks=ranks)
+                        keep=self.config.train.keep, spare=self.best, ranks=ranks)
+
+    def best_so_far(self) -> int:
+        """The number of evaluations since the best: that with the highest held-out "score", of equal ones that with the
+        lowest loss. From now on the checkpoint of its step, `best`, is kept."""
+        lines = read_metrics(self.out) if self.ranks.is_first and (self.out / METRICS_FILE).exists() else []
+        scored = gather_json([(line["step"], line["held_out"]["score"], -line["held_out"]["loss"]) for line in lines
+                              if "held_out" in line], self.ranks)[0]
+        if not scored:
+            return 0
+        self.best = max(scored, key=lambda each: each[1:])[0]
+        return sum(each[0] > self.best for each in scored)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics. If the disk is full, warn once and keep the lines until there is room."""
@@ -311,7 +328,9 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
     best, rates = result.get("best"), result.get("learning_rates")
     if not isinstance(rates, dict) or best not in [f"lr-{rate}" for rate in rates]:
         raise CheckpointError("damaged", path, "it names no best run")
-    if not all(has_numbers(scores, "exact_match", "f1") for scores in [*rates.values(), result.get("word_overlap")]):
+    documents = "task" in result
+    if not all(has_numbers(scores, "score", "best_step") if documents else has_numbers(scores, "exact_match", "f1")
+               for scores in [*rates.values(), *([] if documents else [result.get("word_overlap")])]):
         raise CheckpointError("damaged", path, "its scores are missing or not numbers")
     if not isinstance(result.get("fine_tuning"), dict):
         raise CheckpointError("damaged", path, "its settings are missing")
@@ -339,14 +358,18 @@ def result_or_none(out: Path, read: Callable[[Path], dict[str, Any]], checkpoint
 
 
 def best_run(out: Path) -> Path:
-    """The best run in a completed folder of `lineartime finetune`; any other folder itself. Raises CheckpointError for
-    a damaged folder."""
+    """The best run in a completed folder of `lineartime finetune`, of documents the best checkpoint of that run; any
+    other folder itself. Raises CheckpointError for a damaged folder."""
     if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
-    best = out / read_fine_tuning(out)["best"]
+    result = read_fine_tuning(out)
+    best = out / result["best"]
     if not (best / RUN_FILE).exists():
         raise CheckpointError("damaged", out / RESULT_FILE, "the best run is not there")
-    return best
+    if "task" not in result:
+        return best
+    step = int(result["learning_rates"][result["best"].removeprefix("lr-")]["best_step"])
+    return best / f"step-{step:08d}"
 
 
 def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
@@ -354,9 +377,9 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
 
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
     `save_pretrained`; or a folder of `lineartime finetune`, whose best run is read. strict: whether a damaged newer
-    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`. The model is in
-    evaluation mode on the CPU, in float32. Raises UsageError for any other path, CheckpointError for a checkpoint that
-    is damaged, of another run or not finite."""
+    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`, a
+    `DocumentClassifier` or a `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises
+    UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run or not finite."""
     path = best_run(Path(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
@@ -370,7 +393,8 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
     try:
         config = model_config_from_json(files[CONFIG_FILE])
-        kind = SpanModel if answers_questions(files[CONFIG_FILE]) else LanguageModel
+        kind = architecture_of(files[CONFIG_FILE])
+        head = head_from_json(files[CONFIG_FILE]) if kind == CLASSIFICATION else None
         tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
     except KeyError as e:
         raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
@@ -381,7 +405,8 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
     with torch.device("meta"):
-        model = kind(config)
+        model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
+                 DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
     weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     return model.eval(), tokenizer, facts
@@ -409,6 +434,15 @@ def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel
     model, tokenizer, facts = load_model(run, strict=strict)
     if not isinstance(model, SpanModel):
         raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
+    return model, tokenizer, facts
+
+
+def load_classifier(run: Path | str, *,
+                    strict: bool = False) -> tuple[DocumentClassifier, Tokenizer, dict[str, Any]]:
+    """`load_model` for a model fine-tuned on labels. Raises UsageError for any other model."""
+    model, tokenizer, facts = load_model(run, strict=strict)
+    if not isinstance(model, DocumentClassifier):
+        raise UsageError("this model was not fine-tuned on labels", run, "see `lineartime finetune --task classify`")
     return model, tokenizer, facts
 
 

@@ -279,7 +279,7 @@ def new_model(config: RunConfig) -> LanguageModel:
 def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: dict[str, str], device: torch.device,
         stop: StopSignal, ranks: Ranks = ALONE, on_step: Callable[[dict[str, Any]], None] | None = None,
         on_micro_batch: Callable[[int, int], None] | None = None, score_last: bool = True,
-        first: Callable[[Wanted], dict[str, Tensor]] | None = None) -> LanguageModel:
+        first: Callable[[Wanted], dict[str, Tensor]] | None = None, patience: int | None = None) -> LanguageModel:
     """Train `model` to the last step, from the newest checkpoint if there is one; returns it.
 
     Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
@@ -287,8 +287,9 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     steps `objective.evaluate` scores the model. extra_files: texts saved with every checkpoint, by file name. on_step
     is called with each line of the metrics and the number of "steps", on_micro_batch before each micro-batch of this
     rank with the steps done and the micro-batch's number in its step. score_last: whether to score the last step too,
-    if it is a multiple of `eval_every`. first: the weights to begin with, see `Run.resume`. Raises Stopped after saving
-    if `stop` requests it, NumericsError before the optimizer's update, ResourceError when memory runs out."""
+    if it is a multiple of `eval_every`. first: the weights to begin with, see `Run.resume`. patience: end after so many
+    evaluations without a better one, by `Run.best_so_far`, whose checkpoint is kept. Raises Stopped after saving if
+    `stop` requests it, NumericsError before the optimizer's update, ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model.activation_checkpointing = config.activation_checkpointing
     model = model if config.shard else model.to(device)
@@ -305,6 +306,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     done = run.resume(model, parts, optimizer, first)
     if reduce_scatter is not None:
         write_back(parts)
+    if patience is not None:
+        run.best_so_far()  # before a save, which removes others
     if done:
         run.save(done, model, parts, optimizer, extra_files)  # a kill may have left the end of the last save undone
     for each in (model, *twins):
@@ -338,11 +341,15 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     def score_if_due(step: int) -> None:
         stop_if_asked(step)
         if step and step % config.eval_every == 0:
+            if patience is not None:
+                save(step)
             held_out = objective.evaluate(model, partial(stop_if_asked, step))
             log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
 
     for step in range(done, config.steps):
         score_if_due(step)  # the step is saved: after a stop or a kill during the evaluation, a resume repeats it
+        if patience is not None and step % config.eval_every == 0 and run.best_so_far() >= patience:
+            return model
         started, cpu_started = time.perf_counter(), time.process_time()
         batch = [torch.from_numpy(part).to(device) for part in objective.batch(step)]
         learning_rate = learning_rate_at(step, config)
@@ -379,6 +386,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
             save(step + 1)
     if score_last:
         score_if_due(config.steps)
+    if patience is not None:
+        run.best_so_far()
     return model
 
 
@@ -387,15 +396,15 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
              score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]], *,
              on_step: Callable[[dict[str, Any]], None] | None,
              on_micro_batch: Callable[[int, int], None] | None = None, score_last: bool = True,
-             first: Callable[[Wanted], dict[str, Tensor]] | None = None,
+             first: Callable[[Wanted], dict[str, Tensor]] | None = None, patience: int | None = None,
              rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
     result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
     begin returns the new model, the objective and the `extra_files` of `fit`; score returns the content of the result
-    file; first is that of `fit`. Raises as `in_rows`, `connected`, `require_fitting`, `Run`, `checkpoint.lock` and
-    `fit` do."""
+    file; first and patience are those of `fit`. Raises as `in_rows`, `connected`, `require_fitting`, `Run`,
+    `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
     picked = device if isinstance(device, torch.device) else pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel
@@ -414,7 +423,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         model, objective, extra_files = begin(ranks)
         model = fit(run, model, objective, extra_files=extra_files, device=picked, stop=stop, ranks=ranks,
                     on_step=on_step, on_micro_batch=on_micro_batch, score_last=score_last,
-                    first=first)
+                    first=first, patience=patience)
         if stop.agree(ranks):
             stop.check(SAVED)
         result = {"run": run.id, **score(run, model, ranks)}

@@ -5,13 +5,16 @@ from typing import Annotated
 
 import typer
 
+from lineartime.atomic_io import read_json
 from lineartime.cli.arguments import Device, Strict, pick_device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
+from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.errors import UsageError
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run of `lineartime train`.")],
+    run: Annotated[Path, typer.Argument(
+        help="A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.")],
     out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
     data: Annotated[Path | None, typer.Option(
         help="Folder of the prepared text that the run was trained on; by default the run's.")] = None,
@@ -21,8 +24,19 @@ def export(
     strict: Strict = False,
     device: Device = None,
 ) -> None:
-    """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores."""
+    """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores.
+    A folder of `lineartime finetune --task classify` or `embed`: weights in float32, and its report as the card."""
     results_are_files()
+    if is_of_documents(run):
+        if data is not None or about is not None or prompt:
+            raise UsageError("too much is named", "export",
+                             "its report is the card: leave out --data, --about and --prompt")
+        from lineartime.release.documents import export_documents
+
+        n_bytes = export_documents(run, out, strict=strict)
+        say(f"weights  {out / 'model.safetensors'} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
+            "transformers or sentence-transformers)")
+        return
     from lineartime.qa.questions import read_utf8
     from lineartime.release.export import export
 
@@ -35,6 +49,12 @@ def export(
     say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
         "transformers)")
     say(f"card     {out / 'README.md'}")
+
+
+def is_of_documents(folder: Path) -> bool:
+    """Whether a folder is one of `lineartime finetune` for documents, and whole."""
+    result = folder / RESULT_FILE
+    return result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result)
 
 
 def plot(

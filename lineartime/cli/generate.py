@@ -52,9 +52,12 @@ def generate(
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     model, tokenizer, _ = load_model(run, strict=strict)
-    if not model.config.causal:
-        raise UsageError("only a causal model continues text", run, "this one fills in masks; open it in transformers"
-                         if type(model).__name__ == "LanguageModel" else "this one answers: see `lineartime answer`")
+    others = {"SpanModel": "this one answers: see `lineartime answer`",
+              "DocumentClassifier": "this one labels: see `lineartime classify`",
+              "DocumentEncoder": "this one gives vectors: see `lineartime embed`"}
+    if not model.config.causal or type(model).__name__ in others:
+        raise UsageError("only a causal model continues text", run,
+                         others.get(type(model).__name__, "this one fills in masks; open it in transformers"))
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = TextStreamer(tokenizer, texts, stop or [])

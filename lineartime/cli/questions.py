@@ -15,26 +15,56 @@ from lineartime.cli.arguments import (
     Setting,
     Strict,
     Stride,
+    complete_from,
     numbers,
     pick_device,
 )
+from lineartime.cli.documents import MaxTokens, PairField, TextField, finetune_on_documents
 from lineartime.cli.generate import read_prompts
 from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping
 from lineartime.config import parse_setting
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
+from lineartime.settings import require_name
+
+FOR_QUESTIONS = ("questions", "evidence", "negatives", "stride", "max_answer_tokens")
+FOR_LABELS = ("labels", "label_field", "balance")
+FOR_DOCUMENTS = ("documents", "test", "text_field", "pair_field", "patience", "max_tokens")
+TASKS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS, "embed": (*FOR_QUESTIONS, *FOR_LABELS)}
+"""What can be fine-tuned on, and the arguments of `finetune` that it does not take."""
 
 
 def finetune(
-    run: Annotated[Path, typer.Argument(help="A run of masked language modelling, or one of its checkpoints.")],
+    asked: typer.Context,
+    run: Annotated[Path, typer.Argument(
+        help="A run of masked language modelling, or one of its checkpoints; for other tasks than questions any model, "
+             "`small` included.")],
+    task: Annotated[str, typer.Option(help=f"{', '.join(TASKS)}.", autocompletion=complete_from(TASKS))] = "questions",
     questions: QuestionFiles = None,
-    validation: Annotated[list[Path] | None, typer.Option(
-        help="Questions that the learning rate is chosen on; may be given again.")] = None,
+    documents: Annotated[list[str] | None, typer.Option(
+        help="classify: labelled documents; embed: any (.csv, .jsonl, .parquet, a folder of folders by label, "
+             "hub:NAME/SPLIT); may be given again.")] = None,
+    validation: Annotated[list[str] | None, typer.Option(
+        help="Questions or documents that the learning rate is chosen on; may be given again.")] = None,
+    test: Annotated[list[str] | None, typer.Option(
+        help="classify, embed: documents that the best model is scored on; may be given again.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs; unfinished runs there are continued.")] = None,
     evidence: Evidence = None,
-    learning_rates: Annotated[str, typer.Option(help="One run each, with commas.")] = "1e-4,7e-5,5e-5",
-    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 4096,
-    epochs: Annotated[float, typer.Option(help="How often each window is read.")] = 5,
+    learning_rates: Annotated[str | None, typer.Option(
+        help="One run each, with commas; by default 1e-4,7e-5,5e-5, for other tasks than questions 1e-3,3e-4,1e-4.")
+        ] = None,
+    context: Annotated[int | None, typer.Option(
+        help="Tokens in a window; by default 4096, for other tasks than questions as in pretraining.")] = None,
+    epochs: Annotated[float, typer.Option(help="How often each window, or document, is read.")] = 5,
+    labels: Annotated[str, typer.Option(
+        help="classify: one label a document, several (a list, or text with `;`), or a number.")] = "one",
+    text_field: TextField = "text",
+    pair_field: PairField = None,
+    label_field: Annotated[str, typer.Option(help="classify: field or column of the label.")] = "label",
+    balance: Annotated[bool, typer.Option("--balance", help="classify: every class counts the same.")] = False,
+    patience: Annotated[int, typer.Option(
+        help="classify, embed: end a run after so many held-out scores without a better one.")] = 3,
+    max_tokens: MaxTokens = None,
     negatives: Annotated[float, typer.Option(
         help="Share of the windows without an answer that is trained on.")] = 0.25,
     stride: Stride = None,
@@ -44,19 +74,33 @@ def finetune(
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Teach a masked model to find answers in documents, once per learning rate; keep the best by F1.
+    """Teach a model a task, once per learning rate; keep the best.
+    questions: a masked model finds answers in documents. classify: any model labels documents of any length.
+    embed: it gives them vectors that are near for the two texts of a pair.
     To teach a causal model more text: `lineartime train --from RUN`."""
     results_are_files()
+    require_name("task", task, TASKS)
+    given = dict(parse_setting(text) for text in settings or [])
+    rates = None if learning_rates is None else numbers(learning_rates)
+    for name in TASKS[task]:
+        if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            raise UsageError("this option is for another task", f"--{name.replace('_', '-')}",
+                             f"leave it out with --task {task}")
+    if task != "questions":
+        finetune_on_documents(run, task, documents, validation, test, out, rates, given, rank_timeout, device, {
+            "labels": labels, "fields": (text_field, pair_field, label_field), "context": context, "epochs": epochs,
+            "balance": balance, "patience": patience, "max_tokens": max_tokens, "strict": strict})
+        return
     if not questions or not validation or out is None:
         raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
-    given = dict(parse_setting(text) for text in settings or [])
-    rates = numbers(learning_rates)
     with interrupted_at_once():
-        from lineartime.qa.finetune import FineTuning, finetune
+        from lineartime.finetuning import LEARNING_RATES
+        from lineartime.qa.finetune import CONTEXT, FineTuning, finetune
         from lineartime.training import StopSignal
 
-    plan = FineTuning(run, tuple(questions), tuple(validation), out, evidence, rates, context, stride,
-                      max_answer_tokens, negatives, epochs, given, strict)
+    plan = FineTuning(run, tuple(questions), tuple(map(Path, validation)), out, evidence, rates or LEARNING_RATES,
+                      CONTEXT if context is None else context, stride, max_answer_tokens, negatives, epochs, given,
+                      strict)
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
                           rank_timeout=rank_timeout)

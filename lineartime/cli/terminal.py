@@ -184,6 +184,12 @@ class Terminal:
         """The `progress` callback for a function that passes a count alone."""
         return lambda done: self.count(what, done, total)
 
+    def reading(self, n_bytes: int, total: int | None, n_documents: int, tokens_per_s: float) -> None:
+        """Show how much text is read."""
+        words = f"{n_documents:,} documents done, {tokens_per_s:,.0f} tokens/s"
+        self.begin("bytes of text", total).update(self.task, completed=n_bytes, description=words)
+        self.say_now_and_then(f"{n_bytes:,}" + ("" if total is None else f"/{total:,}") + f" bytes of text  {words}")
+
     def step(self, record: dict[str, Any]) -> None:
         """Show a line of the metrics; the `on_step` callback of training."""
         step, steps, clock = record["step"], record["steps"], record["clock"]

@@ -10,6 +10,7 @@ import typer
 from lineartime.cli import (
     benchmark,
     describe,
+    documents,
     evaluate,
     finished,
     generate,
@@ -28,8 +29,8 @@ from lineartime.errors import CheckpointError, DataError, LineartimeError, Resou
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 for verb in (prepare.prepare, train.train, evaluate.evaluate, generate.generate, finished.export, finished.plot,
-             describe.models, describe.config, describe.info, questions.finetune, questions.answer, recall.recall,
-             reproduce.reproduce, report.report):
+             describe.models, describe.config, describe.info, questions.finetune, questions.answer,
+             documents.classify, documents.embed, recall.recall, reproduce.reproduce, report.report):
     app.command()(verb)
 app.add_typer(benchmark.benchmark, name="benchmark")
 add_examples(app)

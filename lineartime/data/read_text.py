@@ -4,6 +4,7 @@ A `.txt`, `.md` or `.txt.gz` is one document; `.jsonl`, `.jsonl.gz` and `.json.g
 `.parquet` one per row."""
 
 import codecs
+import contextlib
 import gzip
 import json
 import os
@@ -55,17 +56,18 @@ def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LI
 
     Raises DataError, with the line, row or byte, for a file that cannot be read."""
     place = Place() if place is None else place
-    try:
-        if path.stat().st_size == 0:
-            raise DataError("empty file", path)
+    with readable(path):
         ending = ending_of(path.name)
         if ending in (".txt", ".md"):
-            for piece in cut(_blocks(path, place)):
-                place.at += len(piece.text.encode())
-                yield piece
+            with opened(path) as file:
+                file.seek(place.at)
+                for piece in cut(text_blocks(file, path, place)):
+                    place.at += len(piece.text.encode())
+                    yield piece
             return
         if ending == ".txt.gz":
-            yield from cut(_blocks(path, Place()))
+            with opened(path) as file:
+                yield from cut(text_blocks(file, path, Place()))
             return
         found = (_parquet_texts(path, field, place) if ending == ".parquet"
                  else _json_texts(path, field, max_line_bytes, place))
@@ -78,6 +80,15 @@ def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LI
             yield from cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
         if empty:
             raise DataError("no documents in this file", path)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Inside the block, errors of reading a file are DataErrors. Raises DataError for an empty file."""
+    try:
+        if path.stat().st_size == 0:
+            raise DataError("empty file", path)
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise DataError("damaged gzip file", path, str(e)) from None
     except OSError as e:
@@ -106,29 +117,28 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     yield Piece(buffer, True)
 
 
-def _blocks(path: Path, place: Place) -> Iterator[str]:
-    """The text of a UTF-8 file from `place` on, without its byte order mark, which `place` is moved behind."""
+def text_blocks(file: IO[bytes], name: object, place: Place) -> Iterator[str]:
+    """The text of an open file of UTF-8, which is at `place`, without its byte order mark, which `place` is moved
+    behind. name: for errors. Raises DataError, with the byte, for what is no text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = place.at
-    with opened(path) as file:
-        file.seek(position)
-        while True:
-            block = file.read(1 << 20)
-            nul = block.find(b"\0")
-            if nul >= 0:
-                raise DataError("a NUL byte: this is no text", f"{path}, byte {position + nul}")
-            try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as e:
-                # e.object begins with the unfinished bytes of the previous block.
-                byte = position + len(block) - len(e.object) + e.start
-                raise DataError("not valid UTF-8", f"{path}, byte {byte}") from None
-            if not block:
-                return
-            if position == 0 and text.startswith(BYTE_ORDER_MARK):
-                place.at, text = len(BYTE_ORDER_MARK.encode()), text[1:]
-            yield text
-            position += len(block)
+    while True:
+        block = file.read(1 << 20)
+        nul = block.find(b"\0")
+        if nul >= 0:
+            raise DataError("a NUL byte: this is no text", f"{name}, byte {position + nul}")
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as e:
+            # e.object begins with the unfinished bytes of the previous block.
+            byte = position + len(block) - len(e.object) + e.start
+            raise DataError("not valid UTF-8", f"{name}, byte {byte}") from None
+        if not block:
+            return
+        if position == 0 and text.startswith(BYTE_ORDER_MARK):
+            place.at, text = len(BYTE_ORDER_MARK.encode()), text[1:]
+        yield text
+        position += len(block)
 
 
 def opened(path: Path) -> IO[bytes]:
@@ -148,7 +158,15 @@ def check_gzip(path: Path) -> None:
 
 def _json_texts(path: Path, field: str, max_line_bytes: int, place: Place) -> Iterator[tuple[str, str]]:
     """The line, for errors, and the text of each document."""
-    compressed = path.name.lower().endswith(".gz")
+    for where, record in json_records(path, max_line_bytes, place):
+        yield where, text_field(record, field, where, "line")
+
+
+def json_records(path: Path, max_line_bytes: int = MAX_LINE_BYTES,
+                 place: Place | None = None) -> Iterator[tuple[str, Any]]:
+    """The line, for errors, and the content of each line of a file of JSON lines that is not blank. place: as in
+    `read_pieces`. Raises DataError, with the line, for what is not JSON, and OSError."""
+    place, compressed = Place() if place is None else place, path.name.lower().endswith(".gz")
     with opened(path) as file:
         number = place.line
         if place.at:
@@ -159,19 +177,18 @@ def _json_texts(path: Path, field: str, max_line_bytes: int, place: Place) -> It
                 raise DataError("line is too long", f"{path}:{number}", f"the limit is {max_line_bytes} bytes")
             if not line.isspace():
                 where = f"{path}:{number}"
-                text = _text_of_line(line, field, where)
+                record = _record_of_line(line, where)
                 if not compressed:
                     place.at, place.line = file.tell(), number
-                yield where, text
+                yield where, record
 
 
-def _text_of_line(line: bytes, field: str, where: str) -> str:
+def _record_of_line(line: bytes, where: str) -> Any:
     try:
         text = line.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as e:
         raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line") from None
-    record = parse_json(text, where, object_pairs_hook=_object, parse_constant=_no_constant)
-    return text_field(record, field, where, "line")
+    return parse_json(text, where, object_pairs_hook=_object, parse_constant=_no_constant)
 
 
 def text_field(record: Any, name: str, where: str, what: str) -> str:

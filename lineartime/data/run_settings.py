@@ -7,10 +7,13 @@ from typing import Any
 
 from lineartime.atomic_io import read_bytes, read_json
 from lineartime.config import (
+    CLASSIFICATION,
+    QUESTION_ANSWERING,
     ModelConfig,
     RunConfig,
-    answers_questions,
+    architecture_of,
     check_names,
+    is_encoder,
     model_config_from_json,
     run_config,
 )
@@ -91,7 +94,9 @@ def read_source(name: str) -> tuple[ModelConfig, Tokenizer]:
         config = model_config_from_json(text)
     except UsageError as e:
         raise UsageError(e.what, folder / "config.json", e.todo) from None
-    require(not answers_questions(text), "this model answers questions", name, "begin with a language model")
+    for head, does in ((QUESTION_ANSWERING, "answers questions"), (CLASSIFICATION, "labels documents")):
+        require(architecture_of(text) != head, f"this model {does}", name, "begin with a language model")
+    require(not is_encoder(text), "this model gives documents vectors", name, "begin with a language model")
     return config, load_tokenizer(folder / TOKENIZER_FILE)
 
 

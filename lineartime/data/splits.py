@@ -90,7 +90,7 @@ def _sources_of(path: Path, preferred: str | None) -> list[Source]:
 
 
 def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
-    names = _files_below(folder)
+    names = files_below(folder)
     readable = [name for name in names if ending_of(name)]
     if not readable:
         raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(ENDINGS)}")
@@ -136,7 +136,7 @@ def _say_skipped(folder: Path, names: list[str], why: str) -> None:
         logger.info(f"skipped     {', '.join(names[:5])}{more} in {folder}: {why}")
 
 
-def _files_below(folder: Path) -> list[str]:
+def files_below(folder: Path) -> list[str]:
     """Relative names of all files that are not hidden; each folder is read once, through links too."""
 
     def refuse(e: OSError) -> None:

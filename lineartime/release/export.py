@@ -18,7 +18,7 @@ from lineartime.data.tokens import open_data, read_manifests, sha256_of
 from lineartime.errors import ResourceError, UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
-from lineartime.model import LanguageModel, SpanModel
+from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, read_metrics, read_run
 from lineartime.settings import require
@@ -58,6 +58,8 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     model, tokenizer, facts = load_model(run, strict=strict)
     if isinstance(model, SpanModel):
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
+    if isinstance(model, DocumentClassifier | DocumentEncoder):
+        raise UsageError("this is one run of a fine-tuning on documents", str(run), "name the folder that holds it")
     named = str(data or description["data"])
     manifests = read_manifests(named)
     require(sha256_of(named, manifests) == description["data_sha256"], "this is not the run's data", named,

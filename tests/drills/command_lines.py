@@ -48,7 +48,7 @@ TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"
 OUTPUTS = {"out", "html", "png", "images", "predictions", "into"}
 """Options whose path is written; of `benchmark` and `reproduce` the rows too."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
-LONG = {"train", "finetune", "generate", "answer", "reproduce", "report", "benchmark"}
+LONG = {"train", "finetune", "generate", "answer", "embed", "classify", "reproduce", "report", "benchmark"}
 """Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
 IN_OTHERS = {"reproduce", "benchmark"}
 """Verbs that wait for processes of theirs, which work."""
@@ -76,6 +76,10 @@ RECIPES: dict[str, list[list[str]]] = {
     "finetune": [folders.finetune(Path("."), "new")[1:]],
     "answer": [["finetuned", "--question", "Town 3?", "--document", "text.txt", "--context", "48",
                 "--max-answer-tokens", "6"]],
+    "embed": [["run", "text.txt", "--out", "new.npy"], ["exported", "text.jsonl.gz", "--max-tokens", "50"],
+              ["small", "-", "--max-tokens", "20"],
+              ["masked", "text.txt", "--out", "new.parquet", "--batch-rows", "2"]],
+    "classify": [["finetuned", "text.txt"]],
     "generate": [["run", "Reader, I", "--max-new-tokens", "4"],
                  ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],
                  ["unfinished", "a", "b", "--max-new-tokens", "3", "--stop", "e"],

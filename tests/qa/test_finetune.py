@@ -15,12 +15,14 @@ import torch
 from test_questions import parquet, squad, triviaqa
 
 import lineartime
+from lineartime import finetuning
 from lineartime.cli import verbs
 from lineartime.config import model_config
 from lineartime.errors import CheckpointError, Stopped, UsageError
+from lineartime.finetuning import check_rates, name_of
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa import finetune
-from lineartime.qa.finetune import FineTuning, Questions, name_of
+from lineartime.qa.finetune import FineTuning, Questions
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import Windows, training_rows
@@ -206,6 +208,7 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(finetune, "write_json", write_or_die)
+        patch.setattr(finetuning, "write_json", write_or_die)
         if place == "answer_questions":
             patch.setattr(finetune, "answer_questions", killed)
         finetune.finetune(plan(folder, out), on_step=at)
@@ -413,3 +416,12 @@ def test_a_damaged_newest_checkpoint_is_said_or_refused(folder, done, tmp_path, 
     for verb in (ask, score):
         assert run_cli(verb) == 0
         assert "warning: using step " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", [{"context_parallel": 2}, {"row_tiles": 4}, {"window_tokens": 1}, {"shard": True},
+                                     {"learning_rate": 1e-3}])
+def test_settings_that_are_for_language_modelling(setting):
+    (name,) = setting
+    with pytest.raises(UsageError, match=f"{name}|sharded"):
+        check_rates((1e-4,), 1.0, setting)
+    check_rates((1e-4,), 1.0, {"context_parallel": 1, "row_tiles": None, "window_tokens": None})

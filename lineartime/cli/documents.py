@@ -1,0 +1,202 @@
+"""`lineartime embed` and `classify`, and `finetune` for them: documents of any length, read whole."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lineartime.cli.arguments import Device, Strict, pick_device
+from lineartime.cli.terminal import Terminal, interrupted_at_once, note, results_are_files, say, say_stopping
+from lineartime.data.pretrained import named_folder
+from lineartime.errors import UsageError
+
+if TYPE_CHECKING:
+    from lineartime.data.tokenizer import Tokenizer
+    from lineartime.documents.examples import Example
+    from lineartime.documents.pooling import Mean, Reading
+    from lineartime.model import LanguageModel
+
+Files = Annotated[list[str], typer.Argument(
+    help="Text files, files of records (.csv, .jsonl, .parquet), folders, hub:NAME/SPLIT, or `-` for one document on "
+         "stdin.")]
+TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
+PairField = Annotated[str | None, typer.Option(help="Field or column of a second text, for pairs.")]
+MaxTokens = Annotated[int | None, typer.Option(
+    help="Cut documents to so many tokens; by default each is read whole, however long.")]
+BatchRows = Annotated[int, typer.Option(help="Rows read at once; changes only rounding, speed and memory.")]
+Precision = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+
+
+def embed(
+    model: Annotated[str, typer.Argument(
+        help="A run, a checkpoint, an exported folder, a folder of `finetune`, or a shipped model: small.")],
+    files: Files,
+    out: Annotated[Path | None, typer.Option(
+        help="File for the vectors: .jsonl, .npy or .parquet; by default JSON lines on stdout.")] = None,
+    text_field: TextField = "text",
+    pair_field: PairField = None,
+    max_tokens: MaxTokens = None,
+    batch_rows: BatchRows = 8,
+    precision: Precision = "float32",
+    strict: Strict = False,
+    device: Device = None,
+) -> None:
+    """Read documents whole and write a vector for each, the mean of its tokens' last states, in order.
+    The same command goes on with a file that is not whole."""
+    folder = named_folder(model)
+    check_paths(files, out, (".jsonl", ".parquet", ".npy"))
+    with interrupted_at_once():
+        from lineartime.documents.embed import embedded_row, embedded_schema
+        from lineartime.documents.examples import Fields
+        from lineartime.documents.pooling import Reading
+        from lineartime.run import load_model
+
+    reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
+    loaded, tokenizer, _ = load_model(folder, strict=strict)
+    settings = {"verb": "embed", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
+                "precision": precision}
+    write_results(loaded.to(pick_device(device)), tokenizer, files, fields, reading, settings, out, embedded_row,
+                  embedded_schema)
+
+
+def classify(
+    model: Annotated[str, typer.Argument(help="A folder of `finetune --task classify`, or a checkpoint of one.")],
+    files: Files,
+    out: Annotated[Path | None, typer.Option(
+        help="File for the labels: .jsonl or .parquet; by default JSON lines on stdout.")] = None,
+    text_field: TextField = "text",
+    pair_field: PairField = None,
+    max_tokens: MaxTokens = None,
+    batch_rows: BatchRows = 8,
+    precision: Precision = "float32",
+    strict: Strict = False,
+    device: Device = None,
+) -> None:
+    """Read documents whole and write the labels of each, with their probabilities, in order.
+    The same command goes on with a file that is not whole."""
+    folder = named_folder(model)
+    check_paths(files, out, (".jsonl", ".parquet"))
+    with interrupted_at_once():
+        from lineartime.documents.classify import labelled_row, labelled_schema
+        from lineartime.documents.examples import Fields
+        from lineartime.documents.pooling import Reading
+        from lineartime.run import load_classifier
+
+    reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
+    loaded, tokenizer, _ = load_classifier(folder, strict=strict)
+    settings = {"verb": "classify", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
+                "precision": precision}
+    loaded.to(pick_device(device))
+    write_results(loaded, tokenizer, files, fields, reading, settings, out,
+                  lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))
+
+
+def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, validation: list[str] | None,
+                          test: list[str] | None, out: Path | None, rates: tuple[float, ...] | None,
+                          settings: dict[str, Any], rank_timeout: float, device: str | None,
+                          plan: dict[str, Any]) -> None:
+    """`lineartime finetune` for labels or vectors of documents. plan: further fields of `DocumentTuning`."""
+    if not documents or not validation or out is None:
+        raise UsageError("too little is named", f"--task {task}", "it takes --documents, --validation and --out")
+    with interrupted_at_once():
+        from lineartime.documents import contrast, report
+        from lineartime.documents.examples import Fields
+        from lineartime.documents.finetune import finetune_documents
+        from lineartime.documents.report import REPORT_FILE
+        from lineartime.documents.tuning import LEARNING_RATES, DocumentTuning
+        from lineartime.training import StopSignal
+
+    given = DocumentTuning(named_folder(str(model)), tuple(documents), tuple(validation), out, tuple(test or ()),
+                           settings=settings, learning_rates=rates or LEARNING_RATES,
+                           task=task, **{**plan, "fields": Fields(*plan["fields"])})
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
+        result = finetune_documents(given, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
+                                    rank_timeout=rank_timeout)
+    if "already" in result:
+        say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
+    words, before = (report.words, "reading") if task == "classify" else (contrast.words, "training")
+    say("")
+    for name, each in result["learning_rates"].items():
+        say(f"lr {name:<9} {words(each['held_out'])}" + ("  <- best" if result["best"] == f"lr-{name}" else ""))
+    say(f"without {before} {words(result[f'without_{before}'])}")
+    if "test" in result:
+        say(f"test         {words(result['test'])} on {result['test']['n_documents']:,} documents")
+    say(f"\nreport   {out / REPORT_FILE}")
+    say(f"weights  {out / 'best'}  (open with lineartime.load_model or transformers)")
+    say(f"next     lineartime {task} {out} FILES")
+
+
+def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) -> None:
+    """Raise UsageError for an input that is named twice, and as `check_out` does for the output."""
+    from lineartime.documents.results import check_out
+
+    for name in files:
+        if files.count(name) > 1:
+            raise UsageError("the same input twice", name, "name it once")
+    if out is not None:
+        check_out(out, endings)
+
+
+def write_results(model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: Any, reading: "Reading",
+                  settings: dict[str, Any], out: Path | None, row_of: Callable[["Example", "Mean"], dict[str, Any]],
+                  schema: Callable[[], Any]) -> None:
+    """Read all documents, and write a row for each to stdout or a file, which may have the first ones already."""
+    from lineartime.documents.examples import read_examples
+    from lineartime.documents.pooling import named_means
+    from lineartime.documents.results import description_of, unfinished_rows
+    from lineartime.training import StopSignal
+
+    n_bytes, n_documents, n_tokens, n_cut, started = 0, 0, 0, 0, time.monotonic()
+    total = bytes_of(files)
+    saved = "nothing is kept of what was printed" if out is None else "what is read is kept; the same command goes on"
+
+    def counted(text: Iterable[str]) -> Iterator[str]:
+        nonlocal n_bytes
+        for piece in text:
+            n_bytes += len(piece.encode())
+            yield piece
+
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
+        def show(n_read: int) -> None:
+            nonlocal n_tokens
+            n_tokens = n_read
+            terminal.reading(n_bytes, total, n_documents, n_read / max(time.monotonic() - started, 1e-9))
+            stop.check(saved)
+
+        def write(examples: "Iterable[Example]", add: Callable[[dict[str, Any]], None]) -> None:
+            nonlocal n_documents, n_cut
+            read = (example._replace(text=counted(example.text)) for example in examples)
+            for example, mean in named_means(model, tokenizer, read, reading, progress=show):
+                add(row_of(example, mean))
+                n_documents, n_cut = n_documents + 1, n_cut + mean.is_cut
+
+        examples = read_examples(files, fields)
+        if out is None:
+            write(examples, lambda row: print(json.dumps(row, ensure_ascii=False), flush=True))
+        else:
+            results_are_files()
+            description = description_of(model, tokenizer, files, settings)
+            with unfinished_rows(out, description, schema) as (n_done, add):
+                if n_done:
+                    note(f"going on behind {n_done:,} documents that are there")
+                write(itertools.islice(examples, n_done, None), add)
+    seconds = time.monotonic() - started
+    note(f"read     {n_documents:,} documents, {n_tokens:,} tokens in {seconds:,.1f} s: "
+         f"{n_tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    if n_cut:
+        note(f"cut      {n_cut:,} documents to {reading.max_tokens:,} tokens")
+    if out is not None:
+        note(f"written  {out}")
+
+
+def bytes_of(files: list[str]) -> int | None:
+    """The bytes of the inputs, about those of their text; None where that is not known."""
+    from lineartime.documents.examples import files_of
+
+    paths = [path for name in files for path in files_of(name)]
+    plain = all(path.suffix in (".txt", ".md", ".csv", ".jsonl") and path.is_file() for path in paths)
+    return sum(path.stat().st_size for path in paths) if paths and plain else None

@@ -1,0 +1,128 @@
+"""Labels of documents: one class, several, or a number, read from the mean of a document's last hidden states."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.config import PROBLEMS, Head
+from lineartime.data.tokenizer import Tokenizer
+from lineartime.documents.examples import Example, Label, text_examples
+from lineartime.documents.pooling import Mean, Reading, named_means
+from lineartime.model import DocumentClassifier
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ONE, SEVERAL, NUMBER = PROBLEMS["one"], PROBLEMS["several"], PROBLEMS["number"]
+
+
+class Prediction(NamedTuple):
+    """What a model says of a document."""
+
+    label: Label
+    """The likeliest class, the classes that are likelier than not, or a number."""
+    scores: dict[str, float]
+    """The probability of each class; empty for a number."""
+
+
+def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[str | tuple[str, str]], *,
+             max_tokens: int | None = None, batch_rows: int = 8, precision: str = "float32",
+             progress: Callable[[int], None] | None = None) -> list[Prediction]:
+    """The labels of texts, or of pairs of texts, of any length.
+
+    model, tokenizer: of `load_classifier`. max_tokens: cut longer documents to this many. batch_rows: rows read at
+    once, which changes only rounding. precision: "float32" or "bfloat16". progress is called with the number of tokens
+    read. Raises UsageError for wrong values, DataError for a text that is white space or that the tokenizer lacks."""
+    reading = Reading(max_tokens, batch_rows, precision)
+    return [predict(model, mean) for _, mean in named_means(model, tokenizer, text_examples(texts), reading,
+                                                            progress=progress)]
+
+
+@torch.inference_mode()
+def logits_of(model: DocumentClassifier, vector_D: np.ndarray) -> np.ndarray:
+    """The logits, or the number, for the mean of a document: float64 `[L]`."""
+    mean_1D = torch.from_numpy(vector_D)[None].to(model.score.weight)
+    return model.label_logits(mean_1D)[0].double().cpu().numpy()
+
+
+def predict(model: DocumentClassifier, mean: Mean) -> Prediction:
+    """What a model says of a document whose mean is known."""
+    return prediction_of(model.head, logits_of(model, mean.vector_D))
+
+
+def prediction_of(head: Head, logits_L: np.ndarray) -> Prediction:
+    """The label and the probabilities that logits mean."""
+    if head.problem_type == NUMBER:
+        return Prediction(float(logits_L[0]), {})
+    p_L = probabilities(head, torch.from_numpy(logits_L)).tolist()
+    scores = dict(zip(head.labels, p_L, strict=True))
+    if head.problem_type == SEVERAL:
+        return Prediction(tuple(name for name, p in scores.items() if p > 0.5), scores)
+    return Prediction(head.labels[int(logits_L.argmax())], scores)
+
+
+def probabilities(head: Head, logits: Tensor) -> Tensor:
+    """The probability of each class, for logits `[..., L]`."""
+    return logits.softmax(-1) if head.problem_type == ONE else logits.sigmoid()
+
+
+def targets_of(head: Head, labels: Iterable[Label]) -> np.ndarray:
+    """Labels as the model learns them: class numbers `[N]`, zeros and ones `[N, L]`, or numbers `[N]`, float64."""
+    number = {name: i for i, name in enumerate(head.labels)}
+    if head.problem_type == NUMBER:
+        return np.array([float(label) for label in labels if not isinstance(label, tuple)])
+    if head.problem_type == ONE:
+        return np.array([number[str(label)] for label in labels], np.int64)
+    rows = [classes_of(label) for label in labels]
+    targets_NL = np.zeros((len(rows), len(number)))
+    for row, names in enumerate(rows):
+        targets_NL[row, [number[name] for name in names]] = 1
+    return targets_NL
+
+
+def classes_of(label: Label) -> tuple[str, ...]:
+    """The classes of a label that is one or several."""
+    return label if isinstance(label, tuple) else (str(label),)
+
+
+def label_losses(head: Head, logits_BL: Tensor, targets: Tensor, weight_L: Tensor | None = None) -> Tensor:
+    """A loss for each target: -ln p of the class, `[B]`, or of each class's being there or not, `[B, L]`; or of numbers
+    the squared error in standard deviations, `[B]`. weight_L: of the documents of each class, or of its being there.
+    """
+    if head.problem_type == NUMBER:
+        return ((logits_BL[:, 0] - targets.to(logits_BL)) / head.label_std).square()
+    if head.problem_type == SEVERAL:
+        return F.binary_cross_entropy_with_logits(logits_BL, targets.to(logits_BL), pos_weight=weight_L,
+                                                  reduction="none")
+    losses_B = F.cross_entropy(logits_BL, targets, reduction="none")
+    return losses_B if weight_L is None else losses_B * weight_L[targets]
+
+
+def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
+    """What `lineartime classify` writes of a document: its place, the tokens read, its label and its scores."""
+    found = predict(model, mean)
+    label = list(found.label) if isinstance(found.label, tuple) else found.label
+    return {"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut,
+            "label": label, **({"scores": found.scores} if found.scores else {})}
+
+
+def labelled_schema(head: Head) -> "pyarrow.Schema":
+    """The columns of these rows."""
+    import pyarrow
+
+    kinds = {ONE: pyarrow.string(), SEVERAL: pyarrow.list_(pyarrow.string()), NUMBER: pyarrow.float64()}
+    columns = [("file", pyarrow.string()), ("number", pyarrow.int64()), ("tokens", pyarrow.int64()),
+               ("cut", pyarrow.bool_()), ("label", kinds[head.problem_type])]
+    scores = [] if head.problem_type == NUMBER else [
+        ("scores", pyarrow.struct([(name, pyarrow.float64()) for name in head.labels]))]
+    return pyarrow.schema(columns + scores)
+
+
+def label_json(label: Label) -> str:
+    """A label on one line."""
+    return json.dumps(list(label) if isinstance(label, tuple) else label, ensure_ascii=False)

@@ -1,0 +1,45 @@
+"""Embeddings: a vector for a document of any length, the mean of its last hidden states."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lineartime.data.tokenizer import Tokenizer
+from lineartime.documents.examples import Example, text_examples
+from lineartime.documents.pooling import Mean, Reading, named_means
+from lineartime.documents.results import VECTOR
+from lineartime.model import LanguageModel
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str | tuple[str, str]], *,
+          max_tokens: int | None = None, batch_rows: int = 8, precision: str = "float32",
+          progress: Callable[[int], None] | None = None) -> np.ndarray:
+    """The vectors of texts, or of pairs of texts, of any length: `[N, D]`, float64 for a float64 model, else float32.
+
+    model, tokenizer: of `load_model`. max_tokens: cut longer documents to this many. batch_rows: rows read at once,
+    which changes only rounding. precision: "float32" or "bfloat16". progress is called with the number of tokens read.
+    Raises UsageError for wrong values, DataError for a text that is white space or that the tokenizer lacks."""
+    reading = Reading(max_tokens, batch_rows, precision)
+    vectors = [mean.vector_D for _, mean in named_means(model, tokenizer, text_examples(texts), reading,
+                                                        progress=progress)]
+    wide = model.embed.weight.dtype == torch.float64
+    return np.array(vectors, np.float64 if wide else np.float32).reshape(len(vectors), model.config.d_model)
+
+
+def embedded_row(example: Example, mean: Mean) -> dict[str, Any]:
+    """What `lineartime embed` writes of a document: its place, the tokens read, and its vector in float32."""
+    return {"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut,
+            VECTOR: mean.vector_D.astype(np.float32).tolist()}
+
+
+def embedded_schema() -> "pyarrow.Schema":
+    """The columns of these rows."""
+    import pyarrow
+
+    return pyarrow.schema([("file", pyarrow.string()), ("number", pyarrow.int64()), ("tokens", pyarrow.int64()),
+                           ("cut", pyarrow.bool_()), (VECTOR, pyarrow.list_(pyarrow.float32()))])

@@ -1,0 +1,264 @@
+"""Documents with labels or without, read one after another from files, folders, the hub or stdin.
+
+A `.txt`, `.md` or `.txt.gz` is one document of any length, read in pieces. Files of records (`.csv`, `.csv.gz`,
+`.jsonl`, `.jsonl.gz`, `.json.gz`, `.parquet`) have one in each row. In a folder the label of a document that is a file
+is the name of the folder that holds it, the first below the given one. `hub:NAME/SPLIT`, or
+`hub:NAME:CONFIGURATION/SPLIT`, is a data set of the hub."""
+
+import csv
+import io
+import logging
+import math
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from lineartime.data.hub import hub_library, hub_records
+from lineartime.data.read_text import (
+    MAX_LINE_BYTES,
+    Piece,
+    Place,
+    checked,
+    cut,
+    json_records,
+    opened,
+    parquet_records,
+    read_pieces,
+    readable,
+    require_expansion,
+    text_blocks,
+    text_field,
+)
+from lineartime.data.splits import files_below
+from lineartime.errors import DataError, UsageError
+from lineartime.settings import require_name
+
+PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+logger = logging.getLogger(__name__)
+STDIN, ON_HUB = "-", "hub:"
+BETWEEN_LABELS = ";"
+Labels = Literal["one", "several", "number"]
+"""What a document's label is: one of the classes, any number of them, or a number."""
+Label = str | tuple[str, ...] | float
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The names of a record's fields: JSON fields, or columns of a table."""
+
+    text: str = "text"
+    pair: str | None = None
+    """The second text of a pair; None: a document is one text."""
+    label: str = "label"
+
+
+class Example(NamedTuple):
+    """A document, or a pair of texts, and its label if one is asked for."""
+
+    file: str
+    number: int
+    """Of the document in its file, from 1."""
+    where: str
+    """Its place, for errors."""
+    text: Iterable[str]
+    """In pieces, to be read once. Reading them raises DataError for a document without text."""
+    second: str | None
+    label: Label | None
+
+
+def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
+    """Texts, or pairs of texts, as documents. Raises DataError for one that is white space."""
+    for number, text in enumerate(texts, 1):
+        one, second = (text, None) if isinstance(text, str) else text
+        if not one.strip() or (second is not None and not second.strip()):
+            raise DataError("an empty document", f"text {number}", "take it out")
+        yield Example("", number, f"text {number}", (one,), second, None)
+
+
+def read_examples(names: Iterable[Path | str], fields: Fields | None = None,
+                  labels: Labels | None = None) -> Iterator[Example]:
+    """The documents of all inputs, in order; those of a folder in the order of their names.
+
+    names: files, folders, `hub:NAME/SPLIT`, or `-` for one document on stdin. labels: the kind of their labels; None:
+    none is read. Raises UsageError for an input of an unknown kind, DataError, with its place, for a document without
+    text or label, a field that is missing, and files that cannot be read."""
+    fields = fields or Fields()
+    if labels is not None:
+        require_name("kind of labels", labels, get_args(Labels))
+    for name in map(str, names):
+        if name == STDIN:
+            if labels is not None:
+                raise UsageError("a document of stdin has no label", name, "name a file")
+            yield Example("stdin", 1, "stdin", not_blank(stdin_pieces(), "stdin"), None, None)
+        elif name.startswith(ON_HUB):
+            yield from of_records(hub_rows(name), name, fields, labels)
+        elif Path(name).is_dir():
+            yield from of_folder(Path(name), fields, labels)
+        else:
+            yield from of_file(Path(name), fields, labels, None)
+
+
+def of_folder(folder: Path, fields: Fields, labels: Labels | None) -> Iterator[Example]:
+    """The documents of all files below a folder that can be read, in the order of their names."""
+    paths = files_of(str(folder))
+    if not paths:
+        raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(PLAIN + RECORDS)}")
+    others = [name for name in files_below(folder) if not name.lower().endswith(PLAIN + RECORDS)]
+    if others:  # a warning, for results may go to stdout
+        logger.warning(f"skipped in {folder}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
+                       f"({len(others):,} files); it takes {', '.join(PLAIN + RECORDS)}")
+    for path in paths:
+        above = path.relative_to(folder).parts[:-1]
+        yield from of_file(path, fields, labels, above[0] if above else None)
+
+
+def files_of(name: str) -> list[Path]:
+    """The files that an input stands for, in order: those below a folder that can be read; none for stdin and the hub.
+    Raises DataError for a folder that cannot be read."""
+    if name == STDIN or name.startswith(ON_HUB):
+        return []
+    if not Path(name).is_dir():
+        return [Path(name)]
+    try:
+        return [Path(name, below) for below in files_below(Path(name)) if below.lower().endswith(PLAIN + RECORDS)]
+    except OSError as e:
+        raise DataError("cannot read the input", name, e.strerror) from None
+
+
+def of_file(path: Path, fields: Fields, labels: Labels | None, folder: str | None) -> Iterator[Example]:
+    """The documents of one file. folder: the name that is the label of a file that is one document."""
+    ending = next((each for each in PLAIN + RECORDS if path.name.lower().endswith(each)), None)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError("not a regular file", path)
+    except OSError as e:
+        raise DataError("cannot read the input", path, e.strerror) from None
+    if ending is None:
+        raise UsageError("unknown kind of file", path, f"it takes {', '.join(PLAIN + RECORDS)}")
+    if ending in RECORDS:
+        rows: Iterator[tuple[str, Any]]
+        if ending == ".parquet":
+            rows = parquet_records(path, chosen(path, fields, labels))
+        else:
+            rows = csv_records(path) if ending.startswith(".csv") else json_records(path)
+        with readable(path):
+            yield from of_records(rows, str(path), fields, labels)
+        return
+    if fields.pair is not None:
+        raise UsageError("this file has no pairs of texts", path, f"it takes {', '.join(RECORDS)}")
+    label = None if labels is None else parse_label(folder, labels, str(path), "put it into a folder of that name")
+    yield Example(str(path), 1, str(path), not_blank(read_pieces(path), str(path)), None, label)
+
+
+def of_records(rows: Iterator[tuple[str, Any]], name: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
+    """The documents of records, given with their places."""
+    number, characters, path = 0, 0, Path(name)
+    for where, record in rows:
+        number += 1
+        text = text_field(record, fields.text, where, "row")
+        second = None if fields.pair is None else text_field(record, fields.pair, where, "row")
+        if name.lower().endswith(".gz"):
+            characters += len(text)
+            require_expansion(path, path.stat().st_size, characters)
+        for each in (text, second):
+            if each is not None and not each.strip():
+                raise DataError("an empty document", where, "take it out")
+        label = None
+        if labels is not None:
+            if fields.label not in record:
+                raise DataError(f"no field {fields.label!r}", where, f"the row has {', '.join(map(repr, record))}")
+            label = parse_label(record[fields.label], labels, where, "give it one or take it out")
+        yield Example(name, number, where, (text,), second, label)
+    if not number:
+        raise DataError("no documents", name)
+
+
+def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
+    """A label of this kind. Several are a list, or text with ";" between them. Raises DataError."""
+    if value is None or value == "":
+        raise DataError("no label", where, todo)
+    if labels == "number":
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError("a label that is no number", f"{where}: {value!r:.40}", "leave out --labels number")
+        return number
+    if labels == "several" and isinstance(value, list | str):
+        parts = value if isinstance(value, list) else value.split(BETWEEN_LABELS)
+        return tuple(dict.fromkeys(name_of_class(part, where) for part in parts))
+    return name_of_class(value, where)
+
+
+def name_of_class(value: Any, where: str) -> str:
+    """A class as text. Raises DataError for what is neither text nor a whole number."""
+    name = str(value).strip()
+    if not isinstance(value, str | int) or not name:
+        raise DataError("a label that is no class", f"{where}: {value!r:.40}",
+                        "it is text or a whole number; --labels takes several and number too")
+    return checked(name, "the label", where)
+
+
+def not_blank(pieces: Iterable[Piece], where: str) -> Iterator[str]:
+    """The text of a document's pieces. Raises DataError at its end if it is white space."""
+    blank = True
+    for piece in pieces:
+        blank = blank and not piece.text.strip()
+        yield piece.text
+    if blank:
+        raise DataError("an empty document", where, "take it out")
+
+
+def stdin_pieces() -> Iterator[Piece]:
+    """The document on stdin."""
+    if sys.stdin is None:
+        raise DataError("no text", "stdin")
+    return cut(text_blocks(sys.stdin.buffer, "stdin", Place()))
+
+
+def chosen(path: Path, fields: Fields, labels: Labels | None) -> Callable[[Any], list[str]]:
+    """The columns of a parquet file to read, for `parquet_records`."""
+    wanted = [fields.text, *([] if fields.pair is None else [fields.pair]), *([] if labels is None else [fields.label])]
+
+    def columns(schema: Any) -> list[str]:
+        for name in wanted:
+            if schema.names.count(name) != 1:
+                raise DataError(f"no column {name!r}", path, f"its columns are {', '.join(schema.names)}")
+        return list(dict.fromkeys(wanted))
+
+    return columns
+
+
+def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The line, for errors, and the columns of each row of a `.csv` whose first row names them. Raises DataError."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            names = next(rows, [])
+            if len({*names}) < len(names):
+                raise DataError("the same column twice", path, ", ".join(names))
+            for row in rows:
+                where = f"{path}:{rows.line_num}"
+                if row and len(row) != len(names):
+                    raise DataError("a row of another length", where, f"{len(row)} fields, the first row {len(names)}")
+                if row:
+                    yield where, dict(zip(names, row, strict=True))
+        except csv.Error as e:
+            raise DataError("not valid CSV", f"{path}:{rows.line_num}", str(e)) from None
+        except UnicodeDecodeError as e:
+            raise DataError("not valid UTF-8", f"{path}, after line {rows.line_num}", e.reason) from None
+
+
+def hub_rows(name: str) -> Iterator[tuple[str, Any]]:
+    """The records of `hub:NAME/SPLIT` or `hub:NAME:CONFIGURATION/SPLIT`, streamed, with their places."""
+    of, _, split = name.removeprefix(ON_HUB).rpartition("/")
+    data, _, config = of.partition(":")
+    if not data or not split:
+        raise UsageError("no such name on the hub", name, "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train")
+    for row, (_, record) in enumerate(hub_records(hub_library(), data, config or None, [split])):
+        yield f"{name}, row {row}", record

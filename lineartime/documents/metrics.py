@@ -1,0 +1,97 @@
+"""Scores of labels, by scikit-learn (`pip install 'lineartime[documents]'`)."""
+
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from lineartime.config import Head
+from lineartime.documents.classify import NUMBER, ONE, label_losses, probabilities
+from lineartime.errors import UsageError
+
+N_BINS = 10
+"""Bins of confidence in a calibration curve, of equal width."""
+
+
+def scikit() -> Any:
+    """The module `sklearn.metrics`. Raises UsageError if scikit-learn is not installed."""
+    try:
+        return importlib.import_module("sklearn.metrics")
+    except ImportError as e:
+        raise UsageError("a package is missing that scores labels", str(e), "pip install 'lineartime[documents]'"
+                         ) from None
+
+
+def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+    """The scores of N documents. "score" is what the best model has the most of: macro F1, or R^2 of numbers.
+
+    "loss" is the mean of `classify.label_losses`. Of classes there are "accuracy" (all classes of a document right),
+    "macro_f1" and "calibration_error"; of numbers "r2", "mean_absolute_error" and "root_mean_squared_error". Raises
+    UsageError as `scikit` does."""
+    metrics = scikit()
+    loss = label_losses(head, torch.from_numpy(logits_NL), torch.from_numpy(targets)).mean().item()
+    if head.problem_type == NUMBER:
+        found_N = logits_NL[:, 0]
+        r2 = float(metrics.r2_score(targets, found_N)) if len(targets) > 1 else 0.0
+        return {"loss": loss, "score": r2, "r2": r2,
+                "mean_absolute_error": float(metrics.mean_absolute_error(targets, found_N)),
+                "root_mean_squared_error": float(metrics.root_mean_squared_error(targets, found_N)),
+                "n_documents": len(targets)}
+    found = found_classes(head, logits_NL)
+    f1 = float(metrics.f1_score(targets, found, labels=range(len(head.labels)), average="macro", zero_division=0))
+    return {"loss": loss, "score": f1, "accuracy": float(metrics.accuracy_score(targets, found)), "macro_f1": f1,
+            "calibration_error": calibration_error(*confidences(head, logits_NL, targets)),
+            "n_documents": len(targets)}
+
+
+def found_classes(head: Head, logits_NL: np.ndarray) -> np.ndarray:
+    """The class that the model names, `[N]`, or which classes it names, zeros and ones `[N, L]`."""
+    return logits_NL.argmax(1) if head.problem_type == ONE else (logits_NL > 0).astype(np.float64)
+
+
+def by_class(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> list[tuple[str, float, float, float, int]]:
+    """Of each class its name, precision, recall, F1 and number of documents."""
+    columns = scikit().precision_recall_fscore_support(targets, found_classes(head, logits_NL), zero_division=0,
+                                                       labels=range(len(head.labels)))
+    return [(name, float(p), float(r), float(f), int(n))
+            for name, p, r, f, n in zip(head.labels, *columns, strict=True)]
+
+
+def confusion(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Documents of each class, from the top, by what the model calls them, `[L, L]`. For one class a document."""
+    return scikit().confusion_matrix(targets, found_classes(head, logits_NL), labels=range(len(head.labels)))
+
+
+def confidences(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How probable the model holds what it says, and whether that is right, 0 or 1: of the class that it names, or of
+    each class's being there."""
+    p_NL = probabilities(head, torch.from_numpy(logits_NL)).numpy()
+    if head.problem_type == ONE:
+        return p_NL.max(1), (logits_NL.argmax(1) == targets).astype(np.float64)
+    return p_NL.flatten(), targets.flatten()
+
+
+def bins_of(p: np.ndarray, right: np.ndarray) -> list[tuple[float, float, int]]:
+    """Of each bin of confidence that is not empty the mean confidence, the share that is right, and the number."""
+    bin_of = np.minimum((p * N_BINS).astype(int), N_BINS - 1)
+    return [(float(p[bin_of == i].mean()), float(right[bin_of == i].mean()), int((bin_of == i).sum()))
+            for i in range(N_BINS) if (bin_of == i).any()]
+
+
+def calibration_error(p: np.ndarray, right: np.ndarray) -> float:
+    """The expected calibration error: the difference of confidence and share that is right, over all bins."""
+    return sum(abs(confidence - share) * n for confidence, share, n in bins_of(p, right)) / len(p)
+
+
+def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+    """The scores without reading: what is most frequent in training, or its mean."""
+    if head.problem_type == NUMBER:
+        logits_NL = np.full((len(targets), 1), train.mean())
+    elif head.problem_type == ONE:
+        share_L = np.bincount(train, minlength=len(head.labels)) / len(train)
+        logits_NL = np.tile(np.log(share_L), (len(targets), 1))
+    else:
+        share_L = train.mean(0).clip(1e-6, 1 - 1e-6)
+        logits_NL = np.tile(np.log(share_L / (1 - share_L)), (len(targets), 1))
+    return score_labels(head, logits_NL, targets)

@@ -1,0 +1,141 @@
+"""What fine-tuning on documents has for labels and for vectors: its settings, the rows of an epoch, a run that ends
+early."""
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from lineartime import checkpoint
+from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, to_dict
+from lineartime.distributed.ranks import Ranks
+from lineartime.documents.examples import Fields, Labels
+from lineartime.documents.pooling import Reading
+from lineartime.finetuning import EPOCHS, ROWS_PER_STEP, check_rates, is_flash, name_of, train_config
+from lineartime.model import LanguageModel
+from lineartime.objectives import Objective
+from lineartime.run import WEIGHTS, Run
+from lineartime.settings import require, require_name
+from lineartime.training import StopSignal, fit_once
+
+Task = Literal["classify", "embed"]
+LEARNING_RATES = (1e-3, 3e-4, 1e-4)
+PATIENCE, SCORES = 3, 10
+"""Held-out scores without a better one after which a run ends; scores in a run."""
+
+SAVED = "what is trained is saved; the same command goes on"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DocumentTuning:
+    """The settings of a fine-tuning on documents."""
+
+    model: Path
+    """The pretrained model, see `load_model`."""
+    documents: tuple[Path | str, ...]
+    """Documents to train on, see `read_examples`."""
+    validation: tuple[Path | str, ...]
+    """Those that the learning rate and the end of training are chosen on."""
+    out: Path
+    test: tuple[Path | str, ...] = ()
+    """Those that the best model is scored on at the end."""
+    task: Task = "classify"
+    """"classify": labels. "embed": vectors that are near for the two texts of a pair."""
+    labels: Labels = "one"
+    fields: Fields = field(default_factory=Fields)
+    learning_rates: tuple[float, ...] = LEARNING_RATES
+    context: int | None = None
+    """Tokens of a row of training; None: as in pretraining."""
+    epochs: float = EPOCHS
+    patience: int = PATIENCE
+    """A run ends after so many held-out scores without a better one."""
+    balance: bool = False
+    """Whether every class counts the same in training, however many documents it has."""
+    max_tokens: int | None = None
+    """Most tokens of a document; None: it is read whole."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Fields of TrainConfig."""
+    strict: bool = False
+    """Whether a damaged newer checkpoint of the pretrained run is an error, see `load_model`."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "out"):
+            object.__setattr__(self, name, Path(getattr(self, name)))
+        check_rates(self.learning_rates, self.epochs, self.settings)
+        require_name("task", self.task, get_args(Task))
+        require_name("kind of labels", self.labels, get_args(Labels))
+        require(self.patience >= 1, "wrong value", f"patience = {self.patience}", "it takes whole numbers from 1")
+        require(not (self.balance and self.labels == "number"), "numbers have no classes to balance", "balance",
+                "leave it out")
+        require(self.context is None or self.context >= 2, "wrong value", f"context = {self.context}",
+                "it takes 2 or more")
+        Reading(self.max_tokens)
+        for name in self.settings:
+            require_name("setting of training", name, TRAIN_FIELDS)
+
+    def run_config(self, config: ModelConfig, n_documents: int, n_held_out: int, rate: float) -> RunConfig:
+        """The run of a learning rate. It is scored ten times, at its last step too, on all of the validation. FLASH is
+        not clipped, as in the paper's fine-tuning (Section 4.3). A micro-batch of pairs is a whole step, for its rows
+        are each other's negatives."""
+        def train(settings: dict[str, Any]) -> TrainConfig:
+            return train_config(settings, rate, n_rows=n_documents, context=config.context, epochs=self.epochs,
+                                clip=None if is_flash(config) else TrainConfig().clip)
+
+        steps = train(self.settings).steps
+        every = self.settings.get("eval_every", -(-steps // SCORES))
+        rounded = {"steps": math.ceil(steps / every) * every, "eval_every": every, "eval_tokens": n_held_out}
+        if self.task == "embed":
+            rounded["micro_batch_tokens"] = self.settings.get("tokens_per_step", ROWS_PER_STEP * config.context)
+        return RunConfig(config, train({**rounded, **self.settings}), "fine-tuned", self.task,
+                         ", ".join(map(str, self.documents)), str(self.out / f"lr-{name_of(rate)}"))
+
+    def runs(self, config: ModelConfig, n_documents: int, n_held_out: int) -> tuple[dict[str, RunConfig],
+                                                                                     dict[str, Any]]:
+        """The runs by the names of their learning rates; and the model and the training as tables of settings."""
+        runs = {name_of(rate): self.run_config(config, n_documents, n_held_out, rate) for rate in self.learning_rates}
+        return runs, {"model": to_dict(config), "train": {name: to_dict(each.train) for name, each in runs.items()}}
+
+
+def drawn_window(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:
+    """The part of a document that an epoch trains on: all of it, or one of its windows of `size` tokens, drawn in
+    proportion to its tokens from (seed, epoch, row)."""
+    key = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
+    first = int.from_bytes(key[:8], "little") % n_tokens // size * size
+    return slice(first, min(first + size, n_tokens))
+
+
+def train_best(config: RunConfig, facts: dict[str, Any], device: torch.device, stop: StopSignal,
+               begin: Callable[[Ranks], tuple[LanguageModel, Objective, dict[str, str]]],
+               score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]], words: Callable[[dict[str, Any]], str],
+               on_step: Callable[[dict[str, Any]], None] | None, patience: int) -> dict[str, Any]:
+    """Run or resume one learning rate until no held-out score is better, and score the best checkpoint. Returns its
+    scores. begin, on_step: those of `fit_once`. score gives the scores of the best model, words says them."""
+    def scored(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
+        step = config.train.steps if run.best is None else run.best
+        load_step(run.out, step, model)
+        scores = score(run, model, ranks)
+        return {"steps": config.train.steps, "best_step": step, "score": scores["score"], "held_out": scores}
+
+    result, _ = fit_once(config, facts, device, stop, begin, scored, on_step=on_step, patience=patience)
+    logger.info(f"  {words(result['held_out'])} on {result['held_out']['n_documents']:,} held-out documents, "
+                f"step {result['best_step']:,} of {config.train.steps:,}")
+    return {name: value for name, value in result.items() if name != "run"}
+
+
+def reading_of(config: RunConfig) -> Reading:
+    """How a run reads held-out documents: in batches as large as in training."""
+    return Reading(batch_rows=config.micro_batch_rows, precision=config.train.precision)
+
+
+def load_step(run: Path, step: int, model: nn.Module) -> None:
+    """Give a model the weights of a run's checkpoint. Raises CheckpointError."""
+    loaded = checkpoint.load(run / f"step-{step:08d}", WEIGHTS)
+    model.load_state_dict(checkpoint.joined(loaded, WEIGHTS))

@@ -1,0 +1,181 @@
+"""Fine-tuning for vectors: the loss, its negatives, pairs and halves, stopped and resumed, what the model is then."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lineartime
+from command_line import assert_refused
+from command_line import call as call  # a fixture
+from lineartime.data.tokenizer import byte_tokenizer
+from lineartime.documents import contrast
+from lineartime.documents.contrast import PairedDocuments, Pairs, contrastive_losses, read_pairs, score_pairs
+from lineartime.documents.examples import Fields, text_examples
+from lineartime.documents.finetune import finetune_documents
+from lineartime.documents.tuning import DocumentTuning
+from lineartime.errors import DataError, Stopped, UsageError
+from lineartime.model import DocumentEncoder
+from lineartime.run import read_metrics
+from lineartime.training import StopSignal
+from made_documents import CONTEXT, write_model, write_rows
+from tiny_runs import assert_same, what_is_left
+
+CPU = torch.device("cpu")
+
+
+def made_pairs(n, first):
+    """The second text is in the other half of the alphabet; some texts are longer than a row."""
+    rows = []
+    for i in range(first, first + n):
+        a, b = chr(ord("a") + i % 13), chr(ord("n") + i % 13)
+        rows.append({"text": f"{a}{a} " * (3 + i % 17), "other": f"{b} " * (4 + i % 19)})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contrast")
+    write_model(folder / "model")
+    for part, n, first in (("train", 26, 0), ("dev", 13, 26), ("test", 13, 52)):
+        write_rows(folder / f"{part}.jsonl", made_pairs(n, first))
+    return folder
+
+
+def plan(folder, out, **changes):
+    fields = {"learning_rates": (1e-2,), "epochs": 10, "fields": Fields("text", "other"),
+              "settings": {"tokens_per_step": 13 * CONTEXT, "eval_every": 5, "save_every": 3, "clip": None}, **changes}
+    return DocumentTuning(folder / "model", (folder / "train.jsonl",), (folder / "dev.jsonl",), out, task="embed",
+                          test=(folder / "test.jsonl",), **fields)
+
+
+@pytest.fixture(scope="module")
+def done(folder):
+    finetune_documents(plan(folder, folder / "done"), device=CPU)
+    return folder / "done"
+
+
+def assert_same_outcome(out, done):
+    assert_same(out / "lr-1e-02", what_is_left(done / "lr-1e-02"), but=["run.json"])
+    assert os.readlink(out / "best") == os.readlink(done / "best")
+    for name in ("result.json", "report.md"):
+        assert (out / name).read_bytes() == (done / name).read_bytes()
+
+
+def test_the_loss_is_the_cross_entropy_of_finding_the_partner_both_ways():
+    generator = torch.Generator().manual_seed(1)
+    a_BD, b_BD = torch.randn(2, 5, 8, dtype=torch.float64, generator=generator).unbind()
+    same_B2 = torch.tensor([[0, 1], [2, 3], [4, 1], [5, 6], [2, 7]])  # 0 and 2 share the second text, 1 and 4 the first
+    losses_B2 = contrastive_losses(a_BD, b_BD, same_B2)
+    for i in range(5):
+        others = [j for j in range(5) if j == i or {i, j} not in ({0, 2}, {1, 4})]
+        for side, (x_BD, y_BD) in enumerate(((a_BD, b_BD), (b_BD, a_BD))):
+            logits = torch.stack([F.cosine_similarity(x_BD[i], y_BD[j], dim=0) / contrast.TEMPERATURE for j in others])
+            expected = -logits.log_softmax(0)[others.index(i)]
+            assert torch.allclose(losses_B2[i, side], expected, atol=1e-12)
+    assert torch.allclose(contrastive_losses(3 * a_BD, b_BD / 7, same_B2), losses_B2, atol=1e-12)
+
+
+def test_scores_are_those_of_all_pairs_at_once(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    a_ND, b_ND = torch.randn(2, 9, 4, dtype=torch.float64, generator=generator).unbind()
+    same_N2 = np.arange(18).reshape(9, 2)
+    whole, ranks = score_pairs(a_ND, b_ND, same_N2)
+    cosine_NN = F.normalize(a_ND, dim=1) @ F.normalize(b_ND, dim=1).T
+    assert ranks == [1 + int((row > row[i]).sum()) for i, row in enumerate(cosine_NN)]
+    assert whole["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
+    assert whole["loss"] == pytest.approx(contrastive_losses(a_ND, b_ND, torch.from_numpy(same_N2)).mean().item())
+    monkeypatch.setattr(contrast, "BLOCK", 4)
+    assert score_pairs(a_ND, b_ND, same_N2) == (pytest.approx(whole), ranks)
+    same_N2[:, 1] = 7  # every second text is the same: none counts against another
+    assert score_pairs(a_ND, b_ND, same_N2)[1] == [1] * 9
+
+
+def test_halves_hold_every_token_once():
+    tokenizer = byte_tokenizer()
+    pairs = read_pairs(tokenizer, text_examples(["abcdef", "abcde", "ab", "a text"]), None)
+    for text, a, b in zip(["abcdef", "abcde", "ab", "a text"], pairs.first, pairs.second, strict=True):
+        assert a[0] == b[0] == 256 and bytes([*a[1:], *b[1:]]).decode() == text and 0 <= len(b) - len(a) <= 1
+    assert read_pairs(tokenizer, text_examples(["abcdef", "ab"]), 4).n_cut == 1
+    with pytest.raises(DataError, match="too short to be halved: text 2"):
+        read_pairs(tokenizer, text_examples(["abc", "a"]))
+    with pytest.raises(DataError, match="one pair only"):
+        read_pairs(tokenizer, text_examples(["abc"]))
+
+
+def test_batches_are_a_function_of_seed_and_step(folder):
+    train = Pairs([np.full(n, i) for i, n in enumerate((5, 40, 7, 70))], [np.full(n, i) for i, n in enumerate(
+        (33, 4, 5, 6))])
+    config = plan(folder, "x", settings={"tokens_per_step": 2 * CONTEXT}).run_config(
+        lineartime.model_config("flash", context=CONTEXT), 4, 9, 1e-3)
+    assert config.micro_batch_rows == config.rows_per_step == 2
+    for step in range(6):
+        first_BT, second_BT, same_B2 = PairedDocuments(config, train, train).batch(step)
+        again = PairedDocuments(config, train, train).batch(step)
+        assert all(np.array_equal(a, b) for a, b in zip((first_BT, second_BT, same_B2), again, strict=True))
+        assert first_BT.shape == second_BT.shape == (2, CONTEXT)
+        assert np.array_equal(first_BT[:, 0], second_BT[:, 0]) and len({*same_B2.flatten().tolist()}) == 4
+
+
+def test_it_learns_and_the_folder_holds_the_best(folder, done):
+    result = json.loads((done / "result.json").read_text())
+    assert result["without_training"]["mrr"] < 0.5 < 0.8 < result["test"]["mrr"]
+    first, *_, last = [line["loss"] for line in read_metrics(done / "lr-1e-02") if "loss" in line]
+    assert last < first - 0.5
+    model, tokenizer, facts = lineartime.load_model(done)
+    assert type(model) is DocumentEncoder and facts["step"] == result["learning_rates"]["1e-02"]["best_step"]
+    vectors = [torch.from_numpy(lineartime.embed(model, tokenizer, [row[name] for row in made_pairs(13, 52)]))
+               for name in ("text", "other")]
+    assert score_pairs(*vectors, np.arange(26).reshape(13, 2))[0]["mrr"] == pytest.approx(result["test"]["mrr"])
+    text = (done / "report.md").read_text()
+    assert "13 test pairs" in text and "| before |" in text and "## Most wrong" in text
+
+
+@pytest.mark.parametrize("when", [7, "evaluation"])
+def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path, when):
+    stop = StopSignal()
+
+    def at(record):
+        if when == record["step"] or (when == "evaluation" and "held_out" in record):
+            stop.number = signal.SIGINT
+
+    with pytest.raises(Stopped):
+        finetune_documents(plan(folder, tmp_path / "out"), device=CPU, stop=stop, on_step=at)
+    finetune_documents(plan(folder, tmp_path / "out"), device=CPU)
+    assert_same_outcome(tmp_path / "out", done)
+
+
+def test_the_verbs(folder, done, tmp_path, call):
+    line = ["finetune", folder / "model", "--task", "embed", "--documents", folder / "train.jsonl", "--validation",
+            folder / "dev.jsonl", "--out", tmp_path / "out", "--learning-rates", "1e-3", "--epochs", 1]
+    code, out, err = call(*line)
+    assert code == 0 and "halves of documents" in out and "without training found first" in out, err
+    code, out, _ = call("embed", done, folder / "test.jsonl")
+    rows = [json.loads(line)["embedding"] for line in out.splitlines()]
+    model, tokenizer, _ = lineartime.load_model(done)
+    expected = lineartime.embed(model, tokenizer, [row["text"] for row in made_pairs(13, 52)])
+    assert code == 0 and np.array_equal(np.array(rows, np.float32), expected)
+    code, _, err = call("export", done, "--out", tmp_path / "shared")
+    assert code == 0 and type(lineartime.load_model(tmp_path / "shared")[0]) is DocumentEncoder, err
+    assert_refused(*call("generate", done, "x")[::2], 2, "this one gives vectors")
+    assert_refused(*call("classify", done, folder / "test.jsonl")[::2], 2, "not fine-tuned on labels")
+    assert_refused(*call("export", done / "lr-1e-02", "--out", tmp_path / "x")[::2], 2, "one run of a fine-tuning")
+    assert_refused(*call("train", "--from", done / "best", "--data", folder, "--out", tmp_path / "x")[::2], 2,
+                   "gives documents vectors")
+    assert_refused(*call(*line, "--set", f"micro_batch_tokens={CONTEXT}")[::2], 2, "no negatives")
+    assert_refused(*call(*line, "--pair-field", "title")[::2], 3, "no field 'title'", "train.jsonl:1")
+    code, _, err = call("plot", done / "lr-1e-02")
+    assert code == 0, err
+
+
+def test_a_fine_tuned_encoder_can_learn_labels(folder, done, tmp_path):
+    how = DocumentTuning(done, (folder / "train.jsonl",), (folder / "dev.jsonl",), tmp_path / "out", epochs=1,
+                         fields=Fields("text", label="other"), learning_rates=(1e-3,))
+    with pytest.raises(DataError, match="a label that no training document has"):  # it gets as far as the labels
+        finetune_documents(how, device=CPU)
+    with pytest.raises(UsageError, match="unknown task"):
+        plan(folder, tmp_path / "out", settings={}).__class__(done, (), (), tmp_path, task="x")

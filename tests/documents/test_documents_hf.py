@@ -1,0 +1,146 @@
+"""Models of documents in `transformers`, and the folder that `sentence-transformers` reads: the same numbers."""
+
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+import lineartime
+import lineartime.hf
+from command_line import assert_refused
+from command_line import call as call  # a fixture
+from lineartime.documents.finetune import finetune_documents
+from lineartime.documents.tuning import DocumentTuning
+from made_documents import CONTEXT, made_rows, write_model, write_rows
+
+CPU = torch.device("cpu")
+TEXTS = [row["text"] for row in made_rows(5, 9)]
+PAIRS = [("waves and fish", "trees"), ("oak", "STREETS 123")]
+
+
+@pytest.fixture(scope="module", params=["one, causal", "several, both ways", "number, causal"])
+def trained(request, tmp_path_factory):
+    """A fine-tuned model, and what it learned."""
+    folder, (kind, ways) = tmp_path_factory.mktemp("trained"), request.param.split(", ")
+    write_model(folder / "model", causal=ways == "causal")
+    rows = write_rows(folder / "rows.jsonl", made_rows(8, 1, kind))
+    settings = {"tokens_per_step": 4 * CONTEXT, "eval_every": 100, "clip": None}
+    finetune_documents(DocumentTuning(folder / "model", (rows,), (rows,), folder / "out", labels=kind, epochs=1,
+                                      learning_rates=(1e-2,), settings=settings), device=CPU)
+    return folder / "out", kind
+
+
+def same(one, other, tokenizer):
+    """Whether two models say the same of the texts, but for rounding."""
+    pairs = zip(*(lineartime.classify(model.double(), tokenizer, TEXTS) for model in (one, other)), strict=True)
+    return all((a.label == b.label or a.label == pytest.approx(b.label, rel=1e-12))
+               and a.scores == pytest.approx(b.scores, rel=1e-12) for a, b in pairs)
+
+
+def test_transformers_opens_the_folder_with_its_head(trained):
+    out, kind = trained
+    hf, loading = AutoModelForSequenceClassification.from_pretrained(out / "best", output_loading_info=True,
+                                                                     dtype=torch.float64)
+    assert not any(loading.values()), loading
+    ours, tokenizer, _ = lineartime.load_classifier(out)
+    encode = AutoTokenizer.from_pretrained(out / "best")
+    texts = [text for text in TEXTS if hf.config.causal or len(text) < CONTEXT]
+    assert any(len(text) > CONTEXT for text in texts) == hf.config.causal and len(texts) > 1
+    found = lineartime.classify(ours.double(), tokenizer, texts)
+    with torch.no_grad():
+        logits_BL = hf(**encode(texts, padding=True, return_tensors="pt")).logits
+    if kind == "number":
+        assert all(abs(each.label - logits_BL[i, 0].item()) < 1e-10 for i, each in enumerate(found))
+        return
+    p_BL = logits_BL.softmax(-1) if kind == "one" else logits_BL.sigmoid()
+    for each, p_L in zip(found, p_BL.tolist(), strict=True):
+        assert [*each.scores] == [hf.config.id2label[i] for i in range(len(p_L))]
+        assert np.abs(np.array([*each.scores.values()]) - p_L).max() < 1e-12
+
+
+def test_pipelines(trained):
+    out, _ = trained
+    ours, tokenizer, _ = lineartime.load_classifier(out)
+    texts = [text for text in TEXTS if len(text) < CONTEXT]
+    found = lineartime.classify(ours, tokenizer, texts)
+    said = pipeline("text-classification", model=str(out / "best"), top_k=None)(texts, batch_size=2)
+    for each, scores in zip(found, said, strict=True):
+        expected = each.scores or {"number": each.label}
+        assert {row["label"]: row["score"] for row in scores} == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    features = pipeline("feature-extraction", model=str(out / "best"))(texts)
+    vectors_ND = lineartime.embed(ours, tokenizer, texts)
+    for feature, vector_D in zip(features, vectors_ND, strict=True):
+        assert np.abs(np.array(feature[0]).mean(0) - vector_D).max() < 1e-4
+
+
+def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
+    """What `sentence-transformers` does with these files is done here by hand: it is not installed."""
+    out, _ = trained
+    code, said, err = call("export", out, "--out", tmp_path / "shared")
+    assert code == 0 and "sentence-transformers" in said, err
+    assert_refused(*call("export", out, "--out", tmp_path / "shared")[::2], 2, "the output is there already")
+    assert_refused(*call("export", out, "--out", tmp_path / "x", "--prompt", "x")[::2], 2, "leave out")
+    shared, tokenizer, _ = lineartime.load_classifier(tmp_path / "shared")
+    ours = lineartime.load_classifier(out)[0]
+    assert same(shared, ours, tokenizer)
+    modules = json.loads((tmp_path / "shared" / "modules.json").read_text())
+    assert [each["type"].rpartition(".")[2] for each in modules] == ["Transformer", "Pooling"]
+    pooling = json.loads((tmp_path / "shared" / modules[1]["path"] / "config.json").read_text())
+    assert [name for name, value in pooling.items() if value is True] == ["pooling_mode_mean_tokens", "include_prompt"]
+    limit = json.loads((tmp_path / "shared" / "sentence_bert_config.json").read_text())["max_seq_length"]
+    trunk = AutoModel.from_pretrained(tmp_path / "shared", trust_remote_code=True, dtype=torch.float64)
+    encode = AutoTokenizer.from_pretrained(tmp_path / "shared", trust_remote_code=True)
+    texts = [text for text in TEXTS if trunk.config.causal or len(text) < CONTEXT]
+    batch = encode(texts, padding=True, truncation="longest_first", max_length=limit, return_tensors="pt")
+    with torch.no_grad():
+        x_BTD = trunk(**batch).last_hidden_state
+    mask_BT1 = batch["attention_mask"][..., None]
+    means_BD = (x_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)
+    assert pooling["word_embedding_dimension"] == means_BD.shape[1]
+    assert np.abs(means_BD.numpy() - lineartime.embed(ours.double(), tokenizer, texts)).max() < 1e-12
+    assert "# Labels of documents" in (tmp_path / "shared" / "README.md").read_text()
+
+
+def test_a_pair_is_one_text_of_transformers(trained):
+    out, _ = trained
+    ours, tokenizer, _ = lineartime.load_classifier(out)
+    encode = AutoTokenizer.from_pretrained(out / "best")
+    trunk = AutoModel.from_pretrained(out / "best")
+    for (one, two), vector_D in zip(PAIRS, lineartime.embed(ours, tokenizer, PAIRS), strict=True):
+        with torch.no_grad():
+            x_1TD = trunk(**encode(f"{one}[SEP]{two}", return_tensors="pt")).last_hidden_state
+        assert np.abs(x_1TD[0].mean(0).numpy() - vector_D).max() < 1e-5
+
+
+def test_a_model_saved_by_transformers_is_one_of_ours(trained, tmp_path):
+    out, _ = trained
+    AutoModelForSequenceClassification.from_pretrained(out / "best").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(out / "best").save_pretrained(tmp_path)
+    again, tokenizer, _ = lineartime.load_classifier(tmp_path)
+    ours = lineartime.load_classifier(out)[0]
+    assert same(again, ours, tokenizer)
+
+
+@pytest.mark.parametrize(("how", "labels", "kind"), [
+    ({"num_labels": 2}, ("LABEL_0", "LABEL_1"), "single_label_classification"),
+    ({"num_labels": 1}, ("LABEL_0",), "regression"),
+    ({"id2label": {0: "no", 1: "yes", 2: "both"}, "problem_type": "multi_label_classification"}, ("no", "yes", "both"),
+     "multi_label_classification")])
+def test_a_head_that_transformers_made_is_one_of_ours(tmp_path, how, labels, kind):
+    folder = write_model(tmp_path / "model")
+    hf = AutoModelForSequenceClassification.from_pretrained(folder, **how)
+    hf.save_pretrained(tmp_path / "head")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "head")
+    ours, tokenizer, _ = lineartime.load_classifier(tmp_path / "head")
+    assert ours.head.labels == labels and ours.head.problem_type == kind
+    (found,) = lineartime.classify(ours, tokenizer, TEXTS[:1])
+    with torch.no_grad():
+        logits_L = hf.eval()(torch.tensor([[256, *TEXTS[0].encode()]])).logits[0]
+    as_said = {"single_label_classification": logits_L.softmax(0), "regression": logits_L}
+    expected = as_said.get(kind, logits_L.sigmoid())
+    assert [*(found.scores or {"": found.label}).values()] == pytest.approx(expected.tolist(), abs=1e-5)

@@ -1,0 +1,139 @@
+"""Reading documents and labels from every kind of file, in order; wrong ones are refused with their place."""
+
+import gzip
+import io
+import json
+import sys
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from fake_hub import Hub
+from lineartime.documents.examples import Fields, read_examples
+from lineartime.errors import DataError, UsageError
+
+ROWS = [{"text": "one, two", "label": "a"}, {"text": 'a "word"\nof it', "label": "b"}, {"text": "é", "label": "a"}]
+
+
+def write_rows(path, rows=ROWS):
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    if name.endswith(".csv"):
+        cells = [list(rows[0]), *([str(value).replace('"', '""') for value in row.values()] for row in rows)]
+        text = "".join(",".join(f'"{cell}"' for cell in row) + "\r\n" for row in cells)
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.name.endswith(".gz") else text.encode())
+    return path
+
+
+def read(*names, fields=None, labels="one"):
+    return [("".join(example.text), example.second, example.label) for example in read_examples(names, fields, labels)]
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz", "x.jsonl", "x.jsonl.gz", "x.json.gz", "x.parquet"])
+def test_records(tmp_path, name):
+    path = write_rows(tmp_path / name)
+    assert read(path) == [(row["text"], None, row["label"]) for row in ROWS]
+    assert read(path, fields=Fields("label", "text"), labels=None) == [
+        (row["label"], row["text"], None) for row in ROWS]
+    assert [(example.file, example.number) for example in read_examples([path])] == [(str(path), n) for n in (1, 2, 3)]
+    with pytest.raises(DataError, match=r"'title'.*text"):
+        read(path, fields=Fields("title"))
+    with pytest.raises(DataError, match=r"'class'.*text"):
+        read(path, fields=Fields(label="class"))
+
+
+def test_a_folder_by_label(tmp_path, caplog):
+    for name in ("b/2.txt", "a/deep/1.md", "a/0.txt", "a/.hidden.txt", "a/cover.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    assert read(tmp_path) == [("text of a/0.txt", None, "a"), ("text of a/deep/1.md", None, "a"),
+                              ("text of b/2.txt", None, "b")]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "a/cover.png (1 files)" in caplog.text
+    (tmp_path / "c.txt").write_text("at the top")
+    assert read(tmp_path, labels=None)[-1] == ("at the top", None, None)
+    with pytest.raises(DataError, match=r"no label: .*c.txt; put it into a folder"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(("labels", "given", "read_as"), [
+    ("one", "x", "x"), ("one", 3, "3"), ("one", True, "True"), ("one", " x ", "x"),
+    ("several", ["b", "a", "b"], ("b", "a")), ("several", "b;a", ("b", "a")), ("several", [], ()), ("several", 3, "3"),
+    ("number", 1.5, 1.5), ("number", "-2", -2.0), ("number", 7, 7.0)])
+def test_labels(tmp_path, labels, given, read_as):
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "t", "label": given}])
+    assert read(path, labels=labels) == [("t", None, read_as)]
+
+
+@pytest.mark.parametrize(("labels", "given", "words"), [
+    ("one", None, "no label"), ("one", "", "no label"), ("one", "  ", "a label that is no class"),
+    ("one", 1.5, "a label that is no class"), ("one", ["a"], "a label that is no class"),
+    ("several", None, "no label"), ("several", ["a", None], "a label that is no class"),
+    ("several", "a;;b", "a label that is no class"), ("several", {"a": 1}, "a label that is no class"),
+    ("number", "x", "a label that is no number"), ("number", True, "a label that is no number"),
+    ("number", "nan", "a label that is no number"), ("number", None, "no label"), ("number", [1], "no number")])
+def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, words):
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "t", "label": "1"}, {"text": "t", "label": given}])
+    with pytest.raises(DataError, match=f"{words}: .*x.jsonl:2"):
+        read(path, labels=labels)
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("x.csv", "text,label\na,b\nc\n", "a row of another length: .*x.csv:3"),
+    ("x.csv", "text,text\na,b\n", "the same column twice"),
+    ("x.csv", 'text,label\n"a,b\n', "not valid CSV"),
+    ("x.csv", b"text,label\n\xff,b\n", "not valid UTF-8"),
+    ("x.csv", "text,label\n", "no documents"),
+    ("x.jsonl", '{"text": "a", "label": "b"}\n{"text": " ", "label": "b"}\n', "an empty document: .*x.jsonl:2"),
+    ("x.jsonl", '{"text": 3, "label": "b"}\n', "'text' is not a string"),
+    ("x.jsonl", '["a"]\n', "not a JSON object"), ("x.jsonl", "{\n", "not valid JSON"),
+    ("x.jsonl", '{"label": "b"}\n', "no field 'text'"), ("x.jsonl", "", "empty file"),
+    ("x.parquet", "PAR1", "cannot read as parquet"), ("x.csv.gz", "text", "damaged gzip file"),
+    ("x.txt", "\n \n", "an empty document"), ("x.txt", b"a\0b", "a NUL byte"), ("x.txt", "", "empty file")])
+def test_damaged_files_are_refused_with_their_place(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=words):
+        read(path, labels=None if name == "x.txt" else "one")
+
+
+def test_inputs_that_are_none(tmp_path):
+    (tmp_path / "x.docx").write_text("x")
+    (tmp_path / "x.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for names, error, words in (([tmp_path / "x.docx"], UsageError, "unknown kind of file"),
+                                ([tmp_path / "y.txt"], DataError, "cannot read the input"),
+                                ([tmp_path / "empty"], DataError, "nothing to read"),
+                                (["/dev/null"], DataError, "not a regular file"),
+                                (["-"], UsageError, "stdin has no label"),
+                                (["hub:imdb"], UsageError, "no such name on the hub")):
+        with pytest.raises(error, match=words):
+            read(*names)
+    with pytest.raises(DataError, match="no label"):
+        read(tmp_path / "x.txt")
+    with pytest.raises(UsageError, match="no pairs"):
+        read(tmp_path / "x.txt", fields=Fields(pair="b"), labels=None)
+    with pytest.raises(UsageError, match=r"unknown kind of labels.*several"):
+        read(tmp_path / "x.txt", labels="severl")
+
+
+def test_the_hub_and_stdin(monkeypatch):
+    hub = Hub({"me/reviews": {"train": ROWS}})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert read("hub:me/reviews/train")[0] == ("one, two", None, "a")
+    assert read("hub:me/reviews:plain/train") and hub.asked == [("me/reviews", None), ("me/reviews", "plain")]
+    with pytest.raises(DataError, match="no documents: hub:me/reviews/test"):
+        read("hub:me/reviews/test")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffwhole\ntext".encode())))
+    assert read("-", labels=None) == [("whole\ntext", None, None)]
+
+
+def test_a_long_file_is_read_in_pieces(tmp_path):
+    (tmp_path / "x.txt").write_text("word " * 100_000)
+    (example,) = read_examples([tmp_path / "x.txt"])
+    pieces = list(example.text)
+    assert len(pieces) > 5 and "".join(pieces) == "word " * 100_000

@@ -1,0 +1,144 @@
+"""Laws of pooling: a document's vector is that of one long row, whatever the windows, the batch and the padding."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import lineartime
+from lineartime.data.tokenizer import byte_tokenizer
+from lineartime.documents.pooling import Reading, carries_state, document_ids, read_means, windows_of
+from lineartime.errors import DataError, UsageError
+from lineartime.model import LanguageModel
+from tiny_models import BIDIRECTIONAL, CONFIGS, CONTEXT, UNPACKED, random_model, with_end
+
+LENGTHS = (1, 61, 24, 3, 25, 23, 48, 2)
+
+
+def documents(lengths=LENGTHS):
+    """Ids as `document_ids` gives them: the end-of-document token, then pieces of odd sizes."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for n in lengths:
+        ids = torch.randint(1, 13, (n - 1,), generator=generator).tolist()
+        made.append([[0], ids[:5], [], ids[5:17], ids[17:]])
+    return made
+
+
+def flat(pieces):
+    return [i for piece in pieces for i in piece]
+
+
+def close(a, b):
+    return np.abs(a - b).max() <= 1e-12 * max(1, np.abs(b).max())
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *UNPACKED])
+def test_a_causal_model_reads_any_length_as_one_row(name):
+    model = random_model(with_end((CONFIGS | UNPACKED)[name]))
+    assert carries_state(model.config) == (model.config.max_len is None)
+    lengths = [n for n in LENGTHS if carries_state(model.config) or n <= CONTEXT]
+    found = list(read_means(model, documents(lengths), Reading(batch_rows=3)))
+    assert [mean.n_tokens for mean in found] == lengths and not any(mean.is_cut for mean in found)
+    for pieces, mean in zip(documents(lengths), found, strict=True):
+        with torch.no_grad():
+            x_TD = model.hidden(torch.tensor([flat(pieces)]))[0]
+        assert close(mean.vector_D, x_TD.mean(0).numpy()), (name, mean.n_tokens)
+
+
+@pytest.mark.parametrize("config", [replace(CONFIGS["flash"], causal=False),
+                                    replace(CONFIGS["flash-quad"], causal=False),
+                                    BIDIRECTIONAL["flash cls"], CONFIGS["transformer"],
+                                    replace(CONFIGS["flash"], document_mask="paper")],
+                         ids=["flash", "flash-quad", "cls", "position table", "leaking mask"])
+def test_other_models_read_windows_that_count_by_their_tokens(config):
+    model = random_model(with_end(config))
+    assert not carries_state(model.config)
+    for pieces, mean in zip(documents(), read_means(model, documents(), Reading(batch_rows=3)), strict=True):
+        ids, total_D = flat(pieces), 0
+        for first in range(0, len(ids), CONTEXT):
+            with torch.no_grad():
+                total_D = total_D + model.hidden(torch.tensor([ids[first : first + CONTEXT]]))[0].sum(0).numpy()
+        assert mean.n_tokens == len(ids) and close(mean.vector_D, total_D / len(ids))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_batches_order_and_neighbours_change_nothing(causal):
+    model = random_model(with_end(replace(CONFIGS["flash"], causal=causal)))
+    alone = [next(read_means(model, [pieces])) for pieces in documents()]
+    for rows in (1, 2, 50):
+        together = read_means(model, documents(), Reading(batch_rows=rows))
+        assert all(close(a.vector_D, b.vector_D) for a, b in zip(alone, together, strict=True))
+    backwards = list(read_means(model, documents()[::-1]))[::-1]
+    assert all(close(a.vector_D, b.vector_D) for a, b in zip(alone, backwards, strict=True))
+    many = list(read_means(model, documents() * 20, Reading(batch_rows=2)))  # waiting rows are read several times
+    assert len(many) == 20 * len(alone) and close(many[-1].vector_D, alone[-1].vector_D)
+
+
+def test_documents_are_cut_when_it_is_asked_for_and_it_is_said():
+    model = random_model(with_end(CONFIGS["flash"]))
+    for most in (1, 24, 25, 40, 61, 62):
+        for pieces, mean in zip(documents(), read_means(model, documents(), Reading(max_tokens=most)), strict=True):
+            ids = flat(pieces)
+            assert (mean.n_tokens, mean.is_cut) == (min(len(ids), most), len(ids) > most)
+            assert close(mean.vector_D, next(read_means(model, [[ids[:most]]])).vector_D)
+
+
+def test_windows_hold_every_token_once():
+    for n in (1, 7, 8, 9, 16, 17):
+        windows = list(windows_of(iter([[*range(3)], [], [*range(3, n)]] if n > 3 else [[*range(n)]]), 8))
+        assert [i for window in windows for i in window.ids] == [*range(n)]
+        assert [window.is_last for window in windows] == [*[False] * (len(windows) - 1), True]
+        assert all(len(window.ids) == 8 for window in windows[:-1]) and windows[-1].ids
+
+
+def test_memory_does_not_grow_with_a_document():
+    """The model never sees more than a window, and the tokens are taken as they are read."""
+    class Watched(LanguageModel):
+        def extend(self, ids_BN, n_new_B, state, **more):
+            widths.append(ids_BN.shape[1])
+            sizes.append(state.n_bytes)
+            taken.append(n_taken[0])
+            return super().extend(ids_BN, n_new_B, state, **more)
+
+    widths, sizes, taken, n_taken = [], [], [], [0]
+
+    def pieces():
+        for _ in range(100):
+            n_taken[0] += 7
+            yield [1] * 7
+
+    model = Watched(with_end(CONFIGS["flash"])).eval()
+    (mean,) = read_means(model, [pieces()])
+    assert mean.n_tokens == 700 and set(widths) == {24, 700 % 24} and len(set(sizes)) == 1
+    assert all(read <= 24 * (number + 1) + 7 for number, read in enumerate(taken))
+
+
+def test_a_pair_is_one_document():
+    masked, plain = byte_tokenizer(mlm=True), byte_tokenizer()
+    assert flat(document_ids(masked, ["ab"], "c")) == [256, 97, 98, 258, 99]
+    assert flat(document_ids(plain, ["ab"], "c")) == [256, 97, 98, 10, 10, 99]
+    _, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
+    ids = flat(document_ids(tokenizer, ["It was", " dark."], "The end"))
+    assert ids == [0, *tokenizer.encode("It was dark.\n\nThe end")]
+
+
+def test_embed_is_the_mean_of_the_last_states():
+    model = random_model(replace(CONFIGS["flash"], vocab_size=257, end_of_document=256))
+    texts = ["once", "upon a time there was a row of more than a window", ("a", "pair")]
+    vectors_ND = lineartime.embed(model, byte_tokenizer(), texts)
+    assert vectors_ND.shape == (3, 8) and vectors_ND.dtype == np.float64
+    for text, vector_D in zip([*texts[:2], "a\n\npair"], vectors_ND, strict=True):
+        with torch.no_grad():
+            assert close(vector_D, model.hidden(torch.tensor([[256, *text.encode()]]))[0].mean(0).numpy())
+    assert lineartime.embed(model.float(), byte_tokenizer(), texts[:1]).dtype == np.float32
+    assert lineartime.embed(model, byte_tokenizer(), []).shape == (0, 8)
+    seen = []
+    lineartime.embed(model, byte_tokenizer(), texts, max_tokens=30, progress=seen.append)
+    assert seen == sorted(seen) and seen[-1] == 5 + 30 + 8
+    with pytest.raises(DataError, match="an empty document: text 2"):
+        lineartime.embed(model, byte_tokenizer(), ["a", " \n"])
+    for wrong in ({"max_tokens": 0}, {"batch_rows": 0}, {"precision": "float16"}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            lineartime.embed(model, byte_tokenizer(), ["a"], **wrong)
