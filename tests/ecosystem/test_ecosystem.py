@@ -26,6 +26,7 @@ import lineartime
 import lineartime.hf  # registers the classes
 from lineartime.errors import UsageError
 from lineartime.model import token_losses
+from lineartime.release.documents import export_documents
 
 pytestmark = pytest.mark.ecosystem
 SMALL = str(lineartime.model_folder("small"))
@@ -262,3 +263,21 @@ def test_serve_answers_openai_clients(tmp_path):
         with pytest.raises(openai.InternalServerError):
             client.chat.completions.create(model=SMALL, messages=said, **asked)
     assert "tokenizer.chat_template is not set" in (tmp_path / "log").read_text()
+
+
+def test_sentence_transformers_gives_the_vectors_of_embed(tmp_path):
+    """Of texts that are short, and of one that is longer than a row."""
+    from sentence_transformers import SentenceTransformer
+
+    texts = [f"{text} {i}" for i, text in enumerate(TEXTS)]
+    documents = tmp_path / "texts.jsonl"
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lineartime.finetune_documents(lineartime.DocumentTuning(
+        Path(SMALL), (documents,), (documents,), tmp_path / "vectors", task="embed", learning_rates=(1e-4,),
+        context=64, settings={"steps": 1, "tokens_per_step": 256, "micro_batch_tokens": 256}), device="cpu")
+    export_documents(tmp_path / "vectors", tmp_path / "shared")
+    asked = [*texts, "One thing after another. " * 600]
+    model, tokenizer, _ = lineartime.load_model(tmp_path / "shared")
+    found = SentenceTransformer(str(tmp_path / "shared"), trust_remote_code=True, device="cpu").encode(asked)
+    wanted = lineartime.embed(model, tokenizer, asked)
+    torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(wanted), rtol=0, atol=1e-5)
