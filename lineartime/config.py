@@ -737,8 +737,6 @@ class Head:
                 **(scale if self.problem_type == PROBLEMS["number"] else {})}
 
 
-
-
 def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
     """A model's `config.json`: its fields, and the fields that `transformers` requires.
 

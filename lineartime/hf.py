@@ -50,7 +50,7 @@ from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZE
 from lineartime.decoding.cache import DecodingState
 from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.model import LanguageModel, SpanModel, in_order, init_span_head, init_weights
+from lineartime.model import LanguageModel, SpanModel, in_order, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer, weight_files
 from lineartime.settings import require
@@ -282,7 +282,7 @@ class LineartimeModel(PreTrainedModel):
                     p.copy_(value)
         if isinstance(module, torch.nn.Linear) and module in (getattr(self.model, "span_head", None),
                                                               getattr(self, "score", None)):
-            init_span_head(module)
+            init_head(module)
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,

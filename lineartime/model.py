@@ -315,15 +315,15 @@ class SpanModel(LanguageModel):
                 "train it with causal = false (masked language modelling)")
         super().__init__(config)
         self.span_head = nn.Linear(config.d_model, 2)
-        init_span_head(self.span_head)
+        init_head(self.span_head)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """logits_BT2 of the answer's first token and of its last token."""
         return self.span_head(x_BTD)
 
 
-def init_span_head(head: nn.Linear) -> None:
-    """Set the initial values of a span head, from torch's global generator: weights normal(0, 0.02), bias 0."""
+def init_head(head: nn.Linear) -> None:
+    """Set the initial values of a head, from torch's global generator: weights normal(0, 0.02), bias 0."""
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
 
@@ -338,7 +338,7 @@ class DocumentClassifier(LanguageModel):
         super().__init__(config)
         self.head = head
         self.score = nn.Linear(config.d_model, len(head.labels))
-        init_span_head(self.score)
+        init_head(self.score)
 
     def label_logits(self, mean_BD: Tensor) -> Tensor:
         """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least."""
