@@ -45,6 +45,7 @@ from lineartime.plot import Line, Panel, Picture, draw  # noqa: E402
 ROWS = ROOT / "lineartime" / "results" / "documents.jsonl"
 LABELS = Path(__file__).parent / "labels"
 SEEDS = (0, 1, 2)
+COMMAND = "python runs/documents.py --texts TEXTS --model small"
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
 PLACE = re.compile(r"(<!-- documents: begin -->\n).*?(<!-- documents: end -->)", re.DOTALL)
 
@@ -231,7 +232,7 @@ def measure(texts: Path, out: Path, models: dict[str, str], tasks: Iterable[str]
         facts = {**key, "n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
         made = ([by_tfidf(found)] if model == "TF-IDF" else
                 by_model(found, models[model], seed, length, out / f"{name}-{seed}-{length}-{model}"))
-        append_json_lines(rows, [facts | each | provenance() for each in made])
+        append_json_lines(rows, [facts | each | provenance() | {"command": COMMAND} for each in made])
         for each in made:
             print(f"\n  {each.get('reading', '')} accuracy {each['accuracy']:.3f}, macro F1 {each['macro_f1']:.3f}",
                   flush=True)
