@@ -1,0 +1,66 @@
+"""The passages of runs/documents.py: nested by length, none of a test's books in the training, the same for a seed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import lineartime
+
+SCRIPT = Path(__file__).parents[2] / "runs" / "documents.py"
+spec = importlib.util.spec_from_file_location("labels_by_length", SCRIPT)
+study = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(study)
+
+BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
+
+
+def sources():
+    """Twelve books of each of three authors, which are parts of one; each names itself all the time."""
+    parts = [BOOK[i * 20_000 : (i + 1) * 20_000] for i in range(36)]
+    return [study.Source(f"author {i % 3}", f"book {i}", part.replace("\n\n", f" <{i}> ")) for i, part in
+            enumerate(parts)]
+
+
+def made(length, seed=0, by_label=True):
+    task = study.Task(None, (32, 128), 4, 2, by_label)
+    _, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
+    return study.passages(task, sources(), length, seed, tokenizer)
+
+
+@pytest.mark.parametrize("by_label", [True, False])
+def test_books_are_in_one_split_and_every_label_is_tested(by_label):
+    found = made(2000, by_label=by_label)
+    books = {split: {word for text, _ in each for word in text.split() if word.startswith("<") and word.endswith(">")}
+             for split, each in found.items()}
+    assert all(books.values())
+    assert not books["train"] & books["test"] and not books["train"] & books["validation"]
+    assert not books["test"] & books["validation"]
+    assert {len(found["train"]) / 4, len(found["test"]) / 2, len(found["validation"])} == {24, 6}
+    if by_label:
+        assert {label for _, label in found["test"]} == {"author 0", "author 1", "author 2"}
+
+
+def test_a_longer_passage_begins_with_the_shorter_one():
+    short, long = made(32), made(128)
+    for split in short:
+        for (a, label), (b, same) in zip(short[split], long[split], strict=True):
+            assert b.startswith(a[:-8]) and len(b) > 2 * len(a) and label == same
+
+
+def test_a_seed_gives_the_same_passages_and_another_one_others():
+    assert made(32) == made(32)
+    assert made(32)["train"] != made(32, seed=1)["train"]
+
+
+def test_every_title_has_a_label():
+    assert set(study.labels_of("genres.csv").values()) == {"fiction", "children", "history and lives",
+                                                           "travel and nature", "thought"}
+    assert len(study.labels_of("topics.csv")) == 266 and len(set(study.labels_of("topics.csv").values())) == 8
+
+
+def test_words_are_counted():
+    found = {split: [(f"{word} {word} {word} and {i}", word) for i in range(n) for word in ("sea", "wood")]
+             for split, n in (("train", 6), ("validation", 2), ("test", 3))}
+    scores = study.by_tfidf(found)
+    assert scores["accuracy"] == 1.0 and scores["n_test"] == 6
