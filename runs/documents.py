@@ -152,7 +152,7 @@ def passages(task: Task, sources: Sequence[Source], length: int, seed: int, toke
         starts = generator.integers(max(len(each.text) - 5 * longest, 1), size=n)
         for start in starts:
             ids = tokenizer.encode(each.text[start : start + 8 * length])[:length]
-            found[split].append((tokenizer.decode(ids.tolist() if hasattr(ids, "tolist") else ids), each.label))
+            found[split].append((tokenizer.decode(ids), each.label))
     return found
 
 

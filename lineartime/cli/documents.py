@@ -16,7 +16,7 @@ from lineartime.errors import UsageError
 
 if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
-    from lineartime.documents.examples import Example
+    from lineartime.documents.examples import Example, Fields
     from lineartime.documents.pooling import Mean, Reading
     from lineartime.model import LanguageModel
 
@@ -57,9 +57,7 @@ def embed(
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     loaded, tokenizer, _ = load_model(folder, strict=strict)
-    settings = {"verb": "embed", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
-                "precision": precision}
-    write_results(loaded.to(pick_device(device)), tokenizer, files, fields, reading, settings, out, embedded_row,
+    write_results("embed", loaded.to(pick_device(device)), tokenizer, files, fields, reading, out, embedded_row,
                   embedded_schema)
 
 
@@ -88,10 +86,8 @@ def classify(
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     loaded, tokenizer, _ = load_classifier(folder, strict=strict)
-    settings = {"verb": "classify", "text": text_field, "pair": pair_field, "max_tokens": max_tokens,
-                "precision": precision}
     loaded.to(pick_device(device))
-    write_results(loaded, tokenizer, files, fields, reading, settings, out,
+    write_results("classify", loaded, tokenizer, files, fields, reading, out,
                   lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))
 
 
@@ -141,10 +137,11 @@ def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) ->
         check_out(out, endings)
 
 
-def write_results(model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: Any, reading: "Reading",
-                  settings: dict[str, Any], out: Path | None, row_of: Callable[["Example", "Mean"], dict[str, Any]],
+def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: "Fields",
+                  reading: "Reading", out: Path | None, row_of: Callable[["Example", "Mean"], dict[str, Any]],
                   schema: Callable[[], Any]) -> None:
-    """Read all documents, and write a row for each to stdout or a file, which may have the first ones already."""
+    """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
+    same verb, fields and reading."""
     from lineartime.documents.examples import read_examples
     from lineartime.documents.pooling import named_means
     from lineartime.documents.results import description_of, unfinished_rows
@@ -179,7 +176,9 @@ def write_results(model: "LanguageModel", tokenizer: "Tokenizer", files: list[st
             write(examples, lambda row: print(json.dumps(row, ensure_ascii=False), flush=True))
         else:
             results_are_files()
-            description = description_of(model, tokenizer, files, settings)
+            description = description_of(model, tokenizer, files, {
+                "verb": verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
+                "precision": reading.precision})
             with unfinished_rows(out, description, schema) as (n_done, add):
                 if n_done:
                     note(f"going on behind {n_done:,} documents that are there")

@@ -90,6 +90,8 @@ class DecodeInputs:
         """Where to cut each row so that the first part or the second is whole chunks: behind the tokens that fill the
         open chunk; if there are none, behind the whole chunks, which may be all new tokens. Empty if no row fills
         another chunk than the open one."""
+        if self.begins_BN.shape[1] < chunk_size:  # as in every step of decoding, layer by layer
+            return ()
         rows = list(zip(self.lengths, self.n_new, strict=True))
         before = tuple(min(-length % chunk_size, n_new) for length, n_new in rows)
         whole = tuple((n_new - n) // chunk_size * chunk_size for n, (_, n_new) in zip(before, rows, strict=True))
