@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.attention.mixed_chunk import attend_in_chunks, linear_heads
+from lineartime.attention.mixed_chunk import attend_in_chunks, divisor_gates
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache, with_room
 from lineartime.decoding.extend import extend_chunks, extend_row
@@ -30,7 +30,7 @@ from lineartime.layers import (
     fold_heads,
     unfold_heads,
 )
-from lineartime.memory import KeyConv, ReadNorm, WriteGate
+from lineartime.memory import KeyConv, ReadNorm, WriteGate, head_options
 from lineartime.ops.ablations import (
     ablated_quadratic_attention,
     chunk_means,
@@ -39,7 +39,8 @@ from lineartime.ops.ablations import (
 )
 from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, read_states, rope, to_chunks
+from lineartime.ops.memory import HeadOptions, memory_heads
+from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, read_states, to_chunks
 
 CHUNK_BIAS_LEN = 512
 """n of the position bias between chunks. It selects the rotated form, which has no limit on the distance."""
@@ -96,15 +97,22 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         are entries of the batch."""
         config, segment_ids_BT = self.config, info.segment_ids_BT
         assert config.chunk_size is not None
-        uv_BTF, z_BTS = self.split_uv(self.in_proj(normed_BTD))
+        uvz_BTF, bias = self.in_proj(normed_BTD), self.rel_pos_bias
+        if config.n_heads == 1 and info.exchange is None:
+            assert info.rotary is not None
+            return self.out_proj(ops.gated_memory_attention(
+                uvz_BTF, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary, bias(bias.n),
+                self.head_options(), chunk_size=config.chunk_size, causal=config.causal,
+                segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, impl=self.impl))
+        uv_BTF, z_BTS = self.split_uv(uvz_BTF)
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         if segment_ids_BT is not None:
             segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
         out_BTE = ops.gated_head_attention(
-            uv_BTF, heads, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size,
-            causal=config.causal, segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT,
-            exchange=info.exchange, impl=self.impl)
+            uv_BTF, heads, bias(bias.n), chunk_size=config.chunk_size, causal=config.causal,
+            segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT, exchange=info.exchange,
+            impl=self.impl)
         return self.out_proj(unfold_heads(out_BTE, config.n_heads))
 
     def split_uv(self, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,21 +133,15 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
     def make_heads(self, z_BTS: Tensor, near_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None]:
         """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of the linear
         half, then those of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads.
-        near_BTS: z, or with `key_conv` its convolution, for the linear half's key, without chunks for the only one, see
-        `local_key_conv`."""
-        config, h = self.config, self.config.n_heads
+        near_BTS: z, or with `key_conv` its convolution."""
         assert info.rotary is not None
-        sin, cos = (angle[..., None, :] for angle in info.rotary)
-        (gamma, beta), wide = (self.scale_offset.gamma, self.scale_offset.beta), at_least_float32(z_BTS)
-        keys = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
-        heads = [((at_least_float32(near_BTS) if n in keys else wide) * gamma[n] + beta[n]).unflatten(-1, (h, -1))
-                 for n in range(len(gamma))]
-        not_turned = () if config.linear_rope else (2, 3)
-        heads = [head if n in not_turned else rope(head, sin, cos) for n, head in enumerate(heads)]
-        gate_BT = None
-        if config.has_linear_half:
-            heads[2], heads[3], gate_BT = linear_heads(heads[2], heads[3], near_BTS, config, self.linear_gate)
-        return [fold_heads(head.to(z_BTS.dtype).flatten(-2), h) for head in heads], gate_BT
+        h, (gamma, beta) = self.config.n_heads, (self.scale_offset.gamma, self.scale_offset.beta)
+        heads, gate_BTH = memory_heads(z_BTS, near_BTS, gamma, beta, *info.rotary, self.head_options(), h)
+        return [fold_heads(head, h) for head in heads], divisor_gates(gate_BTH, self.config)
+
+    def head_options(self) -> HeadOptions:
+        """How the layer's heads are made."""
+        return head_options(self.config, self.key_conv, self.linear_gate)
 
     def gated(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
         """u * A v (Eq. 3), or without the gate [u, A v]: what W_o takes."""

@@ -3,7 +3,6 @@ written, a norm of what is read. All are off by default; FLASH and FLASH-Quad do
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
@@ -13,6 +12,7 @@ from lineartime.distributed.context import with_neighbours
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.layers import fold_heads, unfold_heads
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.memory import HeadOptions, convolve, weigh_tokens
 
 CONV_NOISE = 0.3
 """Standard deviation of the noise on a new convolution's weights: keys differ by their neighbours from the start."""
@@ -42,28 +42,13 @@ class KeyConv(nn.Module):
 
     def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None, ranks: Ranks = ALONE) -> Tensor:
         """The convolution of rows: `[B, T, S]` of z's dtype. segment_ids_BT, ranks: see `layers.SequenceInfo`."""
-        n_taps, n_tokens = len(self.taps), z_BTS.shape[1]
-        around = (n_taps - 1 - self.n_after, self.n_after)
-        if ranks.size > 1:
-            assert segment_ids_BT is not None
-            row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
-        else:
-            row_BLS = F.pad(z_BTS, [0, 0, *around])
-            if segment_ids_BT is None:
-                return self.weigh(row_BLS, None)
-            ids_BL = F.pad(segment_ids_BT, around, value=-1)
-        same_KBT = [ids_BL[:, tap : tap + n_tokens] == segment_ids_BT for tap in range(n_taps)]
-        return self.weigh(row_BLS, same_KBT)
-
-    def weigh(self, row_BLS: Tensor, visible_KBT: list[Tensor] | None) -> Tensor:
-        """The sum over taps k of taps[k] row[t + k], where it is visible: `[B, T, S]`, T = L - K + 1."""
-        n_tokens, out_BTS = row_BLS.shape[1] - len(self.taps) + 1, row_BLS.new_zeros(())
-        for tap, weight_S in enumerate(self.taps):
-            part_BTS = row_BLS[:, tap : tap + n_tokens]
-            if visible_KBT is not None:
-                part_BTS = torch.where(visible_KBT[tap][..., None], part_BTS, 0.0)
-            out_BTS = out_BTS + part_BTS * weight_S
-        return out_BTS.to(row_BLS.dtype)
+        if ranks.size == 1:
+            return convolve(z_BTS, self.taps, self.n_after, segment_ids_BT)
+        assert segment_ids_BT is not None
+        around, n_tokens = (len(self.taps) - 1 - self.n_after, self.n_after), z_BTS.shape[1]
+        row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
+        same_KBT = [ids_BL[:, tap : tap + n_tokens] == segment_ids_BT for tap in range(len(self.taps))]
+        return weigh_tokens(row_BLS, self.taps, same_KBT)
 
     def add_to(self, cache: Cache) -> None:
         """Give an empty cache the places for the last tokens' z."""
@@ -86,11 +71,11 @@ class KeyConv(nn.Module):
         index_BK1 = ((inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K)[..., None] % n_taps
         kept_BKS = torch.zeros_like(last_BKS).scatter(1, index_BK1.expand_as(last_BKS), last_BKS)
         cache.z_BKS.copy_(fold_heads(kept_BKS, self.n_heads))
-        return self.weigh(row_BLS[:, 1:], visible_KBN)
+        return weigh_tokens(row_BLS[:, 1:], self.taps, visible_KBN)
 
 
 class WriteGate(nn.Module):
-    """sigmoid(w z + b) of each token and head, by which the linear half's key is multiplied."""
+    """The parameters of `ops.memory.write_gate`, by which the linear half's key is multiplied."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -101,11 +86,6 @@ class WriteGate(nn.Module):
         """Set the initial values: normal(0, 0.1), bias 0."""
         nn.init.normal_(self.weight, std=GATE_STD)
         nn.init.zeros_(self.bias)
-
-    def forward(self, z_BTS: Tensor) -> Tensor:
-        """gate_BTH, in float32 at least."""
-        product_BTS = at_least_float32(z_BTS) * self.weight
-        return torch.sigmoid(product_BTS.unflatten(-1, (len(self.bias), -1)).sum(-1) + self.bias)
 
 
 class ReadNorm(nn.Module):
@@ -126,3 +106,11 @@ class ReadNorm(nn.Module):
         square = wide.square().mean(-1, keepdim=True)
         gain = self.gain.repeat(x.shape[0] // n_heads, 1).view(x.shape[0], *[1] * (x.dim() - 2), width)
         return torch.where(square > 0, wide * torch.rsqrt(square + READ_EPS) * gain, 0.0).to(x.dtype)
+
+
+def head_options(config: ModelConfig, key_conv: KeyConv | None, linear_gate: WriteGate | None) -> HeadOptions:
+    """How a layer's heads are made. Without chunks the only key, head 1, is made from the convolution."""
+    near = () if key_conv is None else (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
+    weight, bias = (None, None) if linear_gate is None else (linear_gate.weight, linear_gate.bias)
+    taps, n_after = (None, 0) if key_conv is None else (key_conv.taps, key_conv.n_after)
+    return HeadOptions(taps, n_after, near, weight, bias, config.linear_rope, config.linear_divisor)

@@ -10,8 +10,9 @@ from lineartime.decoding.cache import Cache, ChunkState
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
-from lineartime.memory import KeyConv, ReadNorm, WriteGate
+from lineartime.memory import KeyConv, ReadNorm, WriteGate, head_options
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
+from lineartime.ops.memory import linear_heads
 from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, to_chunks
 
 
@@ -52,10 +53,11 @@ class MixedChunk:
         q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
         if config.linear_rope:
             q_lin_BTHK, k_lin_BTHK = rotate_heads(q_lin_BTHK, info), rotate_heads(k_lin_BTHK, info)
-        q_lin_BTHK, k_lin_BTHK, gate_BT = linear_heads(q_lin_BTHK, k_lin_BTHK, near_BTD, config, self.linear_gate)
+        options = head_options(config, self.key_conv, self.linear_gate)
+        q_lin_BTHK, k_lin_BTHK, gate_BTH = linear_heads(q_lin_BTHK, k_lin_BTHK, near_BTD, options)
         k_quad_BTHK = near_BTD.view_as(k_BTHK) if config.local_key_conv else k_BTHK
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_quad_BTHK, info), q_lin_BTHK, k_lin_BTHK)
-        return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
+        return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), divisor_gates(gate_BTH, config)
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
@@ -89,14 +91,8 @@ def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tens
         cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, read_norm=linear_norm, exchange=exchange)
 
 
-def linear_heads(q_BTHS: Tensor, k_BTHS: Tensor, near_BTS: Tensor, config: ModelConfig,
-                 linear_gate: WriteGate | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k of the linear half with the divisor and the gates, and for chunk_pooling "written" the gates, gate_BT, in
-    which B counts rows times heads. near_BTS: what the keys were made from."""
-    if config.linear_divisor is not None:
-        q_BTHS = q_BTHS / config.linear_divisor
-    if linear_gate is None:
-        return q_BTHS, k_BTHS, None
-    gate_BTH = linear_gate(near_BTS)
-    gate_BT = gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None
-    return q_BTHS, (k_BTHS * gate_BTH[..., None]).to(k_BTHS.dtype), gate_BT
+def divisor_gates(gate_BTH: Tensor | None, config: ModelConfig) -> Tensor | None:
+    """The gates that chunk_pooling "written" divides by, gate_BT, in which B counts rows times heads; else None."""
+    if gate_BTH is None or config.chunk_pooling != "written":
+        return None
+    return gate_BTH.movedim(-1, 1).flatten(0, 1)

@@ -1,7 +1,8 @@
 """The attention ops, the residual addition with its norm, and the loss.
 
-`reference` has the PyTorch reference of every op but the loss. Four ops also have Triton kernels with the same
-signatures, and two have `windows`, which keeps less for the backward pass; `impl` selects:
+`reference` has the PyTorch reference of every op but the loss, `memory` that of heads with options beyond the paper.
+Five ops also have Triton kernels with the same signatures, and two have `windows`, which keeps less for the backward
+pass; `impl` selects:
 
 | impl | what runs |
 |---|---|
@@ -18,7 +19,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from lineartime.ops import reference, windows
+from lineartime.ops import memory, reference, windows
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
@@ -31,14 +32,16 @@ from lineartime.ops.dispatch import (
     use_kernels,
     use_windows,
 )
+from lineartime.ops.memory import HeadOptions
 from lineartime.ops.reference import mixed_chunk_attention, quadratic_attention
 from lineartime.settings import require
 
 if HAS_TRITON:
-    from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
+    from lineartime.ops import decode_step, memory_heads, mixed_chunk, norm, quadratic
 
 __all__ = ["add_norm", "carried_chunk_attention", "carried_head_attention", "chunk_decode_step",
-           "gated_chunk_attention", "gated_head_attention", "gated_quadratic_attention", "head_decode_step",
+           "gated_chunk_attention", "gated_head_attention", "gated_memory_attention", "gated_quadratic_attention",
+           "head_decode_step",
            "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
 
 
@@ -94,12 +97,39 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
     in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
-    module: ModuleType = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
+    in_kernels = in_kernels and uv_BTF.numel() > 0 and not compile_reference(impl, uv_BTF)
+    module: ModuleType = mixed_chunk if in_kernels else reference
     if use_windows(impl, causal, exchange is not None, uv_BTF, *heads, w):
         module = windows
     return module.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                        segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
                                        exchange=exchange)
+
+
+def gated_memory_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+                           options: HeadOptions, *, chunk_size: int, causal: bool,
+                           segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+                           impl: str | None = None) -> Tensor:
+    """`gated_chunk_attention` of heads with options beyond the paper, see `memory.HeadOptions`: one attention head.
+
+    pooling: "mean", "sum", "fixed" or "written", see `gated_head_attention`. The other arguments, the result and the
+    errors are as in `gated_chunk_attention`. Where kernels do not make the heads, PyTorch does, and
+    `gated_head_attention` goes on with them."""
+    if memory_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling):
+        return memory_heads.gated_memory_attention(
+            uvz_BTF, gamma_4S, beta_4S, sin, cos, w, options, chunk_size=chunk_size, causal=causal,
+            segment_ids_BT=segment_ids_BT, pooling=pooling)
+    uv_BTF, heads, gate_BT = memory.split_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos, options, segment_ids_BT,
+                                                pooling)
+    return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
+                                pooling=pooling, gate_BT=gate_BT, impl=impl)
+
+
+def memory_in_kernels(impl: str | None, uvz_BTF: Tensor, s: int, chunk_size: int, pooling: str) -> bool:
+    """Whether kernels make heads with options, `s` wide."""
+    if s < QUERY_KEY_DIM or uvz_BTF.numel() == 0 or compile_reference(impl, uvz_BTF):
+        return False
+    return use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size, pooling)
 
 
 def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

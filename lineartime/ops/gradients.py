@@ -17,6 +17,7 @@ from lineartime.ops.tiles import (
     load_base,
     load_rows,
     make_head,
+    rotate_back,
     silu,
     silu_slope,
     store_rows,
@@ -262,8 +263,7 @@ def base_gradient_kernel(uvz, dheads, gamma, beta, sin, cos, duvz, sums, T, E, F
         dhead = dheads + (head * tl.num_programs(1).to(tl.int64) * T + first) * 2 * HALF
         turned1 = load_rows(dhead, token, column, left, HALF, 2 * HALF).to(tl.float32)
         turned2 = load_rows(dhead + HALF, token, column, left, HALF, 2 * HALF).to(tl.float32)
-        d1 = turned1 * cos_tile + turned2 * sin_tile
-        d2 = turned2 * cos_tile - turned1 * sin_tile
+        d1, d2 = rotate_back(turned1, turned2, sin_tile, cos_tile)
         at = head * 2 * HALF + column
         dz1 += d1 * tl.load(gamma + at).to(tl.float32)[None, :]
         dz2 += d2 * tl.load(gamma + at + HALF).to(tl.float32)[None, :]

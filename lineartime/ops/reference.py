@@ -413,12 +413,18 @@ def written_counts(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: i
                    exchange: Exchange | None = None) -> Tensor:
     """What the linear half of each token is divided by with pooling "written": the sum of the gates that it reads, and
     at least 1: count_BT, of gate's dtype. exchange: see `divided_by_gates`."""
+    return gates_read(segment_ids_BT, gate_BT, chunk_size, causal, exchange).clamp(min=1)
+
+
+def gates_read(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool,
+               exchange: Exchange | None = None) -> Tensor:
+    """The sum of the gates of the tokens that each token's linear half reads: `[B, T]`, of gate's dtype."""
     gate_BGC = to_chunks(gate_BT, chunk_size)
     ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
     assert ids_BGC is not None
     none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
     states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
-    return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1].clamp(min=1), gate_BT.shape[1])
+    return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1])
 
 
 def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

@@ -1,0 +1,110 @@
+"""Heads with the options beyond the paper: keys from several tokens, a gate on what is written, no RoPE on the linear
+half. The reference of `memory_heads`, which has kernels; docs/paper.md has the options' names."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import gated_head_attention, rope
+
+
+class HeadOptions(NamedTuple):
+    """How heads are made beyond scale, offset and RoPE: by default as FLASH's."""
+
+    taps_KS: Tensor | None = None
+    """Weights of the convolution of z over K tokens that keys are made from (`key_conv`), the last token's last."""
+    n_after: int = 0
+    """How many of the K tokens come after a token."""
+    near: tuple[int, ...] = ()
+    """The heads that are made from the convolution: 3, the linear half's key, and with `local_key_conv` 1."""
+    gate_S: Tensor | None = None
+    """Weights of the gate on the linear half's key, attention heads side by side (`linear_gate`)."""
+    gate_bias_H: Tensor | None = None
+    linear_rope: bool = True
+    """Whether the linear half's heads are rotated."""
+    divisor: float | None = None
+    """What the linear half's query is divided by (`linear_divisor`)."""
+
+
+def convolve(z_BTS: Tensor, taps_KS: Tensor, n_after: int, segment_ids_BT: Tensor | None) -> Tensor:
+    """The sum over k of taps[k] z[t + k - (K - 1 - n_after)], where that is a token of t's document: `[B, T, S]` of z's
+    dtype. segment_ids_BT: the document of each token, or None for rows of one document."""
+    n_taps, n_tokens = len(taps_KS), z_BTS.shape[1]
+    around = (n_taps - 1 - n_after, n_after)
+    row_BLS = F.pad(z_BTS, [0, 0, *around])
+    if segment_ids_BT is None:
+        return weigh_tokens(row_BLS, taps_KS, None)
+    ids_BL = F.pad(segment_ids_BT, around, value=-1)
+    return weigh_tokens(row_BLS, taps_KS, [ids_BL[:, k : k + n_tokens] == segment_ids_BT for k in range(n_taps)])
+
+
+def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, visible_KBT: Sequence[Tensor] | None) -> Tensor:
+    """The sum over k of taps[k] row[t + k], where it is visible: `[B, T, S]` of row's dtype, T = L - K + 1."""
+    n_tokens, out_BTS = row_BLS.shape[1] - len(taps_KS) + 1, row_BLS.new_zeros(())
+    for k, weight_S in enumerate(taps_KS):
+        part_BTS = row_BLS[:, k : k + n_tokens]
+        if visible_KBT is not None:
+            part_BTS = torch.where(visible_KBT[k][..., None], part_BTS, 0.0)
+        out_BTS = out_BTS + part_BTS * weight_S
+    return out_BTS.to(row_BLS.dtype)
+
+
+def write_gate(near_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
+    """sigmoid(w z + b) of each token and attention head: gate_BTH, in float32 at least. Heads are columns of S."""
+    product_BTS = at_least_float32(near_BTS) * gate_S
+    return torch.sigmoid(product_BTS.unflatten(-1, (len(gate_bias_H), -1)).sum(-1) + gate_bias_H)
+
+
+def linear_heads(q_BTHS: Tensor, k_BTHS: Tensor, near_BTS: Tensor,
+                 options: HeadOptions) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q and k of the linear half with the divisor and the gates, and the gates, gate_BTH. near_BTS: what the keys were
+    made from."""
+    if options.divisor is not None:
+        q_BTHS = q_BTHS / options.divisor
+    if options.gate_S is None:
+        return q_BTHS, k_BTHS, None
+    assert options.gate_bias_H is not None
+    gate_BTH = write_gate(near_BTS, options.gate_S, options.gate_bias_H)
+    return q_BTHS, (k_BTHS * gate_BTH[..., None]).to(k_BTHS.dtype), gate_BTH
+
+
+def memory_heads(z_BTS: Tensor, near_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor,
+                 options: HeadOptions, n_heads: int = 1) -> tuple[list[Tensor], Tensor | None]:
+    """`reference.make_heads` with options, each `[B, T, S]` of z's dtype, and the gates of the linear keys, gate_BTH,
+    or None. Heads 2 and 3 are the linear half's.
+
+    z_BTS: after silu. near_BTS: its convolution, or z. n_heads: attention heads, which are columns of S."""
+    wide_BTS, wide_near_BTS = at_least_float32(z_BTS), at_least_float32(near_BTS)
+    sin, cos, gate_BTH, heads = sin[..., None, :], cos[..., None, :], None, []
+    for n in range(len(gamma_NS)):
+        made_BTS = (wide_near_BTS if n in options.near else wide_BTS) * gamma_NS[n] + beta_NS[n]
+        made_BTHS = made_BTS.unflatten(-1, (n_heads, -1))
+        heads.append(rope(made_BTHS, sin, cos) if options.linear_rope or n not in (2, 3) else made_BTHS)
+    if len(heads) > 2:
+        heads[2], heads[3], gate_BTH = linear_heads(heads[2], heads[3], near_BTS, options)
+    return [head_BTHS.to(z_BTS.dtype).flatten(-2) for head_BTHS in heads], gate_BTH
+
+
+def gated_memory_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
+                           options: HeadOptions, *, chunk_size: int, causal: bool,
+                           segment_ids_BT: Tensor | None = None, pooling: str = "mean") -> Tensor:
+    """`reference.gated_chunk_attention` of heads with options. Arguments: see `ops.gated_memory_attention`."""
+    uv_BTF, heads, gate_BT = split_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos, options, segment_ids_BT, pooling)
+    return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
+                                pooling=pooling, gate_BT=gate_BT)
+
+
+def split_heads(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, options: HeadOptions,
+                segment_ids_BT: Tensor | None, pooling: str) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """u and v before silu, uv_BTF, the heads, and for pooling "written" the gates, gate_BT: what
+    `ops.gated_head_attention` takes."""
+    s = gamma_4S.shape[-1]
+    uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
+    z_BTS = F.silu(z_BTS)
+    near_BTS = z_BTS if options.taps_KS is None else convolve(z_BTS, options.taps_KS, options.n_after, segment_ids_BT)
+    heads, gate_BTH = memory_heads(z_BTS, near_BTS, gamma_4S, beta_4S, sin, cos, options)
+    return uv_BTF, heads, gate_BTH[..., 0] if gate_BTH is not None and pooling == "written" else None
