@@ -112,7 +112,7 @@ def forward(config: ModelConfig, n: int, kind: TileClass) -> list[Launch]:
 
 
 def backward(config: ModelConfig, n: int, kind: TileClass) -> list[Launch]:
-    """The launches of its backward pass."""
+    """The launches of its backward pass, which has what forward kept."""
     c, e = chunk_of(config), config.d_inner
     (bm, bn, be, *_), (own, others, *_) = gradients.score_tile(BF16), gradients.head_tile(BF16)
     side = c // bm
@@ -126,8 +126,8 @@ def backward(config: ModelConfig, n: int, kind: TileClass) -> list[Launch]:
                 for name in ("differentiate_head (of queries)", "differentiate_head")]
     of_base = Launch("base_gradient_kernel", n // gradients.BASE_TILE, n * (12 * S + 32 * S / gradients.BASE_TILE),
                      n * 14 * S, waits=3)
-    return [*forward(config, n, kind)[:2], walk(config, n, kind, True), *attention(config, n, kind, "queries"),
-            *attention(config, n, kind, "keys"), of_scores, *of_heads, of_base]
+    return [walk(config, n, kind, True), *attention(config, n, kind, "queries"), *attention(config, n, kind, "keys"),
+            of_scores, *of_heads, of_base]
 
 
 def norms(config: ModelConfig, n: int) -> list[Launch]:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.memory import HeadOptions
-from lineartime.ops.mixed_chunk import Documents, attend, differentiate_attention, lay_out_documents
+from lineartime.ops.mixed_chunk import (
+    Documents,
+    Kept,
+    attend,
+    differentiate_attention,
+    lay_out_documents,
+    shapes_of,
+)
 from lineartime.ops.reference import chunk_ids, gates_read, to_chunks, turned_ids
 from lineartime.ops.tiles import (
     HALF,
@@ -250,45 +257,51 @@ def memory_head_gradients(uvz: Tensor, dheads: Tensor, dgates: Tensor | None, ga
 def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, taps: Tensor,
             gate: Tensor | None, gate_bias: Tensor | None, ids: Tensor | None, begins: Tensor | None,
             ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool, n_after: int,
-            local: bool, linear_rope: bool, q_scale: float, written: bool) -> Tensor:
-    """`gated_memory_attention` of contiguous tensors. written: whether the gates that are read divide. ids, begins,
+            local: bool, linear_rope: bool, q_scale: float,
+            written: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`gated_memory_attention` of contiguous tensors; and what is kept for the backward pass: the sum of the gates that
+    each token reads, unless `written` no entry, and `mixed_chunk.Kept`. written: whether that sum divides. ids, begins,
     ends, scales, each: see `Documents`."""
     heads, gates = make_memory_heads(uvz, gamma, beta, sin, cos, taps, gate, gate_bias, ids, n_after, local,
                                      linear_rope, q_scale)
+    read = gates.new_empty(0)
     if written:
-        heads[2] /= gates_read(ids, gates, chunk_size, causal).clamp(min=1)[..., None]
-    return attend(uvz, heads, w, None, Documents(ids, begins, ends, scales, each),
-                  (uvz.shape[-1] - gamma.shape[-1]) // 2, chunk_size, causal, False)[0]
+        read = gates_read(ids, gates, chunk_size, causal).contiguous()
+        heads[2] /= read.clamp(min=1)[..., None]
+    out, _, v, states = attend(uvz, heads, w, None, Documents(ids, begins, ends, scales, each),
+                               (uvz.shape[-1] - gamma.shape[-1]) // 2, chunk_size, causal, False)
+    return out, read, heads, v, states
 
 
 @forward.register_fake
-def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
-    return uvz.new_empty(*uvz.shape[:2], (uvz.shape[-1] - gamma.shape[-1]) // 2)
+def _(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, taps: Tensor,
+      gate: Tensor | None, gate_bias: Tensor | None, ids: Tensor | None, begins: Tensor | None,
+      ends: Tensor | None, scales: Tensor, each: Tensor | None, *rest: object) -> tuple[Tensor, ...]:
+    s, written = gamma.shape[-1], rest[-1]
+    out, none, v, states = shapes_of(uvz, s, None, scales, False)
+    read = none.new_empty(uvz.shape[:2]) if written else none
+    return out, read, uvz.new_empty(4, *uvz.shape[:2], s), v, states
 
 
 @torch.library.custom_op("lineartime::gated_memory_attention_backward", mutates_args=())
 @on_own_device
-def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, taps: Tensor,
-             gate: Tensor | None, gate_bias: Tensor | None, ids: Tensor | None, begins: Tensor | None,
-             ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool, n_after: int,
-             local: bool, linear_rope: bool, q_scale: float,
-             written: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta, w, taps, gate and gate_bias; the last two have no entry without a gate. Heads
-    are recomputed."""
-    how = (n_after, local, linear_rope, q_scale)
-    heads, gates = make_memory_heads(uvz, gamma, beta, sin, cos, taps, gate, gate_bias, ids, *how)
-    read, dgates = None, None
-    if written:
-        read = gates_read(ids, gates, chunk_size, causal)
-        heads[2] /= read.clamp(min=1)[..., None]
+def backward(dout: Tensor, read: Tensor, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor,
+             beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, taps: Tensor, gate: Tensor | None,
+             gate_bias: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+             each: Tensor | None, chunk_size: int, causal: bool, n_after: int, local: bool, linear_rope: bool,
+             q_scale: float, written: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of uvz, gamma, beta, w, taps, gate and gate_bias; the last two have no entry without a gate."""
     duvz, dheads, dw, _ = differentiate_attention(
-        dout, None, uvz, heads, w, None, Documents(ids, begins, ends, scales, each), chunk_size, causal)
-    if read is not None:
+        dout, None, uvz, Kept(heads, v, states), w, None, Documents(ids, begins, ends, scales, each), chunk_size,
+        causal)
+    dgates = None
+    if written:
         dheads[2] /= read.clamp(min=1)[..., None]
         dread = torch.where(read >= 1, -(dheads[2].float() * heads[2]).sum(-1), 0.0)
         dgates = gates_read_transposed(ids, dread, chunk_size, causal).contiguous()
     dgamma, dbeta, dtaps, dgate, dgate_bias = memory_head_gradients(
-        uvz, dheads, dgates, gamma, beta, sin, cos, taps, gate, gate_bias, ids, *how, duvz)
+        uvz, dheads, dgates, gamma, beta, sin, cos, taps, gate, gate_bias, ids, n_after, local, linear_rope, q_scale,
+        duvz)
     no_gate = dgate.new_empty(0)
     return (duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw, dtaps.to(taps.dtype),
             no_gate if gate is None else dgate.to(gate.dtype),
@@ -296,20 +309,24 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
 
 
 @backward.register_fake
-def _(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, taps: Tensor,
-      gate: Tensor | None, gate_bias: Tensor | None, *rest: object) -> tuple[Tensor, ...]:
+def _(dout: Tensor, read: Tensor, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor,
+      sin: Tensor, cos: Tensor, w: Tensor, taps: Tensor, gate: Tensor | None, gate_bias: Tensor | None,
+      *rest: object) -> tuple[Tensor, ...]:
     no_gate = [uvz.new_empty(0, dtype=torch.float32) for _ in range(2)]
     return (*map(torch.empty_like, (uvz, gamma, beta, w, taps)),
             *(no_gate if gate is None or gate_bias is None else map(torch.empty_like, (gate, gate_bias))))
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:14])
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
+    ctx.save_for_backward(*kept, *inputs[:14])
     ctx.how = inputs[14:]
 
 
-def differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    gated = ctx.saved_tensors[7] is not None
+def differentiate(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    gated = ctx.saved_tensors[11] is not None
     duvz, dgamma, dbeta, dw, dtaps, dgate, dgate_bias = backward(dout.contiguous(), *ctx.saved_tensors, *ctx.how)
     return (duvz, dgamma, dbeta, None, None, dw, dtaps, dgate if gated else None, dgate_bias if gated else None,
             *[None] * 12)
@@ -341,4 +358,4 @@ def gated_memory_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, s
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w, taps_KS)]
     gate_S = None if options.gate_S is None else options.gate_S.contiguous()
     return forward(*tensors, gate_S, options.gate_bias_H, *documents, chunk_size, causal, options.n_after,
-                   1 in options.near, options.linear_rope, 1 / (options.divisor or 1.0), pooling == "written")
+                   1 in options.near, options.linear_rope, 1 / (options.divisor or 1.0), pooling == "written")[0]

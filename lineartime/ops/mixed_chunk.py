@@ -460,37 +460,56 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
     return max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)
 
 
+class Kept(NamedTuple):
+    """What the forward pass makes and the backward pass reads again: 5.6 KB a token and layer at 110 M, for 9.2 KB less
+    to move (docs/tuning.md)."""
+
+    heads_4BTS: Tensor
+    v_BTE: Tensor
+    """After silu."""
+    states_RBGSE: Tensor
+    """That enter each chunk."""
+
+
 @torch.library.custom_op("lineartime::gated_chunk_attention", mutates_args=())
 @on_own_device
 def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None,
             ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
-            chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
-    """`gated_chunk_attention` of contiguous tensors, and the sums that leave the rows, left_RBSE, without `carries` no
-    entry. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends, scales, each: see
-    `Documents`."""
-    return attend(uvz, make_heads(uvz, gamma, beta, sin, cos), w, past, Documents(ids, begins, ends, scales, each),
-                  (uvz.shape[-1] - gamma.shape[-1]) // 2, chunk_size, causal, carries)
+            chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`gated_chunk_attention` of contiguous tensors; the sums that leave the rows, left_RBSE, without `carries` no
+    entry; and what is `Kept`. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends,
+    scales, each: see `Documents`."""
+    heads = make_heads(uvz, gamma, beta, sin, cos)
+    out, left, v, states = attend(uvz, heads, w, past, Documents(ids, begins, ends, scales, each),
+                                  (uvz.shape[-1] - gamma.shape[-1]) // 2, chunk_size, causal, carries)
+    return out, left, heads, v, states
 
 
 def attend(uvz: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, documents: Documents, e: int, chunk_size: int,
-           causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
-    """`forward` of heads that are made."""
+           causal: bool, carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`forward` of heads that are made, which it does not return."""
     left = torch.empty_like(past) if carries and past is not None else None
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
                             last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
     queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
-    return out, out.new_empty(0, dtype=torch.float32) if left is None else left
+    return out, out.new_empty(0, dtype=torch.float32) if left is None else left, v, states
 
 
-def differentiate_attention(dout: Tensor, dleft: Tensor | None, uvz: Tensor, heads: Tensor, w: Tensor,
+def shapes_of(uvz: Tensor, s: int, past: Tensor | None, scales: Tensor, carries: bool) -> tuple[Tensor, ...]:
+    """Tensors like those that `attend` returns. s: columns of z in uvz."""
+    e, n_rows = (uvz.shape[-1] - s) // 2, uvz.shape[0]
+    left = torch.empty_like(past) if carries and past is not None else scales.new_empty(0)
+    states = uvz.new_empty(scales.shape[0], n_rows, scales.shape[-1], QUERY_KEY_DIM, e)
+    return uvz.new_empty(*uvz.shape[:2], e), left, uvz.new_empty(*uvz.shape[:2], e), states
+
+
+def differentiate_attention(dout: Tensor, dleft: Tensor | None, uvz: Tensor, kept: Kept, w: Tensor,
                             past: Tensor | None, documents: Documents, chunk_size: int,
                             causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `attend`: duvz, whose z columns are not written, dheads, dw and dpast; the last has no entry
-    where there is no past. dleft: the gradient of the sums that leave the rows, or None. v and states of the forward
-    pass are recomputed."""
-    e, dpast = dout.shape[-1], None if past is None else torch.empty_like(past)
-    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past)
+    where there is no past. dleft: the gradient of the sums that leave the rows, or None."""
+    (heads, v, states), dpast = kept, None if past is None else torch.empty_like(past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
@@ -503,42 +522,54 @@ def differentiate_attention(dout: Tensor, dleft: Tensor | None, uvz: Tensor, hea
 @forward.register_fake
 def _(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None,
       ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
-      chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
-    return (uvz.new_empty(*uvz.shape[:2], (uvz.shape[-1] - gamma.shape[-1]) // 2),
-            torch.empty_like(past) if carries and past is not None else scales.new_empty(0))
+      chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, ...]:
+    s = gamma.shape[-1]
+    out, left, v, states = shapes_of(uvz, s, past, scales, carries)
+    return out, left, uvz.new_empty(4, *uvz.shape[:2], s), v, states
 
 
 @torch.library.custom_op("lineartime::gated_chunk_attention_backward", mutates_args=())
 @on_own_device
-def backward(dout: Tensor, dleft: Tensor | None, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor,
-             w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
-             scales: Tensor, each: Tensor | None, chunk_size: int,
+def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor,
+             beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None,
+             begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta, w and past, see `differentiate_attention`. Heads are recomputed."""
-    heads = make_heads(uvz, gamma, beta, sin, cos)
+    """The gradients of uvz, gamma, beta, w and past, see `differentiate_attention`."""
     duvz, dheads, dw, dpast = differentiate_attention(
-        dout, dleft, uvz, heads, w, past, Documents(ids, begins, ends, scales, each), chunk_size, causal)
+        dout, dleft, uvz, Kept(heads, v, states), w, past, Documents(ids, begins, ends, scales, each), chunk_size,
+        causal)
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
     return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw, dpast
 
 
 @backward.register_fake
-def _(dout: Tensor, dleft: Tensor | None, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-      past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+def _(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor,
+      beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None,
+      begins: Tensor | None, ends: Tensor | None, scales: Tensor,
       *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (torch.empty_like(uvz), torch.empty_like(gamma), torch.empty_like(beta), torch.empty_like(w),
             scales.new_empty(0) if past is None else torch.empty_like(past))
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Of an op whose outputs are its result, the sums that leave and what is kept: save that and the tensors given."""
+    _, _, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
     *tensors, ctx.chunk_size, ctx.causal, ctx.carries = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*kept, *tensors)
 
 
-def differentiate(ctx: Any, dout: Tensor, dleft: Tensor) -> tuple[Tensor | None, ...]:
-    uvz, gamma, beta, sin, cos, w, past, *documents = ctx.saved_tensors
+def given_gradients(dout: Tensor | None, dleft: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients that the backward pass was given, contiguous; zeros for a result that nothing was made of."""
+    return (torch.zeros_like(v) if dout is None else dout.contiguous(),
+            None if dleft is None else dleft.contiguous())
+
+
+def differentiate(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    heads, v, states, uvz, gamma, beta, sin, cos, w, past, *documents = ctx.saved_tensors
     duvz, dgamma, dbeta, dw, dpast = backward(
-        dout.contiguous(), dleft.contiguous() if ctx.carries else None, uvz, gamma, beta, sin, cos, w, past, *documents,
+        *given_gradients(dout, dleft, v), heads, v, states, uvz, gamma, beta, sin, cos, w, past, *documents,
         ctx.chunk_size, ctx.causal)
     return duvz, dgamma, dbeta, None, None, dw, None if past is None else dpast, *[None] * 8
 
@@ -550,7 +581,7 @@ forward.register_autograd(differentiate, setup_context=keep)
 @on_own_device
 def forward_of_heads(uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None,
                      begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
-                     causal: bool, carries: bool) -> tuple[Tensor, Tensor]:
+                     causal: bool, carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`gated_head_attention` of contiguous tensors, heads of 128 dimensions. The rest is as in `forward`."""
     return attend(uv, heads, w, past, Documents(ids, begins, ends, scales, each), uv.shape[-1] // 2, chunk_size, causal,
                   carries)
@@ -559,33 +590,33 @@ def forward_of_heads(uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, 
 @forward_of_heads.register_fake
 def _(uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
       ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
-      carries: bool) -> tuple[Tensor, Tensor]:
-    return (uv.new_empty(*uv.shape[:2], uv.shape[-1] // 2),
-            torch.empty_like(past) if carries and past is not None else scales.new_empty(0))
+      carries: bool) -> tuple[Tensor, ...]:
+    return shapes_of(uv, 0, past, scales, carries)
 
 
 @torch.library.custom_op("lineartime::gated_head_attention_backward", mutates_args=())
 @on_own_device
-def backward_of_heads(dout: Tensor, dleft: Tensor | None, uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None,
-                      ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
-                      each: Tensor | None, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward_of_heads(dout: Tensor, dleft: Tensor | None, v: Tensor, states: Tensor, uv: Tensor, heads: Tensor,
+                      w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
+                      scales: Tensor, each: Tensor | None, chunk_size: int,
+                      causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uv, heads, w and past, see `differentiate_attention`."""
-    return differentiate_attention(dout, dleft, uv, heads, w, past, Documents(ids, begins, ends, scales, each),
-                                   chunk_size, causal)
+    return differentiate_attention(dout, dleft, uv, Kept(heads, v, states), w, past,
+                                   Documents(ids, begins, ends, scales, each), chunk_size, causal)
 
 
 @backward_of_heads.register_fake
-def _(dout: Tensor, dleft: Tensor | None, uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None,
-      ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+def _(dout: Tensor, dleft: Tensor | None, v: Tensor, states: Tensor, uv: Tensor, heads: Tensor, w: Tensor,
+      past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
       *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (torch.empty_like(uv), torch.empty_like(heads), torch.empty_like(w),
             scales.new_empty(0) if past is None else torch.empty_like(past))
 
 
-def differentiate_heads(ctx: Any, dout: Tensor, dleft: Tensor) -> tuple[Tensor | None, ...]:
-    uv, heads, w, past, *documents = ctx.saved_tensors
-    duv, dheads, dw, dpast = backward_of_heads(dout.contiguous(), dleft.contiguous() if ctx.carries else None, uv,
-                                               heads, w, past, *documents, ctx.chunk_size, ctx.causal)
+def differentiate_heads(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    v, states, uv, heads, w, past, *documents = ctx.saved_tensors
+    duv, dheads, dw, dpast = backward_of_heads(*given_gradients(dout, dleft, v), v, states, uv, heads, w, past,
+                                               *documents, ctx.chunk_size, ctx.causal)
     return duv, dheads, dw, None if past is None else dpast, *[None] * 8
 
 
@@ -597,8 +628,8 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
                           pooling: str = "mean", exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
 
-    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs only
-    the inputs. Raises RuntimeError in forward-mode differentiation."""
+    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs the
+    inputs and what is `Kept`. Raises RuntimeError in forward-mode differentiation."""
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
     if gamma_4S.shape[-1] < QUERY_KEY_DIM:
         uv_BTF, heads = narrow_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos)
@@ -630,7 +661,7 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
                                       pooling=pooling)
     documents, n_left_B = lay_out_behind(count_B, segment_ids_BT, uvz_BTF, chunk_size, pooling)
     tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
-    out_BTE, left_1BSE = forward(*tensors, kv_BSE.float().contiguous()[None], *documents, chunk_size, True, True)
+    out_BTE, left_1BSE, *_ = forward(*tensors, kv_BSE.float().contiguous()[None], *documents, chunk_size, True, True)
     return out_BTE, (left_1BSE[0].to(kv_BSE.dtype), n_left_B)
 
 
@@ -716,6 +747,6 @@ def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, p
         heads, (_, n_left_B) = reference.carried(lambda carry: reference.divided_by_gates(
             heads, gate_BT, segment_ids_BT, chunk_size, True, carry), of_gates)
     past_1BSE = F.pad(kv_BSE.float(), [0, 0, 0, QUERY_KEY_DIM - s]).contiguous()[None]
-    out_BTE, left_1BSE = forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_1BSE, *documents,
-                                          chunk_size, True, True)
+    out_BTE, left_1BSE, *_ = forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_1BSE,
+                                              *documents, chunk_size, True, True)
     return out_BTE, (left_1BSE[0, :, :s].to(kv_BSE.dtype), n_left_B)

@@ -152,7 +152,8 @@ def test_what_the_ops_return_is_what_they_say() -> None:
         names = ("uvz", "gamma", "beta", "sin", "cos", "w", "taps", "gate", "gate_bias")
         given = (*(inputs.get(name) for name in names), *tables, 128, True, 0, False, False, 1.0, gate)
         torch.library.opcheck(memory_heads.forward, given, test_utils=kinds)
-        torch.library.opcheck(memory_heads.backward, (random(2, 133, 64, seed=2).bfloat16(), *given), test_utils=kinds)
+        dout, kept = random(2, 133, 64, seed=2).bfloat16(), memory_heads.forward(*given)[1:]
+        torch.library.opcheck(memory_heads.backward, (dout, *kept, *given), test_utils=kinds)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, where forward mode begins
