@@ -1,0 +1,178 @@
+"""ListOps of the Long Range Arena (Tay et al., 2020): expressions of 500 to 2,000 symbols, each to its value, a digit.
+
+    python runs/listops.py --out out/listops                     trains from nothing and tests; resumable
+    python runs/listops.py --into docs/guides/documents.md       writes the table
+
+Expressions are drawn by the published rule: an argument is an operator with probability 0.25 and else a digit, to depth
+10; an operator (the least, the greatest, the median rounded down, the sum modulo 10) takes 2 to 10 arguments. As there,
+a closing bracket is a symbol and the brackets that group an operator with its arguments are left out. All models read
+the same expressions, none of them twice; a seed draws the initial values and the order."""
+
+import argparse
+import random
+import re
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+from lineartime.benchmark.markdown import markdown  # noqa: E402
+from lineartime.benchmark.measure import provenance  # noqa: E402
+from lineartime.config import Head, RunConfig, TrainConfig, model_config  # noqa: E402
+from lineartime.distributed.ranks import Ranks  # noqa: E402
+from lineartime.documents import metrics  # noqa: E402
+from lineartime.documents.classify import ONE, targets_of  # noqa: E402
+from lineartime.documents.finetune import LabelledDocuments, read_logits  # noqa: E402
+from lineartime.documents.labelled import Documents  # noqa: E402
+from lineartime.documents.tuning import reading_of  # noqa: E402
+from lineartime.model import DocumentClassifier, LanguageModel  # noqa: E402
+from lineartime.run import Run, read_metrics  # noqa: E402
+from lineartime.training import StopSignal, fit_once  # noqa: E402
+
+ROWS = ROOT / "lineartime" / "results" / "listops.jsonl"
+PLACE = re.compile(r"(<!-- listops: begin -->\n).*?(<!-- listops: end -->)", re.DOTALL)
+COMMAND = "python runs/listops.py --out out/listops"
+
+OPERATORS = {"MIN": min, "MAX": max, "MED": lambda values: int(np.median(values)),
+             "SM": lambda values: sum(values) % 10}
+SYMBOLS = (*map(str, range(10)), *OPERATORS, "]", "end")
+"""The vocabulary; "end" begins every row, as in every model of documents."""
+OPERATOR_SHARE, MAX_DEPTH, MAX_ARGUMENTS, LENGTHS = 0.25, 10, 10, (500, 2000)
+N_HELD_OUT, N_TEST = 300, 1000
+
+GAU, PAIRS = {"n_layers": 4, "query_key_dim": 32}, {"n_layers": 2, "n_heads": 4}
+WIDER = {**PAIRS, "expansion_factor": 4.5}
+MODELS: dict[str, dict[str, Any]] = {
+    "transformer++": WIDER, "flash": {**GAU, "chunk_size": 128}, "flash+": {**GAU, "chunk_size": 128},
+    "flash-quad": GAU, "performer": WIDER, "combiner": PAIRS}
+"""As many parameters in each, to a tenth."""
+SIZES = {"d_model": 64, "init_std": 0.15, "vocab_size": len(SYMBOLS), "context": 2048, "causal": False}
+RATES, SEEDS = (1e-3, 3e-3), (0, 1, 2)
+TRAIN = {"tokens_per_step": 32768, "micro_batch_tokens": 8192, "eval_every": 100, "eval_tokens": 10**9,
+         "precision": "float32"}
+
+
+def expression(draw: random.Random, depth: int = 1) -> tuple[list[str], int]:
+    """An expression's symbols and its value."""
+    if depth == MAX_DEPTH or draw.random() > OPERATOR_SHARE:
+        digit = draw.randrange(10)
+        return [str(digit)], digit
+    parts = [expression(draw, depth + 1) for _ in range(draw.randint(2, MAX_ARGUMENTS))]
+    name = draw.choice(list(OPERATORS))
+    symbols = [name, *(symbol for symbols, _ in parts for symbol in symbols), "]"]
+    return symbols, OPERATORS[name]([value for _, value in parts])
+
+
+def documents(n: int, seed: int) -> Documents:
+    """So many expressions with more than 500 and fewer than 2,000 symbols."""
+    draw, made, number = random.Random(seed), Documents(), {name: i for i, name in enumerate(SYMBOLS)}
+    while len(made) < n:
+        symbols, value = expression(draw)
+        if LENGTHS[0] < len(symbols) < LENGTHS[1]:
+            made.ids.append(np.array([number["end"], *(number[symbol] for symbol in symbols)]))
+            made.labels.append(str(value))
+    return made
+
+
+def train(name: str, rate: float, seed: int, steps: int, out: Path) -> dict[str, Any]:
+    """Train a model from nothing, or go on, and test it: what a row has of the result."""
+    head, config = Head(ONE, tuple(map(str, range(10)))), model_config(name, **SIZES, **MODELS[name])
+    settings = RunConfig(config, TrainConfig(learning_rate=rate, seed=seed, steps=steps, warmup_steps=steps // 10,
+                                             **TRAIN), name, "listops", "listops", str(out))
+    splits = documents(steps * settings.rows_per_step, 0), documents(N_HELD_OUT, 1), documents(N_TEST, 2)
+
+    def begin(ranks: Ranks) -> tuple[LanguageModel, LabelledDocuments, dict[str, str]]:
+        torch.manual_seed(seed)
+        return DocumentClassifier(config, head), LabelledDocuments(settings, head, *splits[:2], None, ranks), {}
+
+    def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
+        logits_NL = read_logits(model, splits[2].ids, reading_of(settings))
+        return {"test": metrics.score_labels(head, logits_NL, targets_of(head, splits[2].labels)),
+                "n_parameters": sum(p.numel() for p in model.parameters())}
+
+    started = time.process_time()
+    result, _ = fit_once(settings, {"expressions": splits[0].sha256()}, "cpu", StopSignal(), begin, score, on_step=show)
+    curve = [(each["step"], each["held_out"]["loss"], each["held_out"]["score"]) for each in read_metrics(out)
+             if "held_out" in each]
+    commonest = max(splits[2].labels.count(label) for label in {*splits[2].labels}) / N_TEST
+    return {"accuracy": result["test"]["score"], "commonest": commonest, "n_parameters": result["n_parameters"],
+            "n_train": len(splits[0]), "tokens": splits[0].n_tokens, "n_test": N_TEST, "curve": curve,
+            "seconds": time.process_time() - started}
+
+
+def show(record: dict[str, Any]) -> None:
+    if "held_out" in record:
+        print(f"\r  step {record['step']:,}/{record['steps']:,}  held-out loss {record['held_out']['loss']:.3f}  "
+              f"accuracy {record['held_out']['score']:.3f}          ", flush=True)
+    elif "loss" in record:
+        print(f"\r  step {record['step']:,}/{record['steps']:,}  loss {record['loss']:.3f}  "
+              f"{record['clock']['tokens_per_s']:,.0f} tokens/s ", end="", flush=True)
+
+
+def measure(names: Sequence[str], steps: int, out: Path, rows: Path) -> None:
+    """Every learning rate with the first seed, the best with the others: what has no row yet."""
+    def row_of(name: str, rate: float, seed: int) -> dict[str, Any]:
+        key = {"task": "listops", "model": name, "learning_rate": rate, "seed": seed, "steps": steps}
+        for each in read_json_lines(rows, dict, "a row") if rows.exists() else []:
+            if key.items() <= each.items():
+                return each
+        print(f"{name}, rate {rate:g}, seed {seed}", flush=True)
+        folder = out / f"{name}-{rate:g}-{seed}-{steps}"
+        row = key | train(name, rate, seed, steps, folder) | provenance() | {"command": COMMAND}
+        append_json_lines(rows, [row])
+        shutil.rmtree(folder)
+        print(f"  accuracy {row['accuracy']:.3f}; the commonest value {row['commonest']:.3f}", flush=True)
+        return row
+
+    for seed in SEEDS:
+        for name in names:
+            first = [row_of(name, rate, SEEDS[0]) for rate in RATES]
+            row_of(name, max(first, key=lambda row: row["curve"][-1][2])["learning_rate"], seed)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each model: its best rate, by the held-out accuracy of the first seed, and the accuracies of seeds."""
+    lines = []
+    for name in MODELS:
+        own = [row for row in rows if row["model"] == name]
+        if not own:
+            continue
+        best = max((row for row in own if row["seed"] == SEEDS[0]), key=lambda row: row["curve"][-1][2])
+        values = [row["accuracy"] for row in own if row["learning_rate"] == best["learning_rate"]]
+        spread = f"{statistics.fmean(values):.3f}" + (f" ({min(values):.3f}-{max(values):.3f})" if values[1:] else "")
+        lines.append([name, f"{best['n_parameters']:,}", f"{best['learning_rate']:g}", str(len(values)), spread])
+    first = rows[0]
+    return "\n\n".join([
+        f"{first['n_train']:,} expressions to train on, {first['tokens']:,} symbols, each read once in "
+        f"{first['steps']:,} steps; {first['n_test']:,} to test. "
+        f"The commonest value is right {first['commonest']:.3f} of the time.",
+        markdown(["model", "parameters", "learning rate", "seeds", "accuracy"], lines)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder of unfinished runs: train what has no row")
+    parser.add_argument("--model", action="append", choices=MODELS, help="by default all; may be given again")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--into", type=Path, help="write the table into this page")
+    given = parser.parse_args()
+    if given.out:
+        measure(given.model or list(MODELS), given.steps, given.out, given.rows)
+    if given.into:
+        text, page = table(read_json_lines(given.rows, dict, "a row")), given.into.read_text(encoding="utf-8")
+        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Which text is the other half of a document, among 1,000: vectors of a model beside TF-IDF, by length.
+
+    python runs/retrieval.py --texts TEXTS --model small [--model NAME=RUN ...]   reads what has no row
+    python runs/retrieval.py --into docs/guides/documents.md                      writes the table
+
+A document is a passage of a book, of 4,096 tokens. Its halves are cut to the first 128, 512 or 2,048 tokens; a first
+half asks for its second among those of all documents, by cosine. A book has two or three documents, so that some of the
+wrong ones have its words too. A seed draws the places."""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pyarrow import parquet
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sklearn.feature_extraction.text import TfidfVectorizer  # noqa: E402
+
+import lineartime  # noqa: E402
+from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+from lineartime.benchmark.markdown import markdown  # noqa: E402
+from lineartime.benchmark.measure import provenance  # noqa: E402
+from lineartime.data.pretrained import named_folder  # noqa: E402
+from lineartime.data.tokenizer import Tokenizer  # noqa: E402
+from lineartime.model import LanguageModel  # noqa: E402
+
+ROWS = ROOT / "lineartime" / "results" / "retrieval.jsonl"
+PLACE = re.compile(r"(<!-- retrieval: begin -->\n).*?(<!-- retrieval: end -->)", re.DOTALL)
+COMMAND = "python runs/retrieval.py --texts TEXTS --model small"
+N_DOCUMENTS, LENGTHS, SEEDS, BATCH = 1000, (128, 512, 2048), (0, 1, 2), 4
+CHARACTERS = 8
+"""Of a token at most, on average over a half."""
+
+Halves = list[tuple[list[int], list[int]]]
+"""Tokens of the first and of the second half of each document."""
+
+
+def halves(texts: Path, seed: int, tokenizer: Tokenizer) -> Halves:
+    """The same number of documents of each book, or one more, at places that do not overlap."""
+    found = [book["text"] for split in ("train", "validation", "test")
+             for book in parquet.read_table(texts / "pg19_medium" / f"{split}.parquet").to_pylist()]
+    size = 2 * LENGTHS[-1] * CHARACTERS
+    found = [text for text in found if len(text) >= 4 * size]
+    draw, made = np.random.default_rng(seed), []
+    for i in range(N_DOCUMENTS):
+        text, turn = found[i % len(found)], i // len(found)
+        n_turns = -(-N_DOCUMENTS // len(found))
+        room = len(text) // n_turns
+        begin = turn * room + int(draw.integers(room - size))
+        ids = tokenizer.encode(text[begin : begin + size])[: 2 * LENGTHS[-1]]
+        made.append((ids[: LENGTHS[-1]], ids[LENGTHS[-1] :]))
+    return made
+
+
+def ranks(asking_NF: Any, asked_NF: Any) -> np.ndarray:
+    """The place of each one's own among all, from 1; ties count against it. Rows have length 1."""
+    likeness_NN = asking_NF @ asked_NF.T
+    likeness_NN = likeness_NN if isinstance(likeness_NN, np.ndarray) else likeness_NN.toarray()
+    return (likeness_NN >= likeness_NN.diagonal()[:, None]).sum(1)
+
+
+def by_tfidf(documents: Halves, length: int, tokenizer: Tokenizer) -> np.ndarray:
+    asking, asked = ([tokenizer.decode(each[side][:length]) for each in documents] for side in (0, 1))
+    words = TfidfVectorizer(sublinear_tf=True).fit(asking + asked)
+    return ranks(words.transform(asking), words.transform(asked))
+
+
+@torch.inference_mode()
+def vectors(model: LanguageModel, rows: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
+    """The means of each row's last hidden states over its first tokens, for each of the lengths, of length 1. The model
+    is causal, so what a mean has does not depend on the tokens behind it."""
+    sums: dict[int, list[torch.Tensor]] = {length: [] for length in LENGTHS}
+    for i in range(0, len(rows), BATCH):
+        x_BTD = model.hidden(torch.tensor([list(row) for row in rows[i : i + BATCH]])).double()
+        for length in LENGTHS:
+            sums[length].append(x_BTD[:, :length].mean(1))
+        print(f"\r  {i + BATCH:,} of {len(rows):,} halves ", end="", flush=True)
+    return {length: torch.nn.functional.normalize(torch.cat(each), dim=-1).numpy() for length, each in sums.items()}
+
+
+def measure(texts: Path, models: dict[str, str], rows: Path) -> None:
+    """What has no row yet, a seed after the other."""
+    _, tokenizer, _ = lineartime.load_model(named_folder("small"))
+    for seed in SEEDS:
+        there = read_json_lines(rows, dict, "a row") if rows.exists() else []
+        missing = [name for name in ("TF-IDF", *models)
+                   if not any((row["seed"], row["model"]) == (seed, name) for row in there)]
+        documents = halves(texts, seed, tokenizer) if missing else []
+        for name in missing:
+            started = time.process_time()
+            if name == "TF-IDF":
+                places = {length: by_tfidf(documents, length, tokenizer) for length in LENGTHS}
+            else:
+                model, own, _ = lineartime.load_model(named_folder(models[name]))
+                assert own.sha256 == tokenizer.sha256, "the models of a table share a tokenizer"
+                model.eval()
+                sides = [vectors(model, [each[side] for each in documents]) for side in (0, 1)]
+                places = {length: ranks(sides[0][length], sides[1][length]) for length in LENGTHS}
+            seconds = time.process_time() - started
+            made = [{"task": "retrieval", "model": name, "seed": seed, "tokens": length, "n_documents": N_DOCUMENTS,
+                     "accuracy": float((place == 1).mean()), "reciprocal_rank": float((1 / place).mean()),
+                     "seconds": seconds} for length, place in places.items()]
+            append_json_lines(rows, [each | provenance() | {"command": COMMAND} for each in made])
+            print(f"\rseed {seed}, {name}: " + ", ".join(f"{each['tokens']:,} tokens {each['accuracy']:.3f}"
+                                                       for each in made), flush=True)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Accuracies by length, mean and range of the seeds."""
+    lines = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        line = [name]
+        for length in LENGTHS:
+            values = [row["accuracy"] for row in rows if (row["model"], row["tokens"]) == (name, length)]
+            ends = f" ({min(values):.2f}-{max(values):.2f})" if values[1:] else ""
+            line.append(f"{sum(values) / len(values):.2f}{ends}" if values else "-")
+        lines.append(line)
+    return markdown(["vectors", *(f"{length:,} tokens of a half" for length in LENGTHS)], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--texts", type=Path, help="the folder of pg19_medium")
+    parser.add_argument("--model", action="append", default=[], help="a causal model, or NAME=RUN; may be given again")
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--into", type=Path, help="write the table into this page")
+    given = parser.parse_args()
+    if given.texts:
+        measure(given.texts, dict(each.split("=", 1) if "=" in each else (each, each) for each in given.model),
+                given.rows)
+    if given.into:
+        text, page = table(read_json_lines(given.rows, dict, "a row")), given.into.read_text(encoding="utf-8")
+        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The studies of runs/listops.py and runs/retrieval.py: what they draw and how they count."""
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def study(name: str):
+    spec = importlib.util.spec_from_file_location(f"runs_{name}", ROOT / "runs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+listops, retrieval = study("listops"), study("retrieval")
+
+
+def value_of(symbols: list[str]) -> int:
+    """An expression's value, by a stack: another way than that of the study."""
+    stack: list[list] = [[]]
+    for symbol in symbols:
+        if symbol.isdigit():
+            stack[-1].append(int(symbol))
+        elif symbol != "]":
+            stack.append([symbol])
+        else:
+            name, *values = stack.pop()
+            values.sort()
+            middle = len(values) // 2
+            median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) // 2
+            stack[-1].append({"MIN": values[0], "MAX": values[-1], "SM": sum(values) % 10, "MED": median}[name])
+    (value,), = stack
+    return value
+
+
+def test_expressions_have_their_values_and_the_published_bounds() -> None:
+    """Tay et al.: 2 to 10 arguments, depth 10, the four operators alike; three of four arguments are digits."""
+    draw, seen, n_arguments = random.Random(0), {name: 0 for name in listops.OPERATORS}, []
+    for _ in range(400):
+        symbols, value = listops.expression(draw)
+        assert value == value_of(symbols) and 0 <= value <= 9
+        counts, deepest = [0], 0
+        for symbol in symbols:
+            if symbol == "]":
+                n_arguments.append(counts.pop())
+            else:
+                counts[-1] += 1
+                if symbol in seen:
+                    seen[symbol] += 1
+                    counts.append(0)
+            deepest = max(deepest, len(counts))
+        assert deepest <= listops.MAX_DEPTH and len(counts) == 1
+    assert {min(n_arguments), max(n_arguments)} == {2, 10}
+    assert all(abs(count / sum(seen.values()) - 1 / 4) < 0.05 for count in seen.values())
+
+
+def test_the_documents_of_a_seed_are_the_same_and_as_long_as_published() -> None:
+    one, again, other = (listops.documents(3, seed) for seed in (7, 7, 8))
+    assert one.sha256() == again.sha256() != other.sha256()
+    assert all(500 < len(ids) - 1 < 2000 and ids[0] == listops.SYMBOLS.index("end") for ids in one.ids)
+    assert [str(value_of([listops.SYMBOLS[i] for i in ids[1:]])) for ids in one.ids] == one.labels
+
+
+def test_the_models_of_a_table_have_as_many_parameters() -> None:
+    head, counts = listops.Head(listops.ONE, ("0", "1")), {}
+    for name, fields in listops.MODELS.items():
+        model = listops.DocumentClassifier(listops.model_config(name, **listops.SIZES, **fields), head)
+        counts[name] = sum(p.numel() for p in model.parameters())
+    assert all(0.9 < count / counts["flash"] < 1.1 for count in counts.values()), counts
+
+
+def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
+    asked = np.eye(3)
+    asking = np.array([[1.0, 0, 0], [0.6, 0.8, 0], [0.7, 0.1, 0.1]])
+    assert retrieval.ranks(asking, asked).tolist() == [1, 1, 3]
+
+
+def test_means_of_first_tokens_do_not_depend_on_what_follows() -> None:
+    model = listops.LanguageModel(listops.model_config("flash", n_layers=1, d_model=32, query_key_dim=16, chunk_size=64,
+                                                       vocab_size=50, context=256)).eval()
+    rows = torch.randint(50, (2, retrieval.LENGTHS[-1])).tolist()
+    cut = [row[: retrieval.LENGTHS[0]] for row in rows]
+    found = retrieval.vectors(model, rows)
+    expected = torch.nn.functional.normalize(model.hidden(torch.tensor(cut)).double().mean(1), dim=-1).detach().numpy()
+    assert np.abs(found[retrieval.LENGTHS[0]] - expected).max() < 1e-6
+    assert [each.shape for each in found.values()] == [(2, 32)] * 3
