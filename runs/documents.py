@@ -1,7 +1,10 @@
 """What labels and vectors of documents are worth, by length: beside TF-IDF with logistic regression.
 
-    python runs/documents.py --texts TEXTS --model small [--model NAME=RUN ...]   trains and reads; resumable
-    python runs/documents.py --into docs/documents.md                             writes the tables and the picture
+    python runs/documents.py --texts TEXTS --frozen small --model small [--model NAME=RUN ...]   resumable
+    python runs/documents.py --into docs/guides/documents.md                     writes the tables and the picture
+
+A model is fine-tuned (`--model`), or its vectors, as `lineartime embed` gives them, go into a logistic regression
+(`--frozen`).
 
 Passages of one task and seed begin at the same places at every length, so the result of a model that cuts documents at
 N tokens is that of N tokens. Books, articles and pages of the test are none of those of the training. A seed draws
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from pyarrow import parquet
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from sklearn.feature_extraction.text import TfidfVectorizer  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
 from sklearn.metrics import accuracy_score, f1_score  # noqa: E402
+from sklearn.preprocessing import StandardScaler  # noqa: E402
 
 import lineartime  # noqa: E402
 from lineartime.atomic_io import append_json_lines, read_json_lines, write_atomically  # noqa: E402
@@ -45,7 +50,9 @@ from lineartime.plot import Line, Panel, Picture, draw  # noqa: E402
 ROWS = ROOT / "lineartime" / "results" / "documents.jsonl"
 LABELS = Path(__file__).parent / "labels"
 SEEDS = (0, 1, 2)
-COMMAND = "python runs/documents.py --texts TEXTS --model small"
+COMMAND = "python runs/documents.py --texts TEXTS --frozen small --model small"
+FROZEN, FROZEN_LENGTH = ", frozen", 8192
+"""Behind the name of a model whose vectors are not trained; the longest passages that it reads."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
 PLACE = re.compile(r"(<!-- documents: begin -->\n).*?(<!-- documents: end -->)", re.DOTALL)
 
@@ -174,6 +181,38 @@ def by_tfidf(found: Passages) -> dict[str, Any]:
             "seconds": time.process_time() - started}
 
 
+def by_vectors(found: Passages, model: str, lengths: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Means of last hidden states over the first tokens of passages of the longest of the lengths, for each of them: a
+    causal model's states do not depend on what follows. The strength of the regularisation is chosen on the
+    validation."""
+    started = time.process_time()
+    loaded, tokenizer, _ = lineartime.load_model(named_folder(model))
+    assert loaded.config.causal, "a mean over first tokens is that of a causal model"
+    vectors: dict[str, list[list[np.ndarray]]] = {}
+    for split, each in found.items():
+        vectors[split] = [means_of(loaded.eval(), [tokenizer.end_of_document, *tokenizer.encode(text)], lengths)
+                          for text, _ in each]
+        print(f"\r  {split}: {len(each):,} passages read ", end="", flush=True)
+    truth = {split: [label for _, label in each] for split, each in found.items()}
+    seconds, made = time.process_time() - started, {}
+    for i, length in enumerate(lengths):
+        train, held_out, test = (np.stack([each[i] for each in vectors[split]])
+                                 for split in ("train", "validation", "test"))
+        scale = StandardScaler().fit(train)
+        models = [LogisticRegression(C=c, max_iter=1000).fit(scale.transform(train), truth["train"])
+                  for c in (0.01, 0.1, 1, 10)]
+        best = max(models, key=lambda each: each.score(scale.transform(held_out), truth["validation"]))
+        made[length] = {**scores_of(truth["test"], best.predict(scale.transform(test)).tolist()),
+                        "n_features": train.shape[1], "seconds": seconds}
+    return made
+
+
+@torch.inference_mode()
+def means_of(model: lineartime.LanguageModel, ids: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
+    x_TD = model.hidden(torch.tensor([list(ids)]))[0].double()
+    return [x_TD[: length + 1].mean(0).numpy() for length in lengths]
+
+
 def by_model(found: Passages, model: str, seed: int, length: int, out: Path) -> list[dict[str, Any]]:
     """Fine-tuned on the passages; the test is read whole, and in windows of 512 tokens that do not see each other."""
     out.mkdir(parents=True, exist_ok=True)
@@ -213,11 +252,13 @@ def show(record: dict[str, Any]) -> None:
               f"{record['clock']['tokens_per_s']:,.0f} tokens/s ", end="", flush=True)
 
 
-def measure(texts: Path, out: Path, models: dict[str, str], tasks: Iterable[str], rows: Path) -> None:
+def measure(texts: Path, out: Path, models: dict[str, str], frozen: Sequence[str], tasks: Iterable[str],
+            rows: Path) -> None:
     """Every task, seed, length and model that has no row yet, the shortest first."""
     _, tokenizer, _ = lineartime.load_model(named_folder("small"))
     cells = [(name, seed, length, model) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
-             for model in ("TF-IDF", *models)]
+             for model in ("TF-IDF", *(name + FROZEN for name in frozen), *models)
+             if not model.endswith(FROZEN) or length == longest_read(name)]
     cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[1], cell[2]))
     sources: dict[str, list[Source]] = {}
     for i, (name, seed, length, model) in enumerate(cells):
@@ -230,12 +271,23 @@ def measure(texts: Path, out: Path, models: dict[str, str], tasks: Iterable[str]
             sources[name] = TASKS[name].sources(texts)
         found = passages(TASKS[name], sources[name], length, seed, tokenizer)
         facts = {**key, "n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
+        if model.endswith(FROZEN):
+            lengths = [each for each in TASKS[name].lengths if each <= FROZEN_LENGTH]
+            for each, result in by_vectors(found, model.removesuffix(FROZEN), lengths).items():
+                append_json_lines(rows, [facts | {"tokens": each} | result | provenance() | {"command": COMMAND}])
+                print(f"\n  {each:,} tokens: accuracy {result['accuracy']:.3f}", flush=True)
+            continue
         made = ([by_tfidf(found)] if model == "TF-IDF" else
                 by_model(found, models[model], seed, length, out / f"{name}-{seed}-{length}-{model}"))
         append_json_lines(rows, [facts | each | provenance() | {"command": COMMAND} for each in made])
         for each in made:
             print(f"\n  {each.get('reading', '')} accuracy {each['accuracy']:.3f}, macro F1 {each['macro_f1']:.3f}",
                   flush=True)
+
+
+def longest_read(task: str) -> int:
+    """The longest passages of a task that vectors are made of."""
+    return max(each for each in TASKS[task].lengths if each <= FROZEN_LENGTH)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -291,13 +343,14 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="the folder of pg19_medium, wiki40b_mini and c4_mini")
     parser.add_argument("--out", type=Path, default=Path("out/documents"))
     parser.add_argument("--model", action="append", default=[], help="a model, or NAME=RUN; may be given again")
+    parser.add_argument("--frozen", action="append", default=[], help="a causal model; may be given again")
     parser.add_argument("--task", action="append", choices=TASKS, help="by default all; may be given again")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--into", type=Path, help="write the tables into this page")
     given = parser.parse_args()
     if given.texts:
         models = dict((each.split("=", 1) if "=" in each else (each, each)) for each in given.model)
-        measure(given.texts, given.out, models, given.task or TASKS, given.rows)
+        measure(given.texts, given.out, models, given.frozen, given.task or TASKS, given.rows)
     if given.into:
         rows = read_json_lines(given.rows, dict, "a row")
         image = ROOT / "docs" / "images" / "documents.png"

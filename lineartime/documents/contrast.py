@@ -27,8 +27,15 @@ from lineartime.documents.examples import Example, read_examples
 from lineartime.documents.labelled import EXCERPT, noting
 from lineartime.documents.pooling import Reading, document_ids, padded, read_means, row_means, windows_of
 from lineartime.documents.report import MOST_WRONG, REPORT_FILE, table
-from lineartime.documents.results import weights_sha256
-from lineartime.documents.tuning import SAVED, DocumentTuning, drawn_window, load_step, reading_of, train_best
+from lineartime.documents.tuning import (
+    SAVED,
+    DocumentTuning,
+    drawn_window,
+    load_step,
+    read_splits,
+    reading_of,
+    train_best,
+)
 from lineartime.errors import DataError, escaped
 from lineartime.finetuning import BEST, copy_weights, try_rates
 from lineartime.model import DocumentEncoder, LanguageModel
@@ -219,27 +226,17 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
                      device: torch.device, stop: StopSignal, on_step: Callable[[dict[str, Any]], None] | None,
                      progress: Progress | None, rank_timeout: float) -> dict[str, Any]:
     """`finetune_documents` for vectors, with the pretrained model. config: that of the new one."""
-    note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
-
-    def read(names: tuple[Path | str, ...], what: str) -> Pairs:
-        counted = stop.watch(f"{note}; the same command goes on", progress, f"{what} pairs", None)
-        return read_pairs(tokenizer, read_examples(names, plan.fields), plan.max_tokens, counted)
-
-    train, validation = read(plan.documents, "training"), read(plan.validation, "validation")
-    test = read(plan.test, "test") if plan.test else None
-    description = {"pretrained_sha256": weights_sha256(pretrained), "tokenizer_sha256": tokenizer.sha256,
-                   "documents_sha256": train.sha256(), "validation_sha256": validation.sha256(),
-                   "patience": plan.patience, "temperature": TEMPERATURE}
+    texts = read_splits(plan, stop, progress, "pairs", lambda names, counted: read_pairs(
+        tokenizer, read_examples(names, plan.fields), plan.max_tokens, counted))
+    train, validation, test = texts.train, texts.validation, texts.test
+    description = {**texts.facts(pretrained, tokenizer, plan), "temperature": TEMPERATURE}
     configs, trained = plan.runs(config, len(train), validation.n_tokens)
     require(all(each.micro_batch_rows > 1 for each in configs.values()), "a micro-batch has no negatives",
             f"one row of {config.context} tokens", "raise tokens_per_step, or micro_batch_tokens")
-    whole = {**description, "test_sha256": None if test is None else test.sha256(), **trained}
-    n_cut = train.n_cut + validation.n_cut + (test.n_cut if test else 0)
     logger.info(f"pairs     {len(train):,} to train on, {train.n_tokens:,} tokens"
-                + (", halves of documents" if plan.fields.pair is None else "")
-                + f"; {len(validation):,} held out" + (f", {len(test):,} to test" if test else ""))
-    if n_cut:
-        logger.info(f"cut       {n_cut:,} texts to {plan.max_tokens:,} tokens")
+                + (", halves of documents" if plan.fields.pair is None else "") + texts.counts)
+    if texts.n_cut:
+        logger.info(f"cut       {texts.n_cut:,} texts to {plan.max_tokens:,} tokens")
 
     def train_one(each: RunConfig, ranks: Ranks) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all held-out pairs."""
@@ -268,7 +265,7 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
         load_step(plan.out / best, step, model)
         scores, places = score_pairs(*read_vectors(model.to(device), scored, reading), same)
         found |= {"pairs": {"train": len(train), "validation": len(validation), "tokens": train.n_tokens,
-                            "cut": n_cut, "halves": plan.fields.pair is None}}
+                            "cut": texts.n_cut, "halves": plan.fields.pair is None}}
         if test is not None:
             found["test"] = scores
         if ranks.is_first:
@@ -276,6 +273,7 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
             checkpoint.point(plan.out / BEST, Path(best) / f"step-{step:08d}")
         return found
 
+    whole = {**description, **texts.test_facts(), **trained}
     return try_rates(plan.out, configs, whole, device, rank_timeout, train_one,
                      lambda scores: (scores["score"], -scores["held_out"]["loss"]), finish)
 

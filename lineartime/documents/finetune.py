@@ -23,8 +23,15 @@ from lineartime.documents.classify import NUMBER, label_losses, logits_of, targe
 from lineartime.documents.examples import read_examples
 from lineartime.documents.labelled import Documents, class_weights, head_of, read_documents, require_known
 from lineartime.documents.pooling import Reading, padded, read_means, row_means
-from lineartime.documents.results import weights_sha256
-from lineartime.documents.tuning import SAVED, DocumentTuning, drawn_window, load_step, reading_of, train_best
+from lineartime.documents.tuning import (
+    SAVED,
+    DocumentTuning,
+    drawn_window,
+    load_step,
+    read_splits,
+    reading_of,
+    train_best,
+)
 from lineartime.finetuning import BEST, copy_weights, try_rates, with_context
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE, Run, load_model
@@ -118,34 +125,24 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
                         device: torch.device, stop: StopSignal, on_step: Callable[[dict[str, Any]], None] | None,
                         progress: Progress | None, rank_timeout: float) -> dict[str, Any]:
     """`finetune_documents` for labels, with the pretrained model. config: that of the new one."""
-    note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
-
-    def read(names: tuple[Path | str, ...], what: str) -> Documents:
-        counted = stop.watch(f"{note}; the same command goes on", progress, f"{what} documents", None)
-        return read_documents(tokenizer, read_examples(names, plan.fields, plan.labels), plan.max_tokens, counted)
-
-    train, validation = read(plan.documents, "training"), read(plan.validation, "validation")
-    test = read(plan.test, "test") if plan.test else None
+    texts = read_splits(plan, stop, progress, "documents", lambda names, counted: read_documents(
+        tokenizer, read_examples(names, plan.fields, plan.labels), plan.max_tokens, counted))
+    train, validation, test = texts.train, texts.validation, texts.test
     head = head_of(train, plan.labels, ", ".join(map(str, plan.documents)))
     for each in (validation, *([] if test is None else [test])):
         require_known(head, each)
     targets = targets_of(head, train.labels)
     weights = class_weights(head, targets) if plan.balance else None
-    description = {"pretrained_sha256": weights_sha256(pretrained), "tokenizer_sha256": tokenizer.sha256,
-                   "documents_sha256": train.sha256(), "validation_sha256": validation.sha256(),
-                   "patience": plan.patience, "balance": plan.balance, **head.fields()}
+    description = {**texts.facts(pretrained, tokenizer, plan), "balance": plan.balance, **head.fields()}
     configs, trained = plan.runs(config, len(train), validation.n_tokens)
-    whole = {**description, "test_sha256": None if test is None else test.sha256(), **trained}
     longer = sum(len(ids) > config.context for ids in train.ids)
     logger.info(f"documents {len(train):,} to train on, {train.n_tokens:,} tokens, {len(head.labels)} "
-                f"{'classes' if head.problem_type != NUMBER else 'number'}; {len(validation):,} held out"
-                + (f", {len(test):,} to test" if test else ""))
+                f"{'classes' if head.problem_type != NUMBER else 'number'}{texts.counts}")
     if longer:
         logger.info(f"          {longer:,} are longer than a row of {config.context:,} tokens: an epoch trains on one "
                     "window of each, held-out ones are read whole")
-    n_cut = train.n_cut + validation.n_cut + (test.n_cut if test else 0)
-    if n_cut:
-        logger.info(f"cut       {n_cut:,} documents to {plan.max_tokens:,} tokens")
+    if texts.n_cut:
+        logger.info(f"cut       {texts.n_cut:,} documents to {plan.max_tokens:,} tokens")
 
     def train_one(each: RunConfig, ranks: Ranks) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all held-out documents."""
@@ -171,7 +168,7 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
         held_out_targets = targets_of(head, validation.labels)
         found = {"task": "classify", "without_reading": metrics.simplest(head, targets, held_out_targets),
                  "documents": {"train": len(train), "validation": len(validation), "tokens": train.n_tokens,
-                               "cut": n_cut, "longer_than_a_row": longer}}
+                               "cut": texts.n_cut, "longer_than_a_row": longer}}
         scored, logits_NL = validation, report.read_predictions(plan.out / best, validation, head)
         if test is not None:
             model = DocumentClassifier(config, head)
@@ -185,6 +182,7 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
             checkpoint.point(plan.out / BEST, Path(best) / f"step-{step:08d}")
         return found
 
+    whole = {**description, **texts.test_facts(), **trained}
     return try_rates(plan.out, configs, whole, device, rank_timeout, train_one,
                      lambda scores: (scores["score"], -scores["held_out"]["loss"]), finish)
 

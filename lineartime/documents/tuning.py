@@ -7,22 +7,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import nn
 
 from lineartime import checkpoint
 from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, to_dict
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import Ranks
 from lineartime.documents.examples import Fields, Labels
 from lineartime.documents.pooling import Reading
+from lineartime.documents.results import weights_sha256
 from lineartime.finetuning import EPOCHS, ROWS_PER_STEP, check_rates, is_flash, name_of, train_config
 from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
 from lineartime.run import WEIGHTS, Run
 from lineartime.settings import require, require_name
-from lineartime.training import StopSignal, fit_once
+from lineartime.training import Progress, StopSignal, fit_once
 
 Task = Literal["classify", "embed"]
 LEARNING_RATES = (1e-3, 3e-4, 1e-4)
@@ -102,6 +104,62 @@ class DocumentTuning:
         """The runs by the names of their learning rates; and the model and the training as tables of settings."""
         runs = {name_of(rate): self.run_config(config, n_documents, n_held_out, rate) for rate in self.learning_rates}
         return runs, {"model": to_dict(config), "train": {name: to_dict(each.train) for name, each in runs.items()}}
+
+
+class Texts(Protocol):
+    """Tokenised documents, or pairs of texts."""
+
+    n_cut: int
+
+    @property
+    def n_tokens(self) -> int: ...
+    def __len__(self) -> int: ...
+    def sha256(self) -> str: ...
+
+
+Read = TypeVar("Read", bound=Texts)
+
+
+@dataclass(frozen=True)
+class Splits(Generic[Read]):
+    """What is trained on, chosen on and tested on."""
+
+    train: Read
+    validation: Read
+    test: Read | None
+
+    @property
+    def n_cut(self) -> int:
+        """Texts that are longer than `max_tokens`."""
+        return self.train.n_cut + self.validation.n_cut + (self.test.n_cut if self.test else 0)
+
+    @property
+    def counts(self) -> str:
+        """"; 20 held out, 30 to test"."""
+        return f"; {len(self.validation):,} held out" + (f", {len(self.test):,} to test" if self.test else "")
+
+    def facts(self, pretrained: LanguageModel, tokenizer: Tokenizer, plan: DocumentTuning) -> dict[str, Any]:
+        """What a run of any learning rate depends on, beside its settings; not the test."""
+        return {"pretrained_sha256": weights_sha256(pretrained), "tokenizer_sha256": tokenizer.sha256,
+                "documents_sha256": self.train.sha256(), "validation_sha256": self.validation.sha256(),
+                "patience": plan.patience}
+
+    def test_facts(self) -> dict[str, Any]:
+        """What the result depends on too."""
+        return {"test_sha256": None if self.test is None else self.test.sha256()}
+
+
+def read_splits(plan: DocumentTuning, stop: StopSignal, progress: Progress | None, what: str,
+                read: Callable[[tuple[Path | str, ...], Callable[[int], None]], Read]) -> Splits[Read]:
+    """Read all documents of a fine-tuning. what: "documents" or "pairs". read takes names of files and a function that
+    is called with the number read so far."""
+    note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
+
+    def split(names: tuple[Path | str, ...], of: str) -> Read:
+        return read(names, stop.watch(f"{note}; the same command goes on", progress, f"{of} {what}", None))
+
+    return Splits(split(plan.documents, "training"), split(plan.validation, "validation"),
+                  split(plan.test, "test") if plan.test else None)
 
 
 def drawn_window(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:
