@@ -24,8 +24,9 @@ from lineartime.ops.tiles import (
     visible_tile,
 )
 
-BASE_TILE = 32
-"""Tokens per program that makes heads, or the gradient of z."""
+BASE_TILE = 16
+"""Tokens per program that makes heads, or the gradient of z. With 32 the registers let a multiprocessor hold one
+program, with 16 three or four."""
 
 SCORES_AT_ONCE = 2**28
 """Number of scores' gradients in memory at a time: those of 2^18 tokens in chunks of 1024."""

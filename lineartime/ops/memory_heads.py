@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
+from lineartime.ops.gradients import BASE_TILE
 from lineartime.ops.memory import HeadOptions
 from lineartime.ops.mixed_chunk import (
     Documents,
@@ -35,9 +36,6 @@ from lineartime.ops.tiles import (
     silu_slope,
     store_rows,
 )
-
-TILE = 16
-"""Tokens per program: with 32 the registers let a multiprocessor hold one program, with 16 three or four."""
 
 
 @triton.jit
@@ -220,10 +218,10 @@ def make_memory_heads(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos
     s = gamma.shape[-1]
     heads = uvz.new_empty(4, n_rows, n_tokens, s)
     gates = uvz.new_empty(*((0,) if gate is None else (n_rows, n_tokens)), dtype=torch.float32)
-    make_memory_heads_kernel[triton.cdiv(n_tokens, TILE), n_rows](
+    make_memory_heads_kernel[triton.cdiv(n_tokens, BASE_TILE), n_rows](
         uvz, gamma, beta, sin, cos, taps, gate, gate_bias, ids, heads, gates, n_tokens, (f - s) // 2, f,
         0 if len(sin) == 1 else n_tokens * s // 2, q_scale, K=len(taps), AFTER=n_after, LOCAL=local,
-        ROTATED=linear_rope, GATED=gate is not None, DOCUMENTS=ids is not None, BT=TILE, num_warps=8)
+        ROTATED=linear_rope, GATED=gate is not None, DOCUMENTS=ids is not None, BT=BASE_TILE, num_warps=8)
     return heads, gates
 
 
@@ -234,10 +232,10 @@ def memory_head_gradients(uvz: Tensor, dheads: Tensor, dgates: Tensor | None, ga
     """The backward pass of `make_memory_heads`: writes the gradient of z before silu to its columns of duvz, and
     returns those of gamma, beta, taps, gate and gate_bias in float32; the last two mean nothing without a gate."""
     n_rows, n_tokens, f = uvz.shape
-    s, grid, n_taps = gamma.shape[-1], (triton.cdiv(n_tokens, TILE), n_rows), len(taps)
+    s, grid, n_taps = gamma.shape[-1], (triton.cdiv(n_tokens, BASE_TILE), n_rows), len(taps)
     stride, how = 0 if len(sin) == 1 else n_tokens * s // 2, {
         "K": n_taps, "AFTER": n_after, "LOCAL": local, "ROTATED": linear_rope, "DOCUMENTS": ids is not None,
-        "BT": TILE, "num_warps": 8}
+        "BT": BASE_TILE, "num_warps": 8}
     of_near = uvz.new_empty(grid[0] * grid[1], 6 + n_taps, s, dtype=torch.float32)
     of_base = uvz.new_empty(grid[0] * grid[1], 6, s, dtype=torch.float32)
     dnear = uvz.new_empty(n_rows, n_tokens, s, dtype=torch.float32)

@@ -378,7 +378,7 @@ def state_tiles(dtype: torch.dtype, kind: TileClass) -> Tiles:
     """Tiles of `walk_states`, with the dimensions of a state as rows."""
     if dtype == torch.float32:
         return Tiles(128, 32, 32, 4, 2)
-    return Tiles(128, 16, 32, 4, 3) if kind == "small" else Tiles(128, 32, 64, 4, 3)
+    return Tiles(128, 16 if kind == "small" else 32, 64, 4, 3)
 
 
 def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "queries", "keys"], kind: TileClass) -> Tiles:
