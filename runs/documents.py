@@ -331,7 +331,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> Picture:
                                                               row["tokens"]) == (name, model, reading, length)]
                 if values:
                     points.append((float(length), sum(values) / len(values), min(values), max(values)))
-            if len(points) > 1:
+            if points:
                 lines.append(Line(model if reading == "whole" else f"{model}, {reading}", tuple(points)))
         if lines:
             panels.append(Panel(name.capitalize(), "tokens of a passage", "accuracy", tuple(lines), x_scale="log"))
