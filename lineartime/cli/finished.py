@@ -8,7 +8,6 @@ import typer
 from lineartime.atomic_io import read_json
 from lineartime.cli.arguments import Device, Strict, pick_device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
-from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.errors import UsageError
 
 
@@ -53,6 +52,8 @@ def export(
 
 def is_of_documents(folder: Path) -> bool:
     """Whether a folder is one of `lineartime finetune` for documents, and whole."""
+    from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
+
     result = folder / RESULT_FILE
     return result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result)
 

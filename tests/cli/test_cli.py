@@ -57,6 +57,8 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     for verb in ("prepare", "train", "evaluate", "generate", "info", "plot", "benchmark"):
         assert f"\n  {verb} " in done.stdout
     assert best < 0.25, f"{best:.2f} s of processor time"
+    code = "import sys, lineartime.cli.verbs; print({'numpy', 'tokenizers', 'torch', 'transformers'} & {*sys.modules})"
+    assert lineartime(command=(sys.executable, "-c", code)).stdout == "set()\n"
 
 
 @pytest.mark.parametrize("arguments", [
