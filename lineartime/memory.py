@@ -12,7 +12,7 @@ from lineartime.distributed.context import with_neighbours
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.layers import fold_heads, unfold_heads
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.memory import HeadOptions, convolve, weigh_tokens
+from lineartime.ops.memory import HeadOptions, convolve, weigh_own, weigh_tokens
 
 CONV_NOISE = 0.3
 """Standard deviation of the noise on a new convolution's weights: keys differ by their neighbours from the start."""
@@ -45,10 +45,8 @@ class KeyConv(nn.Module):
         if ranks.size == 1:
             return convolve(z_BTS, self.taps, self.n_after, segment_ids_BT)
         assert segment_ids_BT is not None
-        around, n_tokens = (len(self.taps) - 1 - self.n_after, self.n_after), z_BTS.shape[1]
-        row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
-        same_KBT = [ids_BL[:, tap : tap + n_tokens] == segment_ids_BT for tap in range(len(self.taps))]
-        return weigh_tokens(row_BLS, self.taps, same_KBT)
+        around = (len(self.taps) - 1 - self.n_after, self.n_after)
+        return weigh_own(*with_neighbours(z_BTS, segment_ids_BT, around, ranks), self.taps, segment_ids_BT)
 
     def add_to(self, cache: Cache) -> None:
         """Give an empty cache the places for the last tokens' z."""

@@ -46,6 +46,8 @@ from lineartime.documents.classify import logits_of  # noqa: E402
 from lineartime.documents.examples import Fields  # noqa: E402
 from lineartime.documents.pooling import read_means  # noqa: E402
 from lineartime.plot import Line, Panel, Picture, draw  # noqa: E402
+from lineartime.recall.report import spread  # noqa: E402
+from lineartime.report.pages import fill_place  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "documents.jsonl"
 LABELS = Path(__file__).parent / "labels"
@@ -54,7 +56,6 @@ COMMAND = "python runs/documents.py --texts TEXTS --frozen small --model small"
 FROZEN, FROZEN_LENGTH = ", frozen", 8192
 """Behind the name of a model whose vectors are not trained; the longest passages that it reads."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
-PLACE = re.compile(r"(<!-- documents: begin -->\n).*?(<!-- documents: end -->)", re.DOTALL)
 
 
 class Source(NamedTuple):
@@ -290,12 +291,6 @@ def longest_read(task: str) -> int:
     return max(each for each in TASKS[task].lengths if each <= FROZEN_LENGTH)
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean and range of the seeds."""
-    mean, ends = sum(values) / len(values), f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
-    return f"{mean:.2f}{ends}"
-
-
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """A table of accuracies for each task."""
     parts = []
@@ -310,7 +305,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
             for length in task.lengths:
                 values = [row["accuracy"] for row in own if (row["model"], row.get("reading", "whole"), row["tokens"])
                           == (model, reading, length)]
-                line.append(spread(values) if values else "-")
+                line.append(spread(values))
             lines.append(line)
         n = own[0]
         parts += [f"**{name.capitalize()}**, {n['n_labels']} labels, {n['n_train']:,} passages to train on, "
@@ -356,8 +351,7 @@ def main() -> None:
         image = ROOT / "docs" / "images" / "documents.png"
         draw(picture(rows), image)
         text = f"{tables(rows)}\n\n![Accuracy by length]({os.path.relpath(image, given.into.parent)})"
-        page = given.into.read_text(encoding="utf-8")
-        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+        fill_place(given.into, "documents", text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the same expressions, none of them twice; a seed draws the initial values and th
 
 import argparse
 import random
-import re
 import shutil
 import statistics
 import sys
@@ -36,11 +35,11 @@ from lineartime.documents.finetune import LabelledDocuments, read_logits  # noqa
 from lineartime.documents.labelled import Documents  # noqa: E402
 from lineartime.documents.tuning import reading_of  # noqa: E402
 from lineartime.model import DocumentClassifier, LanguageModel  # noqa: E402
+from lineartime.report.pages import fill_place  # noqa: E402
 from lineartime.run import Run, read_metrics  # noqa: E402
 from lineartime.training import StopSignal, fit_once  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "listops.jsonl"
-PLACE = re.compile(r"(<!-- listops: begin -->\n).*?(<!-- listops: end -->)", re.DOTALL)
 COMMAND = "python runs/listops.py --out out/listops"
 
 OPERATORS = {"MIN": min, "MAX": max, "MED": lambda values: int(np.median(values)),
@@ -170,8 +169,7 @@ def main() -> None:
     if given.out:
         measure(given.model or list(MODELS), given.steps, given.out, given.rows)
     if given.into:
-        text, page = table(read_json_lines(given.rows, dict, "a row")), given.into.read_text(encoding="utf-8")
-        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+        fill_place(given.into, "listops", table(read_json_lines(given.rows, dict, "a row")))
 
 
 if __name__ == "__main__":

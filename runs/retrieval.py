@@ -8,7 +8,6 @@ half asks for its second among those of all documents, by cosine. A book has two
 wrong ones have its words too. A seed draws the places."""
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -31,9 +30,10 @@ from lineartime.benchmark.measure import provenance  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.data.tokenizer import Tokenizer  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
+from lineartime.recall.report import spread  # noqa: E402
+from lineartime.report.pages import fill_place  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "retrieval.jsonl"
-PLACE = re.compile(r"(<!-- retrieval: begin -->\n).*?(<!-- retrieval: end -->)", re.DOTALL)
 COMMAND = "python runs/retrieval.py --texts TEXTS --model small"
 N_DOCUMENTS, LENGTHS, SEEDS, BATCH = 1000, (128, 512, 2048), (0, 1, 2), 4
 CHARACTERS = 8
@@ -120,8 +120,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         line = [name]
         for length in LENGTHS:
             values = [row["accuracy"] for row in rows if (row["model"], row["tokens"]) == (name, length)]
-            ends = f" ({min(values):.2f}-{max(values):.2f})" if values[1:] else ""
-            line.append(f"{sum(values) / len(values):.2f}{ends}" if values else "-")
+            line.append(spread(values))
         lines.append(line)
     return markdown(["vectors", *(f"{length:,} tokens of a half" for length in LENGTHS)], lines)
 
@@ -137,8 +136,7 @@ def main() -> None:
         measure(given.texts, dict(each.split("=", 1) if "=" in each else (each, each) for each in given.model),
                 given.rows)
     if given.into:
-        text, page = table(read_json_lines(given.rows, dict, "a row")), given.into.read_text(encoding="utf-8")
-        given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+        fill_place(given.into, "retrieval", table(read_json_lines(given.rows, dict, "a row")))
 
 
 if __name__ == "__main__":

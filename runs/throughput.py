@@ -7,7 +7,6 @@ Weights do not matter for time, so the Transformer++ has new ones. Both read doc
 turn of each length takes 32,768 tokens, and the models take turns. Processor time, one thread."""
 
 import argparse
-import re
 import statistics
 import sys
 import time
@@ -28,9 +27,9 @@ from lineartime.config import model_config  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.documents.pooling import read_means  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
+from lineartime.report.pages import fill_place  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "throughput.jsonl"
-PLACE = re.compile(r"(<!-- throughput: begin -->\n).*?(<!-- throughput: end -->)", re.DOTALL)
 COMMAND = "python runs/throughput.py"
 LENGTHS, TOKENS, REPEATS = (512, 2048, 8192, 32768), 32768, 3
 NAMES = {"small": "FLASH (`small`)", "transformer++": "Transformer++ of its size"}
@@ -98,8 +97,7 @@ def main() -> None:
     if given.into is None:
         measure(given.rows)
         return
-    text, page = table(read_json_lines(given.rows, dict, "a row")), given.into.read_text(encoding="utf-8")
-    given.into.write_text(PLACE.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+    fill_place(given.into, "throughput", table(read_json_lines(given.rows, dict, "a row")))
 
 
 if __name__ == "__main__":

@@ -33,13 +33,17 @@ class HeadOptions(NamedTuple):
 def convolve(z_BTS: Tensor, taps_KS: Tensor, n_after: int, segment_ids_BT: Tensor | None) -> Tensor:
     """The sum over k of taps[k] z[t + k - (K - 1 - n_after)], where that is a token of t's document: `[B, T, S]` of z's
     dtype. segment_ids_BT: the document of each token, or None for rows of one document."""
-    n_taps, n_tokens = len(taps_KS), z_BTS.shape[1]
-    around = (n_taps - 1 - n_after, n_after)
+    around = (len(taps_KS) - 1 - n_after, n_after)
     row_BLS = F.pad(z_BTS, [0, 0, *around])
     if segment_ids_BT is None:
         return weigh_tokens(row_BLS, taps_KS, None)
-    ids_BL = F.pad(segment_ids_BT, around, value=-1)
-    return weigh_tokens(row_BLS, taps_KS, [ids_BL[:, k : k + n_tokens] == segment_ids_BT for k in range(n_taps)])
+    return weigh_own(row_BLS, F.pad(segment_ids_BT, around, value=-1), taps_KS, segment_ids_BT)
+
+
+def weigh_own(row_BLS: Tensor, ids_BL: Tensor, taps_KS: Tensor, segment_ids_BT: Tensor) -> Tensor:
+    """`weigh_tokens` of those of a token's document. ids_BL: the documents of the row."""
+    n_tokens = segment_ids_BT.shape[1]
+    return weigh_tokens(row_BLS, taps_KS, [ids_BL[:, k : k + n_tokens] == segment_ids_BT for k in range(len(taps_KS))])
 
 
 def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, visible_KBT: Sequence[Tensor] | None) -> Tensor:

@@ -33,6 +33,7 @@ from lineartime.ops.tiles import (
     rotate,
     rotate_back,
     scale_base,
+    silu,
     silu_slope,
     store_rows,
 )
@@ -65,8 +66,8 @@ def convolve_base(z_row, taps, ids, first, token, left, start, F, K: tl.constexp
     for k in tl.static_range(K):
         other, same = near_tokens(ids, first, token, left, start, k - (K - 1 - AFTER), DOCUMENTS)
         z1, z2 = load_half(z_row, other, column, same, F), load_half(z_row + HALF, other, column, same, F)
-        near1 += z1 * tl.sigmoid(z1) * tl.load(taps + k * SIZE + column).to(tl.float32)[None, :]
-        near2 += z2 * tl.sigmoid(z2) * tl.load(taps + k * SIZE + HALF + column).to(tl.float32)[None, :]
+        near1 += silu(z1) * tl.load(taps + k * SIZE + column).to(tl.float32)[None, :]
+        near2 += silu(z2) * tl.load(taps + k * SIZE + HALF + column).to(tl.float32)[None, :]
     return near1, near2
 
 
@@ -168,8 +169,8 @@ def near_gradient_kernel(uvz, dheads, dgates, gamma, beta, sin, cos, taps, gate,
         other, same = near_tokens(ids, first, token, left, start, k - (K - 1 - AFTER), DOCUMENTS)
         z1, z2 = load_half(z_row, other, column, same, F), load_half(z_row + HALF, other, column, same, F)
         into = line + (6 + k) * SIZE + column
-        tl.store(into, tl.sum(dnear1 * (z1 * tl.sigmoid(z1)), 0))
-        tl.store(into + HALF, tl.sum(dnear2 * (z2 * tl.sigmoid(z2)), 0))
+        tl.store(into, tl.sum(dnear1 * silu(z1), 0))
+        tl.store(into + HALF, tl.sum(dnear2 * silu(z2), 0))
 
 
 @triton.jit
@@ -346,7 +347,7 @@ def gates_read_transposed(segment_ids_BT: Tensor | None, read_BT: Tensor, chunk_
 def gated_memory_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
                            options: HeadOptions, *, chunk_size: int, causal: bool,
                            segment_ids_BT: Tensor | None = None, pooling: str = "mean") -> Tensor:
-    """`memory.gated_memory_attention` in kernels, for inputs that `dispatch.unsupported_memory` allows; see
+    """`memory.gated_memory_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
     `mixed_chunk.gated_chunk_attention`."""
     refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w, options.taps_KS, options.gate_S, options.gate_bias_H)
     n_rows, n_tokens, _ = uvz_BTF.shape

@@ -23,7 +23,7 @@ from lineartime.reproduce.figures import pictures_of
 from lineartime.reproduce.markdown import table_section
 from lineartime.reproduce.results import Results, results_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.settings import require_name
+from lineartime.settings import require, require_name
 
 Kind = Literal["speed", "table", "recall"]
 """Of places: for speed and memory, of rows as the benchmark reads them; for the paper's tables, of records; for recall,
@@ -73,6 +73,15 @@ def filled(text: str, page: Path, images: Path, kind: Kind, rows: Sequence[Any])
         raise UsageError("no whole place for the tables", page, "it needs a line such as <!-- speed: begin --> or <!-- "
                          "table lm_wiki40b cpu: begin -->, and under it the same with end")
     return made, drawn
+
+
+def fill_place(page: Path, name: str, made: str) -> None:
+    """Fill a page's one place `<!-- name: begin -->`, for scripts that make their own tables. Raises UsageError for a
+    page without it."""
+    place = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+    text, n_places = place.subn(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", page.read_text(encoding="utf-8"))
+    require(n_places == 1, "no place for the table", str(page), f"add <!-- {name}: begin -->, <!-- {name}: end -->")
+    write_atomically(page, text)
 
 
 def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[Any]) -> list[Path]:

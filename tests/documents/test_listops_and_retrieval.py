@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+
+from lineartime.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,3 +95,15 @@ def test_means_of_first_tokens_do_not_depend_on_what_follows() -> None:
     expected = torch.nn.functional.normalize(model.hidden(torch.tensor(cut)).double().mean(1), dim=-1).detach().numpy()
     assert np.abs(found[retrieval.LENGTHS[0]] - expected).max() < 1e-6
     assert [each.shape for each in found.values()] == [(2, 32)] * 3
+
+
+def test_a_table_goes_into_its_place_of_a_page_or_nowhere(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- mine: begin -->\nold\n<!-- mine: end -->\nafter\n")
+    for made in ("| a |", r"| \1 |"):
+        retrieval.fill_place(page, "mine", made)
+        expected = f"before\n<!-- mine: begin -->\n\n{made}\n\n<!-- mine: end -->\nafter\n"
+        assert page.read_text() == expected
+    with pytest.raises(UsageError, match="no place for the table: .*page.md; add <!-- other: begin -->"):
+        retrieval.fill_place(page, "other", "| b |")
+    assert page.read_text() == expected
