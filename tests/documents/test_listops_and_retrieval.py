@@ -104,6 +104,6 @@ def test_a_table_goes_into_its_place_of_a_page_or_nowhere(tmp_path: Path) -> Non
         retrieval.fill_place(page, "mine", made)
         expected = f"before\n<!-- mine: begin -->\n\n{made}\n\n<!-- mine: end -->\nafter\n"
         assert page.read_text() == expected
-    with pytest.raises(UsageError, match="no place for the table: .*page.md; add <!-- other: begin -->"):
+    with pytest.raises(UsageError, match=r"no place for the table: .*page\.md; add <!-- other: begin -->"):
         retrieval.fill_place(page, "other", "| b |")
     assert page.read_text() == expected
