@@ -76,7 +76,7 @@ def by_tfidf(documents: Halves, length: int, tokenizer: Tokenizer) -> np.ndarray
 @torch.inference_mode()
 def vectors(model: LanguageModel, rows: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
     """The means of each row's last hidden states over its first tokens, for each of the lengths, of length 1. The model
-    is causal, so what a mean has does not depend on the tokens behind it."""
+    is causal, so what a mean has does not depend on the tokens behind it. Computed in the model's precision."""
     sums: dict[int, list[torch.Tensor]] = {length: [] for length in LENGTHS}
     for i in range(0, len(rows), BATCH):
         x_BTD = model.hidden(torch.tensor([list(row) for row in rows[i : i + BATCH]])).double()
@@ -101,13 +101,14 @@ def measure(texts: Path, models: dict[str, str], rows: Path) -> None:
             else:
                 model, own, _ = lineartime.load_model(named_folder(models[name]))
                 assert own.sha256 == tokenizer.sha256, "the models of a table share a tokenizer"
-                model.eval()
+                model.eval().to(torch.bfloat16)
                 sides = [vectors(model, [each[side] for each in documents]) for side in (0, 1)]
                 places = {length: ranks(sides[0][length], sides[1][length]) for length in LENGTHS}
             seconds = time.process_time() - started
+            precision = {} if name == "TF-IDF" else {"precision": "bfloat16"}
             made = [{"task": "retrieval", "model": name, "seed": seed, "tokens": length, "n_documents": N_DOCUMENTS,
                      "accuracy": float((place == 1).mean()), "reciprocal_rank": float((1 / place).mean()),
-                     "seconds": seconds} for length, place in places.items()]
+                     "seconds": seconds, **precision} for length, place in places.items()]
             append_json_lines(rows, [each | provenance() | {"command": COMMAND} for each in made])
             print(f"\rseed {seed}, {name}: " + ", ".join(f"{each['tokens']:,} tokens {each['accuracy']:.3f}"
                                                        for each in made), flush=True)
