@@ -55,6 +55,8 @@ SEEDS = (0, 1, 2)
 COMMAND = "python runs/documents.py --texts TEXTS --frozen small --model small"
 FROZEN, FROZEN_LENGTH = ", frozen", 8192
 """Behind the name of a model whose vectors are not trained; the longest passages that it reads."""
+READINGS = {"whole": None, "windows of 512": 512}
+"""Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
 
 
@@ -182,17 +184,19 @@ def by_tfidf(found: Passages) -> dict[str, Any]:
             "seconds": time.process_time() - started}
 
 
-def by_vectors(found: Passages, model: str, lengths: Sequence[int]) -> dict[int, dict[str, Any]]:
+def by_vectors(found: Passages, model: str, lengths: Sequence[int], window: int | None) -> dict[int, dict[str, Any]]:
     """Means of last hidden states over the first tokens of passages of the longest of the lengths, for each of them: a
-    causal model's states do not depend on what follows. They are computed in bfloat16, and differ from those in float32
-    by 0.1 % of their spread over books. The strength of the regularisation is chosen on the validation."""
+    causal model's states do not depend on what follows. window: as in `means_of`. They are computed in bfloat16, and
+    differ from those in float32 by 0.1 % of their spread over books. The strength of the regularisation is chosen on
+    the validation."""
     started = time.process_time()
     loaded, tokenizer, _ = lineartime.load_model(named_folder(model))
     loaded.to(torch.bfloat16)
     assert loaded.config.causal, "a mean over first tokens is that of a causal model"
     vectors: dict[str, list[list[np.ndarray]]] = {}
     for split, each in found.items():
-        vectors[split] = [means_of(loaded.eval(), [tokenizer.end_of_document, *tokenizer.encode(text)], lengths)
+        vectors[split] = [means_of(loaded.eval(), [tokenizer.end_of_document, *tokenizer.encode(text)],
+                                   lengths, window)
                           for text, _ in each]
         print(f"\r  {split}: {len(each):,} passages read ", end="", flush=True)
     truth = {split: [label for _, label in each] for split, each in found.items()}
@@ -210,8 +214,14 @@ def by_vectors(found: Passages, model: str, lengths: Sequence[int]) -> dict[int,
 
 
 @torch.inference_mode()
-def means_of(model: lineartime.LanguageModel, ids: Sequence[int], lengths: Sequence[int]) -> list[np.ndarray]:
-    x_TD = model.hidden(torch.tensor([list(ids)]))[0].double()
+def means_of(model: lineartime.LanguageModel, ids: list[int], lengths: Sequence[int],
+             window: int | None = None) -> list[np.ndarray]:
+    """The mean of the states of the first tokens, for each of the lengths. window: its tokens, if they are read in
+    windows that do not see each other."""
+    parts = [ids[i : i + (window or len(ids))] for i in range(0, len(ids), window or len(ids))]
+    whole = [part for part in parts if len(part) == len(parts[0])]
+    batches = [whole, *([parts[-1]] for _ in parts[len(whole):])]
+    x_TD = torch.cat([model.hidden(torch.tensor(batch)).flatten(0, 1) for batch in batches]).double()
     return [x_TD[: length + 1].mean(0).numpy() for length in lengths]
 
 
@@ -232,7 +242,7 @@ def by_model(found: Passages, model: str, seed: int, length: int, out: Path) -> 
     classifier, tokenizer, _ = lineartime.load_classifier(out / "run")
     truth, rows = [label for _, label in found["test"]], []
     ids = [[tokenizer.end_of_document, *tokenizer.encode(text)] for text, _ in found["test"]]
-    for reading, size in (("whole", None), ("windows of 512", 512)):
+    for reading, size in READINGS.items():
         if size is not None and length <= size:
             continue
         started, vectors = time.process_time(), []
@@ -254,17 +264,18 @@ def show(record: dict[str, Any]) -> None:
               f"{record['clock']['tokens_per_s']:,.0f} tokens/s ", end="", flush=True)
 
 
-def measure(texts: Path, out: Path, models: dict[str, str], frozen: Sequence[str], tasks: Iterable[str],
+def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, str], tasks: Iterable[str],
             rows: Path) -> None:
-    """Every task, seed, length and model that has no row yet, the shortest first."""
+    """Every task, seed, length and model that has no row yet, the shortest first. models, frozen: folders by name."""
     _, tokenizer, _ = lineartime.load_model(named_folder("small"))
-    cells = [(name, seed, length, model) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
-             for model in ("TF-IDF", *(name + FROZEN for name in frozen), *models)
-             if not model.endswith(FROZEN) or length == longest_read(name)]
-    cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[1], cell[2]))
+    cells = [(name, seed, length, model, None) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
+             for model in ("TF-IDF", *models)]
+    cells += [(name, seed, length, model, reading) for reading, size in READINGS.items() for seed in SEEDS
+              for name in tasks for length in [longest_read(name)] for model in frozen if size is None or length > size]
+    cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[4] != "whole", cell[1], cell[2]))
     sources: dict[str, list[Source]] = {}
-    for i, (name, seed, length, model) in enumerate(cells):
-        key = {"task": name, "seed": seed, "tokens": length, "model": model}
+    for i, (name, seed, length, model, reading) in enumerate(cells):
+        key = {"task": name, "seed": seed, "tokens": length, "model": model} | ({"reading": reading} if reading else {})
         there = read_json_lines(rows, dict, "a row") if rows.exists() else []
         if any(key.items() <= row.items() for row in there):
             continue
@@ -273,9 +284,10 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: Sequence[str
             sources[name] = TASKS[name].sources(texts)
         found = passages(TASKS[name], sources[name], length, seed, tokenizer)
         facts = {**key, "n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
-        if model.endswith(FROZEN):
-            lengths = [each for each in TASKS[name].lengths if each <= FROZEN_LENGTH]
-            for each, result in by_vectors(found, model.removesuffix(FROZEN), lengths).items():
+        if reading:
+            size = READINGS[reading]
+            lengths = [each for each in TASKS[name].lengths if (size or 0) < each <= FROZEN_LENGTH]
+            for each, result in by_vectors(found, frozen[model], lengths, size).items():
                 append_json_lines(rows, [facts | {"tokens": each} | result | provenance() | {"command": COMMAND}])
                 print(f"\n  {each:,} tokens: accuracy {result['accuracy']:.3f}", flush=True)
             continue
@@ -339,14 +351,16 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="the folder of pg19_medium, wiki40b_mini and c4_mini")
     parser.add_argument("--out", type=Path, default=Path("out/documents"))
     parser.add_argument("--model", action="append", default=[], help="a model, or NAME=RUN; may be given again")
-    parser.add_argument("--frozen", action="append", default=[], help="a causal model; may be given again")
+    parser.add_argument("--frozen", action="append", default=[], help="a causal model, or NAME=RUN; may be given again")
     parser.add_argument("--task", action="append", choices=TASKS, help="by default all; may be given again")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--into", type=Path, help="write the tables into this page")
     given = parser.parse_args()
     if given.texts:
-        models = dict((each.split("=", 1) if "=" in each else (each, each)) for each in given.model)
-        measure(given.texts, given.out, models, given.frozen, given.task or TASKS, given.rows)
+        models, frozen = (dict((each.split("=", 1) if "=" in each else (each, each)) for each in names)
+                          for names in (given.model, given.frozen))
+        frozen = {name + FROZEN: folder for name, folder in frozen.items()}
+        measure(given.texts, given.out, models, frozen, given.task or TASKS, given.rows)
     if given.into:
         rows = read_json_lines(given.rows, dict, "a row")
         image = ROOT / "docs" / "images" / "documents.png"

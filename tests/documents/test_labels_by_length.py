@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import lineartime
@@ -64,3 +65,13 @@ def test_words_are_counted():
              for split, n in (("train", 6), ("validation", 2), ("test", 3))}
     scores = study.by_tfidf(found)
     assert scores["accuracy"] == 1.0 and scores["n_test"] == 6
+
+
+def test_windows_do_not_see_each_other():
+    """Two windows of 64 tokens count by their tokens; in one row the second would have seen the first."""
+    model, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
+    ids = tokenizer.encode(BOOK[:2000])[:101]
+    first, second = (study.means_of(model.eval(), part, [len(part) - 1])[0] for part in (ids[:64], ids[64:]))
+    (windows,), (row,) = (study.means_of(model, ids, [100], window) for window in (64, None))
+    np.testing.assert_allclose(windows, (64 * first + 37 * second) / 101, atol=1e-5)
+    assert abs(row - windows).max() > 1e-2
