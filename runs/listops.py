@@ -58,7 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = {"d_model": 64, "init_std": 0.15, "vocab_size": len(SYMBOLS), "context": 2048, "causal": False}
 RATES, SEEDS = (1e-3, 3e-3), (0, 1, 2)
 TRAIN = {"tokens_per_step": 32768, "micro_batch_tokens": 8192, "eval_every": 100, "eval_tokens": 10**9,
-         "precision": "float32"}
+         "precision": "bfloat16"}
 
 
 def expression(draw: random.Random, depth: int = 1) -> tuple[list[str], int]:
