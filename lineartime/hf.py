@@ -601,7 +601,9 @@ class LineartimeForSequenceClassification(LineartimeModel):
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds,
                                        output_hidden_states=output_hidden_states, **kwargs)
         valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
-        logits_BL = self.score(document_means(x_BTD, valid_BT.long() - 1)[:, 0])
+        mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1)[:, 0]
+        with torch.autocast(x_BTD.device.type, enabled=False):  # as in DocumentClassifier
+            logits_BL = self.score(mean_BD.to(self.score.weight.dtype))
         if getattr(self.config, "label_std", None) is not None:
             logits_BL = logits_BL * self.config.label_std + self.config.label_mean
         loss = None

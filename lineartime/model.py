@@ -341,8 +341,10 @@ class DocumentClassifier(LanguageModel):
         init_head(self.score)
 
     def label_logits(self, mean_BD: Tensor) -> Tensor:
-        """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least."""
-        logits_BL = at_least_float32(self.score(mean_BD))
+        """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least. Not under
+        autocast, which would round what one token of a long document adds to its mean."""
+        with torch.autocast(mean_BD.device.type, enabled=False):
+            logits_BL = at_least_float32(self.score(mean_BD.to(self.score.weight.dtype)))
         return logits_BL * self.head.label_std + self.head.label_mean
 
 

@@ -101,10 +101,10 @@ def train(name: str, rate: float, seed: int, steps: int, out: Path) -> dict[str,
 
     started = time.process_time()
     result, _ = fit_once(settings, {"expressions": splits[0].sha256()}, "cpu", StopSignal(), begin, score, on_step=show)
-    curve = [(each["step"], each["held_out"]["loss"], each["held_out"]["score"]) for each in read_metrics(out)
+    curve = [(each["step"], each["held_out"]["loss"], each["held_out"]["accuracy"]) for each in read_metrics(out)
              if "held_out" in each]
     commonest = max(splits[2].labels.count(label) for label in {*splits[2].labels}) / N_TEST
-    return {"accuracy": result["test"]["score"], "commonest": commonest, "n_parameters": result["n_parameters"],
+    return {"accuracy": result["test"]["accuracy"], "commonest": commonest, "n_parameters": result["n_parameters"],
             "n_train": len(splits[0]), "tokens": splits[0].n_tokens, "n_test": N_TEST, "curve": curve,
             "seconds": time.process_time() - started}
 
@@ -112,7 +112,7 @@ def train(name: str, rate: float, seed: int, steps: int, out: Path) -> dict[str,
 def show(record: dict[str, Any]) -> None:
     if "held_out" in record:
         print(f"\r  step {record['step']:,}/{record['steps']:,}  held-out loss {record['held_out']['loss']:.3f}  "
-              f"accuracy {record['held_out']['score']:.3f}          ", flush=True)
+              f"accuracy {record['held_out']['accuracy']:.3f}          ", flush=True)
     elif "loss" in record:
         print(f"\r  step {record['step']:,}/{record['steps']:,}  loss {record['loss']:.3f}  "
               f"{record['clock']['tokens_per_s']:,.0f} tokens/s ", end="", flush=True)

@@ -129,7 +129,8 @@ def contrastive_losses(first_BD: Tensor, second_BD: Tensor, same_B2: Tensor) -> 
     """-ln p of finding each text's partner among all, `[B, 2]`: the second texts for a first one, and the reverse.
     same_B2: equal for equal texts, which are not counted as wrong."""
     first_BD, second_BD = (F.normalize(at_least_float32(x_BD), dim=-1) for x_BD in (first_BD, second_BD))
-    logits_BB = first_BD @ second_BD.T / TEMPERATURE
+    with torch.autocast(first_BD.device.type, enabled=False):  # which would round cosines to 1/256
+        logits_BB = first_BD @ second_BD.T / TEMPERATURE
     same_BB = (same_B2[:, None] == same_B2[None]).any(-1)
     same_BB.fill_diagonal_(False)
     logits_BB = logits_BB.masked_fill(same_BB, -torch.inf)

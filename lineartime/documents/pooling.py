@@ -128,13 +128,15 @@ def window_size(config: ModelConfig) -> int:
 
 def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
     """The mean of each document's vectors, `[B, N, D]`, N the largest number of documents in a row; 0 for a document
-    without tokens. segment_ids_BT: the document of each token, -1 for padding. Sums are in float32 at least.
+    without tokens. segment_ids_BT: the document of each token, -1 for padding. Sums are in float32 at least, also under
+    autocast, in which a token of a thousand would be lost.
 
     With the attention mask minus 1 the only document is the row without its padding: an embedding of its text."""
     n = max(int(segment_ids_BT.max()) + 1, 1)
     of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
     wide_BTD = at_least_float32(x_BTD)
-    sums_BND = of_BNT.to(wide_BTD.dtype) @ wide_BTD
+    with torch.autocast(x_BTD.device.type, enabled=False):
+        sums_BND = of_BNT.to(wide_BTD.dtype) @ wide_BTD
     return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
 
@@ -148,12 +150,12 @@ def padded(rows: Sequence[Sequence[int]], width: int | None = None) -> np.ndarra
 
 def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for nothing. dtype: that
-    of the sums and the means, by default as in `document_means`."""
+    of the sums and the means, by default float32 at least."""
     valid_BT = ids_BT >= 0
     valid_BT = valid_BT[:, : int(valid_BT.sum(1).max())]
     ids_BT = ids_BT[:, : valid_BT.shape[1]]
     x_BTD = model.hidden(ids_BT.clamp(min=0), padding_mask_BT=None if valid_BT.all() else valid_BT)
-    return document_means(x_BTD if dtype is None else x_BTD.to(dtype), valid_BT.long() - 1)[:, 0]
+    return document_means(at_least_float32(x_BTD) if dtype is None else x_BTD.to(dtype), valid_BT.long() - 1)[:, 0]
 
 
 @torch.inference_mode()

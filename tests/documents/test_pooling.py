@@ -7,10 +7,21 @@ import pytest
 import torch
 
 import lineartime
+from lineartime.config import Head
 from lineartime.data.tokenizer import byte_tokenizer
-from lineartime.documents.pooling import Reading, carries_state, document_ids, read_means, windows_of
+from lineartime.documents.classify import ONE
+from lineartime.documents.contrast import contrastive_losses
+from lineartime.documents.pooling import (
+    Reading,
+    carries_state,
+    document_ids,
+    document_means,
+    read_means,
+    row_means,
+    windows_of,
+)
 from lineartime.errors import DataError, UsageError
-from lineartime.model import LanguageModel
+from lineartime.model import DocumentClassifier, LanguageModel
 from tiny_models import BIDIRECTIONAL, CONFIGS, CONTEXT, UNPACKED, random_model, with_end
 
 LENGTHS = (1, 61, 24, 3, 25, 23, 48, 2)
@@ -142,3 +153,25 @@ def test_embed_is_the_mean_of_the_last_states():
     for wrong in ({"max_tokens": 0}, {"batch_rows": 0}, {"precision": "float16"}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             lineartime.embed(model, byte_tokenizer(), ["a"], **wrong)
+
+
+def test_autocast_rounds_neither_means_nor_logits_nor_cosines(monkeypatch):
+    """One token of 1,000 that is 0.1 away moves the mean by 1e-4, and its label's logit: bfloat16 would lose both."""
+    x_BTD = torch.ones(2, 1000, CONFIGS["flash"].d_model)
+    x_BTD[1, 0] += 0.1
+    model = DocumentClassifier(CONFIGS["flash"], Head(ONE, ("a", "b")))
+    monkeypatch.setattr(model, "hidden", lambda ids_BT, **_: x_BTD.bfloat16())
+    same_B2 = torch.arange(4).view(2, 2)
+
+    def all_three():
+        mean_BD = document_means(x_BTD, torch.zeros(2, 1000, dtype=torch.long))[:, 0]
+        return mean_BD, model.label_logits(row_means(model, torch.zeros(2, 1000, dtype=torch.long))), \
+            contrastive_losses(mean_BD * torch.randn(mean_BD.shape, generator=torch.Generator().manual_seed(0)),
+                               mean_BD, same_B2)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = all_three()
+    for a, b in zip(rounded, all_three(), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+    mean_BD, logits_BL, _ = rounded
+    assert abs((mean_BD[1] - mean_BD[0]) - 1e-4).max() < 1e-6 and (logits_BL[0] != logits_BL[1]).all()
