@@ -148,14 +148,21 @@ def padded(rows: Sequence[Sequence[int]], width: int | None = None) -> np.ndarra
     return ids_BT
 
 
-def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for nothing. dtype: that
-    of the sums and the means, by default float32 at least."""
+def row_states(model: LanguageModel, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's last hidden states, `[B, T, D]`, float32 at least, and whether they are of tokens, bool `[B, T]`. T is
+    the longest row's number of tokens. ids_BT: -1 is padding."""
     valid_BT = ids_BT >= 0
     valid_BT = valid_BT[:, : int(valid_BT.sum(1).max())]
     ids_BT = ids_BT[:, : valid_BT.shape[1]]
     x_BTD = model.hidden(ids_BT.clamp(min=0), padding_mask_BT=None if valid_BT.all() else valid_BT)
-    return document_means(at_least_float32(x_BTD) if dtype is None else x_BTD.to(dtype), valid_BT.long() - 1)[:, 0]
+    return at_least_float32(x_BTD), valid_BT
+
+
+def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for nothing. dtype: that
+    of the sums and the means, by default float32 at least."""
+    x_BTD, valid_BT = row_states(model, ids_BT)
+    return document_means(x_BTD.to(dtype or x_BTD.dtype), valid_BT.long() - 1)[:, 0]
 
 
 @torch.inference_mode()

@@ -72,6 +72,20 @@ def test_the_documents_of_a_seed_are_the_same_and_as_long_as_published() -> None
     assert [str(value_of([listops.SYMBOLS[i] for i in ids[1:]])) for ids in one.ids] == one.labels
 
 
+def test_the_value_is_read_from_the_first_symbol_of_each_row() -> None:
+    """In batches with padding as alone, in the order of the documents."""
+    documents, head = listops.documents(3, 7), listops.Head(listops.ONE, tuple("0123456789"))
+    model = listops.DocumentClassifier(listops.model_config("flash", **listops.SIZES, **listops.MODELS["flash"]), head)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    scores, logits = listops.scores_of(model, documents), []
+    for ids in documents.ids:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits.append(model.label_logits(model.hidden(torch.from_numpy(ids)[None])[:, 0]))
+    targets = listops.targets_of(head, documents.labels)
+    alone = torch.nn.functional.cross_entropy(torch.cat(logits), torch.from_numpy(targets))
+    assert scores["loss"] == pytest.approx(alone.item(), abs=2e-2) and model.training
+
+
 def test_the_models_of_a_table_have_as_many_parameters() -> None:
     head, counts = listops.Head(listops.ONE, ("0", "1")), {}
     for name, fields in listops.MODELS.items():
