@@ -14,6 +14,7 @@ them, the places and the order of training, and is the same for all models. Topi
 import argparse
 import csv
 import gzip
+import itertools
 import json
 import os
 import re
@@ -45,7 +46,7 @@ from lineartime.data.tokenizer import Tokenizer  # noqa: E402
 from lineartime.documents.classify import logits_of  # noqa: E402
 from lineartime.documents.examples import Fields  # noqa: E402
 from lineartime.documents.pooling import read_means  # noqa: E402
-from lineartime.plot import Line, Panel, Picture, draw  # noqa: E402
+from lineartime.plot import COLOURS, Line, Panel, Picture, draw  # noqa: E402
 from lineartime.recall.report import spread  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
 
@@ -180,8 +181,8 @@ def by_tfidf(found: Passages) -> dict[str, Any]:
     truth = {split: [label for _, label in each] for split, each in found.items()}
     models = [LogisticRegression(C=c, max_iter=300).fit(train, truth["train"]) for c in (10, 100)]
     best = max(models, key=lambda model: model.score(held_out, truth["validation"]))
-    return {**scores_of(truth["test"], best.predict(test).tolist()), "n_features": train.shape[1],
-            "seconds": time.process_time() - started}
+    return {**scores_of(truth["test"], best.predict(test).tolist()), "regularisation": best.C,
+            "n_features": train.shape[1], "seconds": time.process_time() - started}
 
 
 def by_vectors(found: Passages, model: str, lengths: Sequence[int], window: int | None) -> dict[int, dict[str, Any]]:
@@ -209,7 +210,8 @@ def by_vectors(found: Passages, model: str, lengths: Sequence[int], window: int 
                   for c in (0.01, 0.1, 1, 10)]
         best = max(models, key=lambda each: each.score(scale.transform(held_out), truth["validation"]))
         made[length] = {**scores_of(truth["test"], best.predict(scale.transform(test)).tolist()),
-                        "precision": "bfloat16", "n_features": train.shape[1], "seconds": seconds}
+                        "regularisation": best.C, "precision": "bfloat16", "n_features": train.shape[1],
+                        "seconds": seconds}
     return made
 
 
@@ -320,16 +322,21 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
                           == (model, reading, length)]
                 line.append(spread(values))
             lines.append(line)
-        n = own[0]
-        parts += [f"**{name.capitalize()}**, {n['n_labels']} labels, {n['n_train']:,} passages to train on, "
-                  f"{n['n_test']:,} to test; accuracy, mean and range of the seeds.",
+        parts += [f"**{name.capitalize()}**, {own[0]['n_labels']} labels, {counts(own, 'n_train')} passages to train "
+                  f"on, {counts(own, 'n_test')} to test; accuracy, mean and range of the seeds.",
                   markdown(["model", "how it reads", *(f"{length:,} tokens" for length in task.lengths)], lines)]
     return "\n\n".join(parts)
 
 
+def counts(rows: Sequence[dict[str, Any]], field: str) -> str:
+    """The least and the most of the seeds."""
+    values = sorted({row[field] for row in rows})
+    return f"{values[0]:,}" + (f" to {values[-1]:,}" if values[1:] else "")
+
+
 def picture(rows: Sequence[dict[str, Any]]) -> Picture:
-    """Accuracy by length, a panel for each task of several lengths."""
-    panels = []
+    """Accuracy by length, a panel for each task of several lengths; a model has one colour, windows are dashed."""
+    panels, colours = [], dict(zip(dict.fromkeys(row["model"] for row in rows), itertools.cycle(COLOURS), strict=False))
     for name, task in TASKS.items():
         lines = []
         for model, reading in dict.fromkeys((row["model"], row.get("reading", "whole")) for row in rows):
@@ -340,10 +347,12 @@ def picture(rows: Sequence[dict[str, Any]]) -> Picture:
                 if values:
                     points.append((float(length), sum(values) / len(values), min(values), max(values)))
             if points:
-                lines.append(Line(model if reading == "whole" else f"{model}, {reading}", tuple(points)))
-        if lines:
-            panels.append(Panel(name.capitalize(), "tokens of a passage", "accuracy", tuple(lines), x_scale="log"))
-    return Picture("Labels of passages by length", tuple(panels))
+                lines.append(Line(model if reading == "whole" else f"{model}, {reading}", tuple(points),
+                                  {"color": colours[model], "linestyle": "-" if reading == "whole" else "--"}))
+        if lines and len(task.lengths) > 1:
+            panels.append(Panel(name.capitalize(), "tokens of a passage", "accuracy", tuple(lines),
+                                contexts=tuple((length, f"{length:,}") for length in task.lengths)))
+    return Picture("Labels of passages by length: mean of the seeds, the least and the most", tuple(panels))
 
 
 def main() -> None:
