@@ -55,7 +55,8 @@ LABELS = Path(__file__).parent / "labels"
 SEEDS = (0, 1, 2)
 COMMAND = "python runs/documents.py --texts TEXTS --frozen small --model small"
 FROZEN, FROZEN_LENGTH = ", frozen", 8192
-"""Behind the name of a model whose vectors are not trained; the longest passages that it reads."""
+"""Behind the name of a model whose vectors are not trained; the longest passages that it reads. A Transformer reads
+none that are longer than the rows of its training."""
 READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
@@ -273,7 +274,8 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, st
     cells = [(name, seed, length, model, None) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
              for model in ("TF-IDF", *models)]
     cells += [(name, seed, length, model, reading) for reading, size in READINGS.items() for seed in SEEDS
-              for name in tasks for length in [longest_read(name)] for model in frozen if size is None or length > size]
+              for name in tasks for model, folder in frozen.items() for length in [lengths_read(name, folder)[-1]]
+              if size is None or length > size]
     cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[4] != "whole", cell[1], cell[2]))
     sources: dict[str, list[Source]] = {}
     for i, (name, seed, length, model, reading) in enumerate(cells):
@@ -288,7 +290,7 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, st
         facts = {**key, "n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
         if reading:
             size = READINGS[reading]
-            lengths = [each for each in TASKS[name].lengths if (size or 0) < each <= FROZEN_LENGTH]
+            lengths = [each for each in lengths_read(name, frozen[model]) if each > (size or 0)]
             for each, result in by_vectors(found, frozen[model], lengths, size).items():
                 append_json_lines(rows, [facts | {"tokens": each} | result | provenance() | {"command": COMMAND}])
                 print(f"\n  {each:,} tokens: accuracy {result['accuracy']:.3f}", flush=True)
@@ -301,9 +303,11 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, st
                   flush=True)
 
 
-def longest_read(task: str) -> int:
-    """The longest passages of a task that vectors are made of."""
-    return max(each for each in TASKS[task].lengths if each <= FROZEN_LENGTH)
+def lengths_read(task: str, model: str) -> list[int]:
+    """The lengths of a task's passages that a model makes vectors of."""
+    config = lineartime.load_model(named_folder(model))[0].config
+    longest = config.context if config.chunk_size is None else FROZEN_LENGTH
+    return [each for each in TASKS[task].lengths if each <= min(longest, FROZEN_LENGTH)]
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
