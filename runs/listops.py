@@ -165,17 +165,17 @@ def measure(names: Sequence[str], steps: int, out: Path, rows: Path) -> None:
     for seed in SEEDS:
         for name in names:
             first = [row_of(name, rate, SEEDS[0]) for rate in RATES]
-            row_of(name, max(first, key=lambda row: row["curve"][-1][2])["learning_rate"], seed)
+            row_of(name, min(first, key=lambda row: row["curve"][-1][1])["learning_rate"], seed)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each model: its best rate, by the held-out accuracy of the first seed, and the accuracies of seeds."""
+    """A line for each model: its best rate, by the held-out loss of the first seed, and the accuracies of seeds."""
     lines = []
     for name in MODELS:
         own = [row for row in rows if row["model"] == name]
         if not own:
             continue
-        best = max((row for row in own if row["seed"] == SEEDS[0]), key=lambda row: row["curve"][-1][2])
+        best = min((row for row in own if row["seed"] == SEEDS[0]), key=lambda row: row["curve"][-1][1])
         values = [row["accuracy"] for row in own if row["learning_rate"] == best["learning_rate"]]
         spread = f"{statistics.fmean(values):.3f}" + (f" ({min(values):.3f}-{max(values):.3f})" if values[1:] else "")
         lines.append([name, f"{best['n_parameters']:,}", f"{best['learning_rate']:g}", str(len(values)), spread])
