@@ -13,7 +13,7 @@ from lineartime.distributed.ordered import parts_of
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError
 from lineartime.info import describe
-from lineartime.model import LanguageModel, token_losses
+from lineartime.model import LanguageModel
 from lineartime.recall.tasks import Rows, Task
 from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
 
@@ -36,7 +36,7 @@ def ignore(_: Row) -> None:
 
 
 class Recall:
-    """The objective of `training.compute_gradient`: the loss of the answers alone, or of every token of text.
+    """The objective of `training.compute_gradient`: the loss of the answers alone.
 
     In the first half of the training the numbers of facts are added one after another, the fewest first."""
 
@@ -52,12 +52,10 @@ class Recall:
         return rows.ids_BT.numpy(), rows.asked_BQ.contiguous().numpy(), rows.answer_BQ.contiguous().numpy()
 
     def n_targets(self, *batch: Tensor) -> int:
-        return batch[0][:, 1:].numel() if self.task.language else batch[2].numel()
+        return batch[2].numel()
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         ids_BT, asked_BQ, answer_BQ = batch
-        if self.task.language:
-            return token_losses(model, ids_BT)
         at_K = (torch.arange(len(ids_BT))[:, None] * ids_BT.shape[1] + asked_BQ).flatten()
         return model(ids_BT, at_K=at_K, targets=answer_BQ.flatten())
 
@@ -88,7 +86,12 @@ def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: i
         part = slice(first, first + at_once)
         x_BTD = model.hidden(rows.ids_BT[part])
         at_BQD = rows.asked_BQ[part][..., None].expand(-1, -1, x_BTD.shape[-1])
-        right.append(model.logits(x_BTD.gather(1, at_BQD)).argmax(-1) == rows.answer_BQ[part])
+        logits_BQV = model.logits(x_BTD.gather(1, at_BQD))
+        if task.answers is not None:
+            is_other_V = torch.ones(logits_BQV.shape[-1], dtype=torch.bool)
+            is_other_V[list(task.answers)] = False
+            logits_BQV = logits_BQV.masked_fill(is_other_V, -torch.inf)
+        right.append(logits_BQV.argmax(-1) == rows.answer_BQ[part])
         progress(x_BTD.shape[0] * x_BTD.shape[1])
     return torch.cat(right), rows
 

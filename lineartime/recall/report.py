@@ -10,7 +10,7 @@ from lineartime.plot import COLOURS, DASHED, Line, Panel, Picture, draw
 from lineartime.recall.measure import TIMES_LONGER, Row
 from lineartime.recall.study import TEXT, read_study, score
 from lineartime.recall.tasks import TASKS, commonest
-from lineartime.recall.text import CHANCE, DIGITS, N_DIGITS, WHAT
+from lineartime.recall.text import CHANCE, DIGITS, WHAT
 
 ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
 """What is asked, and the accuracy of a guess."""
@@ -54,7 +54,7 @@ def learned(rows: Sequence[Row], task: str) -> list[Learned]:
 def without_keys(task: str, n_facts: int) -> float:
     """The accuracy of who knows the values of a row, and not which belongs to which key."""
     if task == TEXT:
-        return commonest(len(DIGITS), n_facts * N_DIGITS)
+        return commonest(len(DIGITS), n_facts)
     return 1 / n_facts if TASKS[task].distinct else commonest(TASKS[task].n_values, n_facts)
 
 

@@ -57,8 +57,8 @@ class Task:
     """Whether no two facts of a row have the same value."""
     test: Draw | None = None
     """Draws the test rows, where they are of another text than the training rows."""
-    language: bool = False
-    """Whether every token of a row is learned, and not the answers alone."""
+    answers: tuple[int, ...] | None = None
+    """The tokens of which the most probable one is the answer; all, where a model knows those of the task alone."""
     end_of_document: int | None = None
     """Of text's vocabulary."""
 
