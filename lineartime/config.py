@@ -6,13 +6,10 @@ the command line refuses a wrong configuration at once.
 """
 
 import dataclasses
-import json
-import math
 import typing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lineartime.errors import UsageError
 from lineartime.settings import check_fields, parse_field, replace_fields, require, require_name
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
@@ -701,84 +698,3 @@ def parse_setting(text: str) -> tuple[str, Any]:
 def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
     """The fields of a configuration by name, JSON-serialisable."""
     return dataclasses.asdict(config)
-
-
-QUESTION_ANSWERING, CLASSIFICATION = "LineartimeForQuestionAnswering", "LineartimeForSequenceClassification"
-ENCODER = {"pooling": "mean"}
-"""What the `config.json` of a model that gives documents vectors has besides."""
-PROBLEMS = {"one": "single_label_classification", "several": "multi_label_classification", "number": "regression"}
-"""What a document's label is (one class, any number of classes, a number), as `transformers` calls it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """What a model says of a document: its head has an output for each label. Raises UsageError for wrong values."""
-
-    problem_type: str
-    """One of the values of PROBLEMS."""
-    labels: tuple[str, ...]
-    label_mean: float = 0.0
-    label_std: float = 1.0
-    """Of numbers: the output times `label_std`, plus `label_mean`, is the number."""
-
-    def __post_init__(self) -> None:
-        require_name("problem_type", self.problem_type, PROBLEMS.values())
-        require(len({*self.labels}) == len(self.labels) > 0, "labels are missing or the same", str(self.labels)[:80])
-        require(self.problem_type != PROBLEMS["number"] or len(self.labels) == 1, "a number has one output",
-                f"{len(self.labels)} labels")
-        require(math.isfinite(self.label_mean) and self.label_std > 0, "wrong value",
-                f"label_mean = {self.label_mean}, label_std = {self.label_std}")
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of a `config.json`, for `head_from_json` and `transformers`."""
-        scale = {"label_mean": self.label_mean, "label_std": self.label_std}
-        return {"problem_type": self.problem_type, "id2label": {str(i): name for i, name in enumerate(self.labels)},
-                "label2id": {name: i for i, name in enumerate(self.labels)},
-                **(scale if self.problem_type == PROBLEMS["number"] else {})}
-
-
-def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
-    """A model's `config.json`: its fields, and the fields that `transformers` requires.
-
-    kind: the class that `transformers` loads, by default that of the language model. more: its further fields."""
-    special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document,
-               "pad_token_id": config.vocab_size if config.causal else config.end_of_document}
-    kind = kind or ("LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM")
-    return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
-                       "tie_word_embeddings": True, **special, **to_dict(config), **more}, indent=1) + "\n"
-
-
-def architecture_of(config_json: str) -> str:
-    """The class that `transformers` loads from a `config.json`, which is JSON; "" if it names none."""
-    return str(next(iter(json.loads(config_json).get("architectures") or []), ""))
-
-
-def is_encoder(config_json: str) -> bool:
-    """Whether a `config.json`, which is JSON, is that of a model that gives documents vectors."""
-    return json.loads(config_json).items() >= ENCODER.items()
-
-
-def head_from_json(config_json: str) -> Head:
-    """The head of a model that labels documents, by the rules of `transformers` for what a `config.json`, which is
-    JSON, leaves out. Raises UsageError for labels that are none."""
-    fields = json.loads(config_json)
-    try:
-        names = {int(number): str(name) for number, name in (
-            fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}).items()}
-        labels = tuple(names[i] for i in range(len(names)))
-        kind = fields.get("problem_type") or PROBLEMS["number" if len(labels) == 1 else "one"]
-        return Head(kind, labels, float(fields.get("label_mean") or 0), float(fields.get("label_std") or 1))
-    except (KeyError, ValueError, TypeError, AttributeError):
-        raise UsageError("its labels are missing or wrong", "config.json", "problem_type, id2label") from None
-
-
-def model_config_from_json(text: str) -> ModelConfig:
-    """The model that a `config.json` describes. Raises UsageError for invalid JSON, another library's model, or wrong
-    fields."""
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise UsageError("not valid JSON", "config.json", str(e)) from None
-    require(isinstance(fields, dict) and fields.get("model_type") == "lineartime",
-            "not a lineartime model", "config.json")
-    return replace(ModelConfig(), **{name: value for name, value in fields.items() if name in MODEL_FIELDS})

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineartime.ablations import AblatedGatedAttentionUnit
-from lineartime.config import Head, ModelConfig, check_context_parallel
+from lineartime.config import ModelConfig, check_context_parallel
+from lineartime.config_json import Head
 from lineartime.decoding.cache import Cache, DecodingState
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.distributed.ranks import ALONE, Ranks

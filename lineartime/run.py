@@ -17,18 +17,15 @@ from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
-from lineartime.config import (
+from lineartime.config import ModelConfig, RunConfig, TrainConfig, to_dict
+from lineartime.config_json import (
     CLASSIFICATION,
     QUESTION_ANSWERING,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
     architecture_of,
     head_from_json,
     is_encoder,
     model_config_from_json,
     model_config_json,
-    to_dict,
 )
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer

@@ -30,7 +30,8 @@ sys.path.insert(0, str(ROOT))
 from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
 from lineartime.benchmark.markdown import markdown  # noqa: E402
 from lineartime.benchmark.measure import provenance  # noqa: E402
-from lineartime.config import Head, RunConfig, TrainConfig, model_config  # noqa: E402
+from lineartime.config import RunConfig, TrainConfig, model_config  # noqa: E402
+from lineartime.config_json import Head  # noqa: E402
 from lineartime.distributed.ranks import ALONE, Ranks  # noqa: E402
 from lineartime.documents import metrics  # noqa: E402
 from lineartime.documents.classify import ONE, label_losses, targets_of  # noqa: E402

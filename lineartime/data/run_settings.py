@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.atomic_io import read_bytes, read_json
-from lineartime.config import (
+from lineartime.config import ModelConfig, RunConfig, check_names, run_config
+from lineartime.config_json import (
     CLASSIFICATION,
     QUESTION_ANSWERING,
-    ModelConfig,
-    RunConfig,
     architecture_of,
-    check_names,
     is_encoder,
     model_config_from_json,
-    run_config,
 )
 from lineartime.data.mixture import read_mixture
 from lineartime.data.pretrained import weights_folder

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.config import PROBLEMS, Head
+from lineartime.config_json import PROBLEMS, Head
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, Label, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means

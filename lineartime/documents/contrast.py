@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lineartime import checkpoint
 from lineartime.atomic_io import write_atomically
-from lineartime.config import ENCODER, ModelConfig, RunConfig, model_config_json
+from lineartime.config import ModelConfig, RunConfig
+from lineartime.config_json import ENCODER, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import epoch_order, places_of_step
 from lineartime.distributed.ranks import ALONE, Ranks

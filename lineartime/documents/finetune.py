@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.config import CLASSIFICATION, Head, ModelConfig, RunConfig, model_config_json
+from lineartime.config import ModelConfig, RunConfig
+from lineartime.config_json import CLASSIFICATION, Head, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import epoch_order, places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks

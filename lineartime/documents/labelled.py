@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lineartime.config import PROBLEMS, Head
+from lineartime.config_json import PROBLEMS, Head
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.classify import NUMBER, ONE, classes_of
 from lineartime.documents.examples import Example, Label, Labels

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lineartime.config import Head
+from lineartime.config_json import Head
 from lineartime.documents.classify import NUMBER, ONE, label_losses, probabilities
 from lineartime.errors import UsageError
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lineartime.atomic_io import read_json_lines, write_atomically
-from lineartime.config import Head
+from lineartime.config_json import Head
 from lineartime.documents import metrics
 from lineartime.documents.classify import NUMBER, ONE, label_json, label_losses, prediction_of, targets_of
 from lineartime.documents.labelled import Documents

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from lineartime import checkpoint
 from lineartime.atomic_io import hash_of, write_atomically, write_json
-from lineartime.config import QUESTION_ANSWERING, TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, model_config_json
+from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig
 from lineartime.config import to_dict as fields_of
+from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks

@@ -11,7 +11,7 @@ import torch
 from lineartime.atomic_io import remove_leftovers, written_aside
 from lineartime.benchmark.measure import provenance
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
-from lineartime.config import model_config_json
+from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of

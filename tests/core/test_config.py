@@ -20,12 +20,11 @@ from lineartime.config import (
     RunConfig,
     TrainConfig,
     model_config,
-    model_config_from_json,
-    model_config_json,
     parse_setting,
     run_config,
     to_dict,
 )
+from lineartime.config_json import model_config_from_json, model_config_json
 from lineartime.errors import UsageError
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from lineartime.config import model_config, model_config_from_json, to_dict
+from lineartime.config import model_config, to_dict
+from lineartime.config_json import model_config_from_json
 from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, load_tokenizer, train_tokenizer
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.generation.generate import generate

@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from lineartime.config import model_config, model_config_from_json
+from lineartime.config import model_config
+from lineartime.config_json import model_config_from_json
 from lineartime.data.prepare import SAMPLE
 from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, train_tokenizer
 from lineartime.errors import UsageError

@@ -17,7 +17,7 @@ import lineartime
 from command_line import assert_refused
 from command_line import call as call  # a fixture
 from lineartime import finetuning
-from lineartime.config import Head
+from lineartime.config_json import Head
 from lineartime.documents import finetune, metrics, report, tuning
 from lineartime.documents.classify import label_losses, prediction_of, targets_of
 from lineartime.documents.finetune import LabelledDocuments, finetune_documents

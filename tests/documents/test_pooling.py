@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.config import Head
+from lineartime.config_json import Head
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents.classify import ONE
 from lineartime.documents.contrast import contrastive_losses

@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import save_file
 
-from lineartime.config import model_config_json
+from lineartime.config_json import model_config_json
 from lineartime.model import LanguageModel
 
 

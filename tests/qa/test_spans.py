@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForQuestionAnswering
 
 import lineartime.hf
-from lineartime.config import QUESTION_ANSWERING, ModelConfig, model_config, model_config_json
+from lineartime.config import ModelConfig, model_config
+from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel
