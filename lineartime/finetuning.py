@@ -13,7 +13,7 @@ import torch
 
 from lineartime import checkpoint
 from lineartime.atomic_io import write_json
-from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig
+from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.config import to_dict as fields_of
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.distributed.ranks import Ranks, connected, gather_json
@@ -22,6 +22,7 @@ from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
 from lineartime.model import LanguageModel
 from lineartime.run import different, read_fine_tuning, result_or_none
+from lineartime.run_config import RunConfig
 from lineartime.settings import replace_fields, require
 
 LEARNING_RATES = (1e-4, 7e-5, 5e-5)

@@ -6,13 +6,13 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from lineartime.config import RunConfig
 from lineartime.data.tokens import Mixture, TokenStream, batch_rows
 from lineartime.distributed.ordered import own_rows
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.evaluation import evaluate_data
 from lineartime.masking import NO_TARGET, masked_batch
 from lineartime.model import LanguageModel, masked_token_losses, token_losses
+from lineartime.run_config import RunConfig
 
 Data = TokenStream | Mixture
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
-from lineartime.config import ModelConfig, RunConfig, TrainConfig, to_dict
+from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.config_json import (
     CLASSIFICATION,
     QUESTION_ANSWERING,
@@ -33,6 +33,7 @@ from lineartime.distributed.ordered import Part, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
+from lineartime.run_config import RunConfig
 from lineartime.settings import replace_fields
 
 METRICS_FILE = "metrics.jsonl"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lineartime import checkpoint
 from lineartime.atomic_io import read_bytes, write_atomically, write_json
-from lineartime.config import RunConfig, TrainConfig, to_dict
+from lineartime.config import TrainConfig, to_dict
 from lineartime.data.mixture import read_mixture
 from lineartime.data.run_settings import RESULT_FILE, config_for_data, saved_run
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -57,6 +57,7 @@ from lineartime.model import LanguageModel, read_rows
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import Run, Wanted, read_result, result_or_none
+from lineartime.run_config import RunConfig
 from lineartime.runtime import available_bytes, peak_bytes, pick_device
 from lineartime.weights.folder import tokenizer_files
 from lineartime.weights.start import check_shapes, find_weights, first_weights

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
 from lineartime.benchmark.markdown import markdown  # noqa: E402
 from lineartime.benchmark.measure import provenance  # noqa: E402
-from lineartime.config import RunConfig, TrainConfig, model_config  # noqa: E402
+from lineartime.config import TrainConfig, model_config  # noqa: E402
 from lineartime.config_json import Head  # noqa: E402
 from lineartime.distributed.ranks import ALONE, Ranks  # noqa: E402
 from lineartime.documents import metrics  # noqa: E402
@@ -41,6 +41,7 @@ from lineartime.documents.pooling import padded, row_states  # noqa: E402
 from lineartime.model import DocumentClassifier, LanguageModel  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
 from lineartime.run import Run, read_metrics  # noqa: E402
+from lineartime.run_config import RunConfig  # noqa: E402
 from lineartime.training import StopSignal, fit_once  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "listops.jsonl"

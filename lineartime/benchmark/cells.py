@@ -21,8 +21,9 @@ from typing import Any
 
 from lineartime.atomic_io import append_json_lines, read_bytes, read_json_lines
 from lineartime.benchmark import ROOT
-from lineartime.config import ModelConfig, model_config, parse_setting
+from lineartime.config import ModelConfig, model_config
 from lineartime.errors import UsageError
+from lineartime.run_config import parse_setting
 from lineartime.settings import require, require_name
 
 CELLS = Path(__file__).with_name("cells.toml")

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lineartime.benchmark.ranks import numbers_sent
-from lineartime.config import RunConfig
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import ALONE, Ranks, in_rows
 from lineartime.distributed.windows import differentiate_windows
 from lineartime.info import mib, table
 from lineartime.model import LanguageModel, token_losses
+from lineartime.run_config import RunConfig
 from lineartime.runtime import LARGEST_KEPT, rss_bytes
 
 USES = {"process": "Python, PyTorch and this package", "weights": "weights", "moments": "moments of the optimizer",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lineartime.config import MODEL_FIELDS, PRESETS, RUN_FIELDS, SIZES, TASKS, TRAIN_FIELDS, ModelConfig, TrainConfig
+from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.errors import UsageError
+from lineartime.run_config import RUN_FIELDS, SIZES
 from lineartime.settings import describe_kind
 
 if TYPE_CHECKING:

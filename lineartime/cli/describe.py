@@ -13,19 +13,9 @@ from lineartime import config as configuration
 from lineartime.cli.arguments import Model, Setting, Size, Task, complete_from
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
-from lineartime.config import (
-    MODEL_FIELDS,
-    PRESETS,
-    SIZES,
-    TRAIN_FIELDS,
-    ModelConfig,
-    TrainConfig,
-    model_config,
-    parse_setting,
-    run_config,
-    source_of,
-)
+from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config, source_of
 from lineartime.errors import UsageError
+from lineartime.run_config import SIZES, parse_setting, run_config
 from lineartime.settings import describe_kind
 
 MODELS: dict[str, tuple[str, tuple[float, ...]]] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.cli.terminal import Terminal, say
-from lineartime.config import SHAPE_FIELDS, SIZES, RunConfig, size_settings
 from lineartime.distributed.ranks import launched
+from lineartime.run_config import SHAPE_FIELDS, SIZES, RunConfig, size_settings
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from lineartime.cli.arguments import (
 from lineartime.cli.documents import MaxTokens, PairField, TextField, finetune_on_documents
 from lineartime.cli.generate import read_prompts
 from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping
-from lineartime.config import parse_setting
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
+from lineartime.run_config import parse_setting
 from lineartime.settings import require_name
 
 FOR_QUESTIONS = ("questions", "evidence", "negatives", "stride", "max_answer_tokens")

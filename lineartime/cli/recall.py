@@ -10,9 +10,10 @@ import typer
 from lineartime.atomic_io import append_json_lines
 from lineartime.cli.arguments import Setting, ShippedModel, numbers
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
-from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, parse_setting
+from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS
 from lineartime.data.pretrained import model_folder
 from lineartime.errors import UsageError
+from lineartime.run_config import parse_setting
 
 
 def recall(

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.atomic_io import read_json
-from lineartime.config import RunConfig, to_dict
+from lineartime.config import to_dict
+from lineartime.run_config import RunConfig
 from lineartime.settings import require, require_name
 
 TRACKERS = ("tensorboard", "wandb", "trackio")

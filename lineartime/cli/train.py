@@ -11,8 +11,9 @@ from lineartime.cli.arguments import Device, RankTimeout, Setting, complete_from
 from lineartime.cli.outlook import Pace, say_plan, sized_config
 from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping, summary
 from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
-from lineartime.config import PRESETS, SIZES, TASKS, parse_setting
+from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
+from lineartime.run_config import SIZES, parse_setting
 
 if TYPE_CHECKING:
     from lineartime.training import TrainResult

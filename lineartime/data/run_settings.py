@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.atomic_io import read_bytes, read_json
-from lineartime.config import ModelConfig, RunConfig, check_names, run_config
+from lineartime.config import ModelConfig
 from lineartime.config_json import (
     CLASSIFICATION,
     QUESTION_ANSWERING,
@@ -19,6 +19,7 @@ from lineartime.data.pretrained import weights_folder
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.data.tokens import read_manifests, require_mask
 from lineartime.errors import CheckpointError, UsageError
+from lineartime.run_config import RunConfig, check_names, run_config
 from lineartime.settings import replace_fields, require
 
 RUN_FILE = "run.json"

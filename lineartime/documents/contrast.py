@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lineartime import checkpoint
 from lineartime.atomic_io import write_atomically
-from lineartime.config import ModelConfig, RunConfig
+from lineartime.config import ModelConfig
 from lineartime.config_json import ENCODER, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import epoch_order, places_of_step
@@ -42,6 +42,7 @@ from lineartime.finetuning import BEST, copy_weights, try_rates
 from lineartime.model import DocumentEncoder, LanguageModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, Run
+from lineartime.run_config import RunConfig
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 from lineartime.weights.folder import tokenizer_files

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.config import ModelConfig, RunConfig
+from lineartime.config import ModelConfig
 from lineartime.config_json import CLASSIFICATION, Head, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import epoch_order, places_of_step
@@ -36,6 +36,7 @@ from lineartime.documents.tuning import (
 from lineartime.finetuning import BEST, copy_weights, try_rates, with_context
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE, Run, load_model
+from lineartime.run_config import RunConfig
 from lineartime.runtime import pick_device
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal

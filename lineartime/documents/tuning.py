@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lineartime import checkpoint
-from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig, to_dict
+from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, to_dict
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import Ranks
 from lineartime.documents.examples import Fields, Labels
@@ -23,6 +23,7 @@ from lineartime.finetuning import EPOCHS, ROWS_PER_STEP, check_rates, is_flash, 
 from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
 from lineartime.run import WEIGHTS, Run
+from lineartime.run_config import RunConfig
 from lineartime.settings import require, require_name
 from lineartime.training import Progress, StopSignal, fit_once
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lineartime import checkpoint
 from lineartime.atomic_io import hash_of, write_atomically, write_json
-from lineartime.config import TRAIN_FIELDS, ModelConfig, RunConfig, TrainConfig
+from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.config import to_dict as fields_of
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer
@@ -51,6 +51,7 @@ from lineartime.qa.spans import (
     training_rows,
 )
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, Run, load_model
+from lineartime.run_config import RunConfig
 from lineartime.runtime import pick_device
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal, fit_once

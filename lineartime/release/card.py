@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lineartime.benchmark.markdown import machine, markdown, provenance_words
-from lineartime.config import ModelConfig, run_config, to_dict
+from lineartime.config import ModelConfig, to_dict
 from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
+from lineartime.run_config import run_config
 from lineartime.settings import replace_fields
 
 

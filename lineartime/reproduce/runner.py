@@ -24,7 +24,7 @@ from lineartime.benchmark.cells import LINEARTIME, last_line, started
 from lineartime.benchmark.measure import provenance, spread
 from lineartime.benchmark.peers import parse_label
 from lineartime.benchmark.step import StepCase, benchmark_step
-from lineartime.config import ModelConfig, run_config
+from lineartime.config import ModelConfig
 from lineartime.data.tokens import read_manifest
 from lineartime.distributed.ranks import WITH_RANKS
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
@@ -33,6 +33,7 @@ from lineartime.reproduce.records import Record, by_key, read_records, records_o
 from lineartime.reproduce.scales import Cell, Kind, Text, caption_of, cells_of
 from lineartime.reproduce.tables import ScaleName, Settings
 from lineartime.run import read_fine_tuning, read_metrics, read_result, read_run
+from lineartime.run_config import run_config
 from lineartime.training import StopSignal
 
 Records = Mapping[str, list[Record]]

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.atomic_io import hash_of
-from lineartime.config import ModelConfig, Source, to_dict
+from lineartime.config import ModelConfig, to_dict
 from lineartime.data.pretrained import named_folder
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
 from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE, check_shared, is_exported, newest_checkpoint
+from lineartime.run_config import Source
 
 VOCABULARY = ("embed.weight", "head_bias")
 """The parameters that have a row for each token."""

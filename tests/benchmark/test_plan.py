@@ -11,10 +11,10 @@ import torch
 
 from lineartime.benchmark.plan import LiveBytes, plan, print_plan
 from lineartime.benchmark.step import random_batch
-from lineartime.config import run_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
+from lineartime.run_config import run_config
 from ranks_here import RanksHere
 from tiny_runs import prepare_text
 

@@ -13,8 +13,9 @@ from command_line import call as call  # a fixture
 from lineartime.cli import verbs
 from lineartime.cli.describe import MODELS, field_lines
 from lineartime.cli.examples import EXAMPLES
-from lineartime.config import MODEL_FIELDS, PRESETS, SIZES, SOURCES, TRAIN_FIELDS, run_config, source_of
+from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TRAIN_FIELDS, source_of
 from lineartime.info import describe
+from lineartime.run_config import SIZES, run_config
 
 APP = typer.main.get_command(verbs.app)
 

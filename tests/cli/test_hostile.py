@@ -19,11 +19,12 @@ from pyarrow import parquet
 
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime.config import PRESETS, model_config, run_config
+from lineartime.config import PRESETS, model_config
 from lineartime.data.pretrained import model_folder
 from lineartime.errors import ResourceError
 from lineartime.model import LanguageModel
 from lineartime.release.card import Sample, sample_text
+from lineartime.run_config import run_config
 from lineartime.training import new_model
 
 LINEARTIME = [sys.executable, "-m", "lineartime"]

@@ -19,10 +19,11 @@ from lineartime.benchmark import plan
 from lineartime.cli import outlook
 from lineartime.cli.outlook import Pace, duration, fitting_size, sized_config
 from lineartime.cli.terminal import Terminal
-from lineartime.config import PRESETS, SHAPE_FIELDS, SIZES, TASKS, TrainConfig, model_config, run_config
+from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
 from lineartime.info import describe
+from lineartime.run_config import SHAPE_FIELDS, SIZES, run_config
 from lineartime.training import StopSignal
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 

@@ -9,8 +9,8 @@ import pytest
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.cli.tracking import numbers_of, tracked
-from lineartime.config import run_config
 from lineartime.run import read_metrics
+from lineartime.run_config import run_config
 from tiny_runs import command, prepare_text
 
 LINE = {"step": 1, "steps": 2, "loss": 5.0, "clock": {"time": 1.7e9, "tokens_per_s": 100.0}}

@@ -8,8 +8,8 @@ import pytest
 
 from command_line import Call
 from command_line import call as call  # a fixture
-from lineartime.config import SIZES
 from lineartime.data.prepare import SAMPLE
+from lineartime.run_config import SIZES
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own-text.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

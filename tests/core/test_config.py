@@ -11,21 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lineartime.atomic_io import read_toml
-from lineartime.config import (
-    MODEL_FIELDS,
-    PRESETS,
-    RUN_FIELDS,
-    TASKS,
-    TRAIN_FIELDS,
-    RunConfig,
-    TrainConfig,
-    model_config,
-    parse_setting,
-    run_config,
-    to_dict,
-)
+from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config, to_dict
 from lineartime.config_json import model_config_from_json, model_config_json
 from lineartime.errors import UsageError
+from lineartime.run_config import RUN_FIELDS, RunConfig, parse_setting, run_config
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}
 

@@ -13,11 +13,12 @@ from torch.distributed import TCPStore
 import context_ranks
 import lineartime
 from context_ranks import LENGTH, MUTANTS, OFTEN, REFUSED, SHARED
-from lineartime.config import RunConfig, check_context_parallel, run_config
+from lineartime.config import check_context_parallel
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import Ranks, in_rows
 from lineartime.errors import UsageError
 from lineartime.run import read_metrics
+from lineartime.run_config import RunConfig, run_config
 from lineartime.training import train
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS, prepare_text, what_is_left

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from context_ranks import LENGTH, SHARED, Tokens, model_of
-from lineartime.config import RunConfig, TrainConfig, run_config
+from lineartime.config import TrainConfig
 from lineartime.distributed.windows import Carried
 from lineartime.errors import UsageError
 from lineartime.run import read_metrics
+from lineartime.run_config import RunConfig, run_config
 from lineartime.training import compute_gradient, train
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids
 from tiny_runs import SETTINGS, prepare_text

@@ -26,10 +26,11 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import checkpoint
 from lineartime.cli import verbs
-from lineartime.config import parse_setting, run_config, to_dict
+from lineartime.config import to_dict
 from lineartime.data import pretrained
 from lineartime.errors import CONTROL, CheckpointError, ResourceError, UsageError
 from lineartime.run import read_metrics, read_run
+from lineartime.run_config import parse_setting, run_config
 from tiny_runs import STEPS, command, prepare_text
 
 ROOT = Path(__file__).parents[2]

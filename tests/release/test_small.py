@@ -14,10 +14,10 @@ from command_line import Call
 from command_line import call as call  # a fixture
 from lineartime.atomic_io import read_toml
 from lineartime.checkpoint import manifest_of
-from lineartime.config import parse_setting, run_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
 from lineartime.evaluation import evaluate
+from lineartime.run_config import parse_setting, run_config
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "lineartime" / "models" / "small"

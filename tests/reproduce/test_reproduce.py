@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import text_files
 from lineartime.cli import verbs
-from lineartime.config import TrainConfig, model_config, run_config
+from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare import SAMPLE
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped, UsageError
@@ -24,6 +24,7 @@ from lineartime.reproduce.records import by_key, read_records, records_of
 from lineartime.reproduce.results import results_of
 from lineartime.reproduce.scales import SCALES, Cell, Scale, Text, cells_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, Column
+from lineartime.run_config import run_config
 from lineartime.training import StopSignal
 from made_questions import write_questions
 from workers_here import work_here

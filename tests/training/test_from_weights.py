@@ -17,7 +17,7 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import checkpoint
 from lineartime.atomic_io import hash_of
-from lineartime.config import TrainConfig, nearest_preset
+from lineartime.config import TrainConfig
 from lineartime.data import mixture
 from lineartime.data.mixture import place_of, read_mixture
 from lineartime.data.prepare import prepare
@@ -25,6 +25,7 @@ from lineartime.data.run_settings import config_for_data
 from lineartime.data.tokens import batch_rows, open_data, open_split
 from lineartime.errors import Stopped, UsageError
 from lineartime.run import load_model, read_metrics
+from lineartime.run_config import nearest_preset, run_config
 from lineartime.training import StopSignal, learning_rate_at
 from lineartime.weights.start import check_shapes
 from ranks_here import RanksHere
@@ -142,8 +143,8 @@ def test_n_without_chunks_stays_that_of_the_weights() -> None:
     quad = lineartime.model_config("flash-quad", context=600)
     given = {"from": "w", "data": "d", "out": "o", "context": 1200, "micro_batch_tokens": 1200,
              "tokens_per_step": 2400}
-    assert lineartime.config.run_config(given, quad).model.scale_len == 600
-    assert lineartime.config.run_config({**given, "attn_scale_len": 1200}, quad).model.scale_len == 1200
+    assert run_config(given, quad).model.scale_len == 600
+    assert run_config({**given, "attn_scale_len": 1200}, quad).model.scale_len == 1200
 
 
 @pytest.mark.parametrize("preset", lineartime.PRESETS)

@@ -13,7 +13,7 @@ import torch
 from matplotlib.image import imread
 
 from lineartime.cli import verbs
-from lineartime.config import TrainConfig, model_config, run_config
+from lineartime.config import TrainConfig, model_config
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import open_split
 from lineartime.errors import NumericsError, UsageError
@@ -23,6 +23,7 @@ from lineartime.model import LanguageModel, masked_token_losses
 from lineartime.objectives import MaskedTokens
 from lineartime.plot import plot_comparison
 from lineartime.run import load_model, read_metrics
+from lineartime.run_config import run_config
 from lineartime.training import compute_gradient
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import (

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 import lineartime
 from lineartime.checkpoint import check_tensors, reshaped
-from lineartime.config import ModelConfig, RunConfig, TrainConfig, model_config
+from lineartime.config import ModelConfig, TrainConfig, model_config
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.errors import CheckpointError
 from lineartime.model import LanguageModel
 from lineartime.run import load_model, read_metrics
+from lineartime.run_config import RunConfig
 from lineartime.settings import replace_fields
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_runs import prepare_text

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lineartime import checkpoint, objectives, training
 from lineartime.atomic_io import write_atomically
 from lineartime.cli import terminal, verbs
-from lineartime.config import PRESETS, TrainConfig, model_config, run_config
+from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
 from lineartime.distributed.ordered import parts_of
 from lineartime.errors import CheckpointError, DataError, NumericsError, ResourceError, Stopped, UsageError
@@ -31,6 +31,7 @@ from lineartime.objectives import NextToken
 from lineartime.plot import plot_run, read_curves
 from lineartime.reproduce import runner
 from lineartime.run import Run, read_metrics, read_result
+from lineartime.run_config import run_config
 from lineartime.training import StopSignal, compute_gradient, fit, learning_rate_at, make_optimizer, new_model
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
