@@ -107,6 +107,9 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     (tmp_path / "lineartime" / "benchmark").mkdir(parents=True)
     file = tmp_path / "lineartime" / "benchmark" / "measure.py"
     file.write_text("a\n")
+    rows = tmp_path / "lineartime" / "results" / "rows.jsonl"
+    rows.parent.mkdir()
+    rows.touch()
     monkeypatch.setenv("LINEARTIME_COMMIT", "abc")
     assert measure.commit() == "abc"
     monkeypatch.delenv("LINEARTIME_COMMIT")
@@ -115,6 +118,8 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     git("commit", "-q", "-m", "one")
     head = measure.commit()
     assert head is not None and len(head) == 40
+    rows.write_text("{}\n")
+    assert measure.commit() == head  # a row is no change of the program
     file.write_text("b\n")
     assert measure.commit() == head + "+changes"
 
