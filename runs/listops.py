@@ -30,6 +30,8 @@ sys.path.insert(0, str(ROOT))
 from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
 from lineartime.benchmark.markdown import markdown  # noqa: E402
 from lineartime.benchmark.measure import provenance  # noqa: E402
+from lineartime.cli.exits import exit_code  # noqa: E402
+from lineartime.cli.terminal import say_stopping  # noqa: E402
 from lineartime.config import TrainConfig, model_config  # noqa: E402
 from lineartime.config_json import Head  # noqa: E402
 from lineartime.distributed.ranks import ALONE, Ranks  # noqa: E402
@@ -62,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """As many parameters in each, to a tenth."""
 SIZES = {"d_model": 64, "init_std": 0.15, "vocab_size": len(SYMBOLS), "context": 2048, "causal": False}
 RATES, SEEDS = (1e-3, 3e-3), (0, 1, 2)
-TRAIN = {"tokens_per_step": 32768, "micro_batch_tokens": 8192, "eval_every": 100, "eval_tokens": 10**9,
+TRAIN = {"tokens_per_step": 32768, "micro_batch_tokens": 8192, "eval_tokens": 10**9, "save_every": 100,
          "precision": "bfloat16"}
 
 
@@ -115,11 +117,11 @@ def scores_of(model: LanguageModel, documents: Documents) -> dict[str, Any]:
     return metrics.score_labels(model.head, logits_NL, targets_of(model.head, documents.labels))
 
 
-def train(name: str, rate: float, seed: int, steps: int, out: Path) -> dict[str, Any]:
-    """Train a model from nothing, or go on, and test it: what a row has of the result."""
+def train(name: str, rate: float, seed: int, steps: int, out: Path, stop: StopSignal) -> dict[str, Any]:
+    """Train a model from nothing, or go on, and test it: what a row has of the result. Raises Stopped after saving."""
     head, config = Head(ONE, tuple(map(str, range(10)))), model_config(name, **SIZES, **MODELS[name])
     settings = RunConfig(config, TrainConfig(learning_rate=rate, seed=seed, steps=steps, warmup_steps=steps // 10,
-                                             **TRAIN), name, "listops", "listops", str(out))
+                                             eval_every=min(steps, 100), **TRAIN), name, "listops", "listops", str(out))
     splits = documents(steps * settings.rows_per_step, 0), documents(N_HELD_OUT, 1), documents(N_TEST, 2)
 
     def begin(ranks: Ranks) -> tuple[LanguageModel, LabelledDocuments, dict[str, str]]:
@@ -131,7 +133,7 @@ def train(name: str, rate: float, seed: int, steps: int, out: Path) -> dict[str,
                 "n_parameters": sum(p.numel() for p in model.parameters())}
 
     started = time.process_time()
-    result, _ = fit_once(settings, {"expressions": splits[0].sha256()}, "cpu", StopSignal(), begin, score, on_step=show)
+    result, _ = fit_once(settings, {"expressions": splits[0].sha256()}, "cpu", stop, begin, score, on_step=show)
     curve = [(each["step"], each["held_out"]["loss"], each["held_out"]["accuracy"]) for each in read_metrics(out)
              if "held_out" in each]
     commonest = max(splits[2].labels.count(label) for label in {*splits[2].labels}) / N_TEST
@@ -149,7 +151,7 @@ def show(record: dict[str, Any]) -> None:
               f"{record['clock']['tokens_per_s']:,.0f} tokens/s ", end="", flush=True)
 
 
-def measure(names: Sequence[str], steps: int, out: Path, rows: Path) -> None:
+def measure(names: Sequence[str], steps: int, out: Path, rows: Path, stop: StopSignal) -> None:
     """Every learning rate with the first seed, the best with the others: what has no row yet."""
     def row_of(name: str, rate: float, seed: int) -> dict[str, Any]:
         key = {"task": "listops", "model": name, "learning_rate": rate, "seed": seed, "steps": steps}
@@ -158,7 +160,7 @@ def measure(names: Sequence[str], steps: int, out: Path, rows: Path) -> None:
                 return each
         print(f"{name}, rate {rate:g}, seed {seed}", flush=True)
         folder = out / f"{name}-{rate:g}-{seed}-{steps}"
-        row = key | train(name, rate, seed, steps, folder) | provenance() | {"command": COMMAND}
+        row = key | train(name, rate, seed, steps, folder, stop) | provenance() | {"command": COMMAND}
         append_json_lines(rows, [row])
         shutil.rmtree(folder)
         print(f"  accuracy {row['accuracy']:.3f}; the commonest value {row['commonest']:.3f}", flush=True)
@@ -198,10 +200,11 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="write the table into this page")
     given = parser.parse_args()
     if given.out:
-        measure(given.model or list(MODELS), given.steps, given.out, given.rows)
+        with StopSignal().listening(say_stopping) as stop:
+            measure(given.model or list(MODELS), given.steps, given.out, given.rows, stop)
     if given.into:
         fill_place(given.into, "listops", table(read_json_lines(given.rows, dict, "a row")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -23,6 +23,7 @@ import lineartime  # noqa: E402
 from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
 from lineartime.benchmark.markdown import markdown  # noqa: E402
 from lineartime.benchmark.measure import provenance  # noqa: E402
+from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.config import model_config  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.documents.pooling import read_means  # noqa: E402
@@ -101,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

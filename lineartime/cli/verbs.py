@@ -1,7 +1,6 @@
 """The command line: a verb is a function of a module here. Arguments are checked before heavy modules are imported."""
 
 import os
-import socket
 import sys
 from typing import Annotated
 
@@ -22,9 +21,10 @@ from lineartime.cli import (
     train,
 )
 from lineartime.cli.examples import add_examples
+from lineartime.cli.exits import exit_code
 from lineartime.cli.terminal import say, screens, shown_log
-from lineartime.distributed.ranks import WITH_RANKS, launched, speaks_first
-from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, UsageError
+from lineartime.distributed.ranks import WITH_RANKS, launched
+from lineartime.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
@@ -61,55 +61,18 @@ def main() -> None:
     if not launched().is_first:  # rank 0 speaks for all, but for errors
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
     with screens():
-        code = run_verb(arguments, debug=arguments[0] == "--debug")
+        code = exit_code(lambda: run_verb(arguments), debug=arguments[0] == "--debug")
     sys.exit(code)
 
 
-def run_verb(arguments: list[str], *, debug: bool) -> int:
-    """The exit code of a command line. debug: show a traceback with an error."""
+def run_verb(arguments: list[str]) -> int | None:
+    """The exit code of a command line that ended well."""
     try:
         with shown_log():
             code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
             sys.stdout.flush()
-        return fail(KeyboardInterrupt(), 130, debug, "interrupted") if code == 130 else code or 0
-    except LineartimeError as e:
-        return fail(e, e.exit_code, debug)
-    except KeyboardInterrupt as e:
-        return fail(e, 130, debug, "interrupted")
-    except (BrokenPipeError, SystemExit):  # the reader of stdout has what it wants; rich makes it a SystemExit
+    except SystemExit:  # rich makes it of a BrokenPipeError
         return 0
-    except MemoryError as e:
-        return fail(e, 6, debug, "out of memory")
-    except OSError as e:
-        what = e.strerror or f"{type(e).__name__}: {e}"
-        return fail(e, 6, debug, f"{what}: {e.filename!r}" if e.filename is not None else what)
-    except Exception as e:
-        if isinstance(e, RuntimeError):
-            from lineartime.training import out_of_memory  # it imports torch, which raised this or was imported anyway
-
-            if out_of_memory(e):
-                return fail(e, 6, debug, "out of memory")
-        refused = getattr(e, "format_message", None)
-        what = refused() if refused else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
-        return fail(e, 2 if refused else 1, debug, what)
-
-
-LONGEST_ERROR = 700
-"""Characters; less than ten lines of a terminal."""
-
-
-def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
-    if debug:
-        import traceback
-
-        traceback.print_exception(error)
-    ranks = launched()
-    if not (ranks.is_first if isinstance(error, Stopped) else speaks_first(ranks)):
-        return code
-    line = " ".join((message or str(error)).split())
-    if ranks.size > 1 and isinstance(error, DataError | CheckpointError | ResourceError):
-        line += f" (rank {ranks.rank} on {socket.gethostname()})"
-    if len(line) > LONGEST_ERROR:
-        line = f"{line[:LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2:]}"
-    print(f"error: {line}", file=sys.stderr if ranks.is_first else sys.__stderr__)
+    if code == 130:
+        raise KeyboardInterrupt
     return code

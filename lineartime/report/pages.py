@@ -75,11 +75,19 @@ def filled(text: str, page: Path, images: Path, kind: Kind, rows: Sequence[Any])
     return made, drawn
 
 
+def page_text(page: Path) -> str:
+    """A page's text. Raises DataError if it cannot be read."""
+    try:
+        return read_bytes(page).decode()
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError("cannot read the page", page, getattr(e, "strerror", None) or str(e)) from None
+
+
 def fill_place(page: Path, name: str, made: str) -> None:
     """Fill a page's one place `<!-- name: begin -->`, for scripts that make their own tables. Raises UsageError for a
-    page without it."""
+    page without it, DataError for one that cannot be read."""
     place = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
-    text, n_places = place.subn(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", page.read_text(encoding="utf-8"))
+    text, n_places = place.subn(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", page_text(page))
     require(n_places == 1, "no place for the table", str(page), f"add <!-- {name}: begin -->, <!-- {name}: end -->")
     write_atomically(page, text)
 
@@ -90,11 +98,7 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
     Nothing is written unless every page has its places. Raises DataError, UsageError, ResourceError."""
     made, drawn = {}, {}
     for page in pages:
-        try:
-            text = read_bytes(page).decode()
-        except (OSError, UnicodeDecodeError) as e:
-            raise DataError("cannot read the page", page, getattr(e, "strerror", None) or str(e)) from None
-        made[page], pictures = filled(text, page, images, kind, rows)
+        made[page], pictures = filled(page_text(page), page, images, kind, rows)
         drawn.update(pictures)
     try:
         images.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,3 +122,10 @@ def test_a_table_goes_into_its_place_of_a_page_or_nowhere(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match=r"no place for the table: .*page\.md; add <!-- other: begin -->"):
         retrieval.fill_place(page, "other", "| b |")
     assert page.read_text() == expected
+
+
+def test_an_error_of_a_study_is_one_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    command = [sys.executable, ROOT / "runs" / "listops.py", "--into", page]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, f"error: cannot read the page: {page}; No such file or directory\n")

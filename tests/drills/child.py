@@ -289,17 +289,17 @@ def verb(arguments: list[str]) -> Callable[[], None]:
 def as_verb(function: Callable[[], object]) -> Callable[[], None]:
     """A function as a verb: its errors end the process as they end the command line."""
     def call() -> None:
-        from lineartime.cli import verbs
+        from lineartime.cli.exits import fail
         from lineartime.errors import LineartimeError
 
         try:
             function()
         except LineartimeError as e:
-            sys.exit(verbs.fail(e, e.exit_code, False))
+            sys.exit(fail(e, e.exit_code, False))
         except MemoryError as e:
-            sys.exit(verbs.fail(e, 6, False, "out of memory"))
+            sys.exit(fail(e, 6, False, "out of memory"))
         except KeyboardInterrupt as e:
-            sys.exit(verbs.fail(e, 130, False, "interrupted"))
+            sys.exit(fail(e, 130, False, "interrupted"))
 
     return call
 

@@ -1,0 +1,56 @@
+"""How a command ends: an error is one line on stderr and an exit code, see `errors`."""
+
+import socket
+import sys
+from collections.abc import Callable
+
+from lineartime.distributed.ranks import launched, speaks_first
+from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped
+
+LONGEST_ERROR = 700
+"""Characters; less than ten lines of a terminal."""
+
+
+def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
+    """Call a function; returns what it returns, 0 for None, or the exit code of its error, which is said in one line.
+    debug: show a traceback with an error."""
+    try:
+        return call() or 0
+    except LineartimeError as e:
+        return fail(e, e.exit_code, debug)
+    except KeyboardInterrupt as e:
+        return fail(e, 130, debug, "interrupted")
+    except BrokenPipeError:  # the reader of stdout has what it wants
+        return 0
+    except MemoryError as e:
+        return fail(e, 6, debug, "out of memory")
+    except OSError as e:
+        what = e.strerror or f"{type(e).__name__}: {e}"
+        return fail(e, 6, debug, f"{what}: {e.filename!r}" if e.filename is not None else what)
+    except Exception as e:
+        if isinstance(e, RuntimeError):
+            from lineartime.training import out_of_memory  # it imports torch, which raised this or was imported anyway
+
+            if out_of_memory(e):
+                return fail(e, 6, debug, "out of memory")
+        refused = getattr(e, "format_message", None)
+        what = refused() if refused else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
+        return fail(e, 2 if refused else 1, debug, what)
+
+
+def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
+    """Say an error in one line, on the first rank that has one; returns the code."""
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    ranks = launched()
+    if not (ranks.is_first if isinstance(error, Stopped) else speaks_first(ranks)):
+        return code
+    line = " ".join((message or str(error)).split())
+    if ranks.size > 1 and isinstance(error, DataError | CheckpointError | ResourceError):
+        line += f" (rank {ranks.rank} on {socket.gethostname()})"
+    if len(line) > LONGEST_ERROR:
+        line = f"{line[:LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2:]}"
+    print(f"error: {line}", file=sys.stderr if ranks.is_first else sys.__stderr__)
+    return code
