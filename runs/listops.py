@@ -11,6 +11,7 @@ guessed after 14,000 expressions; from the first symbol's it is right a third of
 the same expressions, none of them twice; a seed draws the initial values and the order."""
 
 import argparse
+import functools
 import random
 import shutil
 import statistics
@@ -90,6 +91,13 @@ def documents(n: int, seed: int) -> Documents:
     return made
 
 
+@functools.cache
+def splits_of(n: int) -> tuple[Documents, Documents, Documents]:
+    """So many expressions to train on, those held out and those of the test; drawn once for all runs, half a minute."""
+    print(f"drawing {n:,} expressions to train on, {N_HELD_OUT:,} held out, {N_TEST:,} to test", flush=True)
+    return documents(n, 0), documents(N_HELD_OUT, 1), documents(N_TEST, 2)
+
+
 class Expressions(LabelledDocuments):
     """The objective of `fit`: a label is read from the state of the first symbol."""
 
@@ -122,7 +130,7 @@ def train(name: str, rate: float, seed: int, steps: int, out: Path, stop: StopSi
     head, config = Head(ONE, tuple(map(str, range(10)))), model_config(name, **SIZES, **MODELS[name])
     settings = RunConfig(config, TrainConfig(learning_rate=rate, seed=seed, steps=steps, warmup_steps=steps // 10,
                                              eval_every=min(steps, 100), **TRAIN), name, "listops", "listops", str(out))
-    splits = documents(steps * settings.rows_per_step, 0), documents(N_HELD_OUT, 1), documents(N_TEST, 2)
+    splits = splits_of(steps * settings.rows_per_step)
 
     def begin(ranks: Ranks) -> tuple[LanguageModel, LabelledDocuments, dict[str, str]]:
         torch.manual_seed(seed)
