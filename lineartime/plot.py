@@ -27,8 +27,8 @@ PLOT_FILE = "loss.png"
 UNITS = {"classify": "nats per label", "embed": "nats per text of a pair"}
 """Of the losses of runs that are fine-tuned on documents, by task."""
 DPI = 150
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-"""Told apart by people with any colour vision (Okabe and Ito)."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
+"""Told apart by people with any colour vision (Okabe and Ito, and a red of Tol's)."""
 DASHED: dict[str, Any] = {"color": "#555555", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
 
 
