@@ -136,6 +136,7 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     else:
         parts += gap_grids(results) if table.name == "gap" else []
         parts += [grid(title, *both) for title, both in made.items()]
+        parts += [memory.DIFFERENCES, memory.columns_part(results)] if table.name == "memory_texts" else []
     return "\n\n".join([*parts, *notes(results)]) + "\n"
 
 

@@ -1,4 +1,5 @@
-"""The study of text, the table `memory`: what a long memory is worth in nats per token, compared seed by seed.
+"""The studies of text, the tables `memory` and `memory_texts`: what a long memory is worth in nats per token, compared
+seed by seed.
 
 A difference is a model's loss less another's, of runs of one seed, which read the same text in the same order: below 0
 the model is better.
@@ -23,6 +24,9 @@ KINDS = ("bigram", "rare bigram")
 """Kinds of `lineartime.recurrence` that are shown."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t of a 95 % interval for 2, 3, ... seeds; for more than 10 the last is a little too wide."""
+DIFFERENCES = ("**Differences to FLASH, whole split.** Nats per token, paired by seed: the model's loss less FLASH's, "
+               "below 0 the model is better. Here and below ± is the 95 % interval of the mean over the seeds "
+               "(Student's t), bold where it leaves 0 out; chance alone makes one in twenty bold.")
 NOT_YET, ONE_SEED = "Not measured yet.", "one seed, no claim"
 BySeed = Mapping[int, float]
 Losses = Mapping[str, BySeed]
@@ -202,6 +206,15 @@ def difference_part(results: Results, found: Mapping[Any, Losses], head: Mapping
     return grid(["model", *head.values()], lines)
 
 
+def columns_part(results: Results) -> str:
+    """Differences of the whole split in each column."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for (row, column, seed), loss in results.trained.loss.items():
+        found.setdefault(column, {}).setdefault(row, {})[seed] = loss
+    return difference_part(results, found, {column: column for column in results.columns if column in found},
+                           compared(results))
+
+
 def context_part(results: Results) -> str:
     """Differences by context."""
     found = losses_at(results, by_context)
@@ -264,9 +277,7 @@ def parts(results: Results) -> list[str]:
     left = missing(results)
     return [
         *([f"Not measured yet, or not evaluated: {'; '.join(left)}."] if left else []),
-        "**Differences to FLASH, whole split.** Nats per token, paired by seed: the model's loss less FLASH's, below 0 "
-        "the model is better. Here and below ± is the 95 % interval of the mean over the seeds (Student's t), bold "
-        "where it leaves 0 out; chance alone makes one in twenty bold. One seed has no interval and claims nothing.",
+        f"{DIFFERENCES} One seed has no interval and claims nothing.",
         whole_part(results),
         "**Equal time.** Losses of the part of the split that is scored during training. The time of a run is its "
         "steps times the median time of one, timed side by side. A model that is slower than FLASH is read at the step "

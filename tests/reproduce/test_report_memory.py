@@ -90,6 +90,20 @@ def test_the_whole_split_is_compared_seed_by_seed():
     assert "FLASH" not in lines and "FLASH, width 256" not in lines
 
 
+def test_articles_and_masked_text_are_compared_by_column():
+    rows = copy.deepcopy([record for record in made_rows("memory_texts") if record["kind"] == "train"])
+    for record in rows:
+        settings = record["settings"]
+        better = settings.get("key_conv") and settings["model"] == "flash" and settings["task"] == "c4"
+        record["held_out"]["loss"] = 3.0 + settings["seed"] - (0.25 + settings["seed"] / 100 if better else 0)
+    found = results_of("memory_texts", "cpu", rows)
+    lines = lines_of(memory.columns_part(found))
+    assert lines["FLASH, its loss"] == ["4.000", "4.000"]
+    assert lines["FLASH, three changes"] == ["+0.000 ± 0.000", "-0.260 ± 0.025"]
+    assert lines["Transformer++"] == ["+0.000 ± 0.000", "+0.000 ± 0.000"]
+    assert memory.columns_part(found) in table_section(found)
+
+
 def timed(**ms):
     """Step times, all of one run."""
     return [step_row(CELLS[name]) | {"cpu_ms": times(value), "run": "1"} for name, value in ms.items()]
