@@ -318,8 +318,7 @@ COMBINER = replace(TRANSFORMER_PLUS, attn_type="rowmajor_axial", chunk_size=256)
 FLASH_QUAD = replace(TRANSFORMER_PLUS, n_heads=1, attn_kernel="relu2", ffn="gau", activation="silu", n_layers=24,
                      expansion_factor=2, gate=True)
 FLASH = replace(FLASH_QUAD, attn_type="mixed_chunk", chunk_size=256)
-FLASH_PLUS = replace(FLASH, key_conv=3, linear_scale_init=1.0, linear_rope=False, linear_gate=True,
-                     chunk_pooling="written")
+FLASH_PLUS = replace(FLASH, key_conv=3, linear_rope=False, linear_gate=True, chunk_pooling="written")
 
 PRESETS: dict[str, ModelConfig] = {
     "transformer": TRANSFORMER,

@@ -451,7 +451,7 @@ def test_every_choice_of_every_field_is_described():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_flash_plus_is_flash_with_five_fields(task: str) -> None:
+def test_flash_plus_is_flash_with_four_fields(task: str) -> None:
     plus, flash = (to_dict(model_config(name, task)) for name in ("flash+", "flash"))
     assert {name: value for name, value in plus.items() if flash[name] != value} == {
-        "key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+        "key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}

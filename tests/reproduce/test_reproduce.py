@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import text_files
 from lineartime.cli import verbs
-from lineartime.config import TrainConfig, model_config
+from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.prepare import SAMPLE
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped, UsageError
@@ -30,7 +30,7 @@ from made_questions import write_questions
 from workers_here import work_here
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
-CONV, GATED = "FLASH, three changes", "FLASH, three and a gate, {}"
+CONV, FIXED = "FLASH, three changes", "FLASH, three and a gate, fixed"
 RUNS = Path(__file__).parents[2] / "runs"
 
 
@@ -72,7 +72,7 @@ def test_two_cores_have_few_cells_a_table_and_three_seeds():
         cells = cells_of(name, "cpu")
         assert 0 < len(cells) <= (16 if name == "memory_texts" else 12), name
         once = name in ("triviaqa", "more_tokens", "learning_rates")
-        alone = ["C = 1", GATED.format("fixed")] if name == "memory" else ["C = 1"]
+        alone = ["C = 1", FIXED] if name == "memory" else ["C = 1"]
         assert all(len(cell.seeds) == (1 if once or cell.row in alone or any(
             part in cell.row for part in (", 0.02", ", width 256")) else 3) for cell in cells)
         assert table.reference is None or {table.reference} & {cell.row for cell in cells}
@@ -90,21 +90,22 @@ def test_the_study_of_memory_compares_models_that_differ_in_what_its_rows_say():
         assert config.train.steps * config.train.tokens_per_step == 16_384_000
     options = {"FLASH": {}, "FLASH (LocalOnly)": {"chunk_parts": "local"},
                CONV: {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False}}
-    options[GATED.format("fixed")] = options[CONV] | {"linear_gate": True, "chunk_pooling": "fixed",
-                                                              "linear_divisor": 128.0}
-    options[GATED.format("written")] = options[CONV] | {"linear_gate": True, "chunk_pooling": "written"}
-    options["FLASH, all but scale"] = options[GATED.format("written")] | {"linear_scale_init": None}
-    options["FLASH, both halves"] = options[GATED.format("written")] | {"local_key_conv": True, "local_scale_init": 1.0}
+    options[FIXED] = options[CONV] | {"linear_gate": True, "chunk_pooling": "fixed", "linear_divisor": 128.0}
+    options["FLASH+ with scales of 1"] = options[CONV] | {"linear_gate": True, "chunk_pooling": "written"}
+    flash, plus = (dataclasses.asdict(PRESETS[name]) for name in ("flash", "flash+"))
+    options["FLASH+"] = {name: value for name, value in plus.items() if value != flash[name]}
+    options["FLASH, both halves"] = options["FLASH+ with scales of 1"] | {"local_key_conv": True,
+                                                                          "local_scale_init": 1.0}
     for row, fields in options.items():
         assert configs[row].model == dataclasses.replace(configs["FLASH"].model, **fields)
     plain = configs["Transformer++"].model
     assert configs["Transformer++ with a key convolution"].model == dataclasses.replace(plain, key_conv=3)
-    for row in ("FLASH", "Transformer++"):
+    for row in ("FLASH", "FLASH+", "Transformer++"):
         assert configs[f"{row}, width 256"].model == dataclasses.replace(configs[row].model, d_model=256,
                                                                          init_std=0.035)
-    assert len(configs) == 11
+    assert len(configs) == 12
     jobs = runner.missing_jobs(cells_of("memory", "cpu"), {})
-    assert [job.seed for job in jobs] == [0] * 11 + [1] * 8 + [2] * 8  # one seed of every row comes first
+    assert [job.seed for job in jobs] == [0] * 12 + [1] * 8 + [2] * 8  # one seed of every row comes first
 
 
 def test_cells_of_one_model_on_one_text_share_their_run():
