@@ -423,7 +423,8 @@ def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None,
     CheckpointError and nothing else."""
     step = _step_of(path.name)
     if step is None:
-        raise _damage(path, "not a checkpoint, which has a name like step-00000042")
+        raise CheckpointError("a checkpoint under another name", path,
+                              "give it its name back, such as step-00000042, or copy with `lineartime export`")
     with _opened(path, os.O_NOFOLLOW) as (folder, present):
         content = _read_manifest(path, folder, os.O_NOFOLLOW)
         files = content["files"]

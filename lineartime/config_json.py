@@ -26,6 +26,8 @@ class Head:
     label_mean: float = 0.0
     label_std: float = 1.0
     """Of numbers: the output times `label_std`, plus `label_mean`, is the number."""
+    pairs: bool = False
+    """Whether a document was a pair of texts in training."""
 
     def __post_init__(self) -> None:
         require_name("problem_type", self.problem_type, PROBLEMS.values())
@@ -40,7 +42,7 @@ class Head:
         scale = {"label_mean": self.label_mean, "label_std": self.label_std}
         return {"problem_type": self.problem_type, "id2label": {str(i): name for i, name in enumerate(self.labels)},
                 "label2id": {name: i for i, name in enumerate(self.labels)},
-                **(scale if self.problem_type == PROBLEMS["number"] else {})}
+                **(scale if self.problem_type == PROBLEMS["number"] else {}), **({"pairs": True} if self.pairs else {})}
 
 
 def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
@@ -73,7 +75,8 @@ def head_from_json(config_json: str) -> Head:
             fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}).items()}
         labels = tuple(names[i] for i in range(len(names)))
         kind = fields.get("problem_type") or PROBLEMS["number" if len(labels) == 1 else "one"]
-        return Head(kind, labels, float(fields.get("label_mean") or 0), float(fields.get("label_std") or 1))
+        return Head(kind, labels, float(fields.get("label_mean") or 0), float(fields.get("label_std") or 1),
+                    fields.get("pairs") is True)
     except (KeyError, ValueError, TypeError, AttributeError):
         raise UsageError("its labels are missing or wrong", "config.json", "problem_type, id2label") from None
 

@@ -86,6 +86,8 @@ def classify(
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     loaded, tokenizer, _ = load_classifier(folder, strict=strict)
+    if loaded.head.pairs and pair_field is None:
+        raise UsageError("this model learned from pairs of texts", folder, "name the second text with --pair-field")
     loaded.to(pick_device(device))
     write_results("classify", loaded, tokenizer, files, fields, reading, out,
                   lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))

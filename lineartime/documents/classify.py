@@ -14,6 +14,7 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, Label, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
 from lineartime.model import DocumentClassifier
+from lineartime.settings import require
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,7 +38,10 @@ def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[st
 
     model, tokenizer: of `load_classifier`. max_tokens: cut longer documents to this many. batch_rows: rows read at
     once, which changes only rounding. precision: "float32" or "bfloat16". progress is called with the number of tokens
-    read. Raises UsageError for wrong values, DataError for a text that is white space or that the tokenizer lacks."""
+    read. Raises UsageError for wrong values and another model, DataError for a text that is white space or that the
+    tokenizer lacks."""
+    require(isinstance(model, DocumentClassifier), "this model has no labels", type(model).__name__,
+            "see load_classifier")
     reading = Reading(max_tokens, batch_rows, precision)
     return [predict(model, mean) for _, mean in named_means(model, tokenizer, text_examples(texts), reading,
                                                             progress=progress)]

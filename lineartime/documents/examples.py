@@ -34,7 +34,7 @@ from lineartime.data.read_text import (
 )
 from lineartime.data.splits import files_below
 from lineartime.errors import DataError, UsageError
-from lineartime.settings import require_name
+from lineartime.settings import require, require_name
 
 PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 logger = logging.getLogger(__name__)
@@ -70,9 +70,14 @@ class Example(NamedTuple):
 
 
 def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
-    """Texts, or pairs of texts, as documents. Raises DataError for one that is white space."""
+    """Texts, or pairs of texts, as documents. Raises UsageError for what is neither, DataError for one that is white
+    space."""
+    require(not isinstance(texts, str), "a list of texts is needed", f"{str(texts)[:40]!r}", "put the text into a list")
     for number, text in enumerate(texts, 1):
-        one, second = (text, None) if isinstance(text, str) else text
+        pair = (text, None) if isinstance(text, str) else text
+        require(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
+                and isinstance(pair[1], str | None), "neither a text nor a pair of texts", f"text {number}")
+        one, second = pair
         if not one.strip() or (second is not None and not second.strip()):
             raise DataError("an empty document", f"text {number}", "take it out")
         yield Example("", number, f"text {number}", (one,), second, None)

@@ -6,6 +6,7 @@ tokens; the held-out scores, and `lineartime classify`, read it whole."""
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
     texts = read_splits(plan, stop, progress, "documents", lambda names, counted: read_documents(
         tokenizer, read_examples(names, plan.fields, plan.labels), plan.max_tokens, counted))
     train, validation, test = texts.train, texts.validation, texts.test
-    head = head_of(train, plan.labels, ", ".join(map(str, plan.documents)))
+    head = replace(head_of(train, plan.labels, ", ".join(map(str, plan.documents))), pairs=plan.fields.pair is not None)
     for each in (validation, *([] if test is None else [test])):
         require_known(head, each)
     targets = targets_of(head, train.labels)

@@ -99,10 +99,11 @@ def unfinished_rows(out: Path, description: dict[str, Any],
 
 
 def rows_of(file: IO[bytes], first: bytes, path: Path) -> int:
-    """The number of whole rows of an open file; what is behind them is cut off, and a new file gets its first line."""
+    """The number of whole rows of an open file; what is behind them is cut off, and a file without rows gets its first
+    line anew."""
     file.seek(0)
     begun, n_rows, end = file.readline(), 0, len(first)
-    if not begun.endswith(b"\n"):  # of a process that was killed at once
+    if not file.readline().endswith(b"\n"):  # of a process that ended before its first row
         file.truncate(0)
         file.write(first)
         file.flush()
@@ -110,6 +111,7 @@ def rows_of(file: IO[bytes], first: bytes, path: Path) -> int:
     if begun != first:
         raise UsageError("a file of other documents, or of another model, is unfinished", path,
                          "delete it, or choose another --out")
+    file.seek(len(first))
     for line in file:
         if not line.endswith(b"\n"):
             break

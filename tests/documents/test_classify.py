@@ -20,6 +20,7 @@ from lineartime import finetuning
 from lineartime.config_json import Head
 from lineartime.documents import finetune, metrics, report, tuning
 from lineartime.documents.classify import label_losses, prediction_of, targets_of
+from lineartime.documents.examples import Fields
 from lineartime.documents.finetune import LabelledDocuments, finetune_documents
 from lineartime.documents.labelled import Documents, class_weights, head_of
 from lineartime.documents.pooling import document_ids
@@ -111,6 +112,29 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
     assert "are longer than a row" not in text and result["documents"]["longer_than_a_row"] > 3
 
 
+def test_a_model_of_pairs_asks_for_them(folder, tmp_path, call):
+    rows = write_rows(tmp_path / "rows.jsonl", [{**row, "second": row["text"]} for row in made_rows(8, 1)])
+    given = {"fields": Fields(pair="second"), "epochs": 1, "learning_rates": (1e-3,)}
+    finetune_documents(replace(plan(folder, tmp_path / "out", **given), documents=(rows,), validation=(rows,), test=()),
+                       device=CPU)
+    assert lineartime.load_classifier(tmp_path / "out")[0].head.pairs
+    for model in (tmp_path / "out", tmp_path / "out" / "best"):
+        assert_refused(*call("classify", model, rows)[::2], 2, "learned from pairs of texts", "--pair-field")
+    assert len(call("classify", tmp_path / "out", rows, "--pair-field", "second")[1].splitlines()) == 8
+
+
+def test_a_copy_of_the_best_weights_under_another_name_is_not_called_damaged(done, tmp_path, call):
+    shutil.copytree(done / "best", tmp_path / "mine")
+    assert_refused(*call("classify", tmp_path / "mine", tmp_path)[::2], 4, "a checkpoint under another name",
+                   "give it its name back, such as step-00000042, or copy with `lineartime export`")
+
+
+def test_a_model_without_labels_is_refused(folder):
+    model, tokenizer, _ = lineartime.load_model(folder / "model")
+    with pytest.raises(UsageError, match="this model has no labels: LanguageModel; see load_classifier"):
+        lineartime.classify(model, tokenizer, ["a text"])
+
+
 @pytest.mark.parametrize("kind", ["several", "number"])
 def test_several_labels_and_numbers(folder, tmp_path, kind):
     result = finetune_documents(plan(folder, tmp_path / "out", kind, learning_rates=(3e-2,), epochs=6), device=CPU)
@@ -118,6 +142,7 @@ def test_several_labels_and_numbers(folder, tmp_path, kind):
     found = lineartime.classify(model, tokenizer, [row["text"] for row in made_rows(9, 4, kind)])
     if kind == "number":
         assert result["test"]["r2"] > 0.8 > 0.1 > result["without_reading"]["r2"]
+        assert "Without reading: the mean in training" in (tmp_path / "out" / report.REPORT_FILE).read_text()
         assert all(90 < each.label < 130 and not each.scores for each in found)
         assert (tmp_path / "out" / report.NUMBERS_FILE).exists()
     else:

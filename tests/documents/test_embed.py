@@ -16,6 +16,7 @@ from command_line import call as call  # a fixture
 from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents import results
+from lineartime.errors import UsageError
 from tiny_checkpoints import random_model, write_checkpoint
 
 TEXTS = ["once upon a time", "there was", "a document that is longer than a row of the model, by far. " * 6, "end"]
@@ -94,6 +95,20 @@ def test_a_file_that_is_half_written_goes_on(folder, vectors, tmp_path, call, mo
         assert_refused(*call(*asked, tmp_path / "w.npy", *more)[::2], 2, "unfinished", "w.npy.part")
     (folder / "texts.jsonl").touch()
     assert_refused(*call(*asked, tmp_path / "w.npy")[::2], 2, "unfinished", "w.npy.part")
+    for end in (first, first + 40):  # no row was made, as of a file that could not be read and is mended now
+        out.unlink(missing_ok=True)
+        results.part_of(out).write_bytes(whole[:end])
+        assert call(*asked, out, "--max-tokens", 5)[0] == 0 and len(np.load(out)) == len(TEXTS)
+
+
+@pytest.mark.parametrize(("texts", "words"), [
+    ("hello", "a list of texts is needed: 'hello'; put the text into a list"),
+    (["a", 1], "neither a text nor a pair of texts: text 2"), ([None], "text 1"), ([("a",)], "text 1"),
+    ([("a", 2)], "text 1"), ([["a", "b", "c"]], "text 1")])
+def test_what_is_no_text_is_refused(folder, texts, words):
+    model, tokenizer, _ = lineartime.load_model(folder / "model")
+    with pytest.raises(UsageError, match=words):
+        lineartime.embed(model, tokenizer, texts)
 
 
 def test_a_signal_keeps_what_is_read(folder, tmp_path, warm_command):
