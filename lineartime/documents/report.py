@@ -75,8 +75,8 @@ def write_report(out: Path, head: Head, documents: Documents, logits_NL: np.ndar
                       f"{each['steps']:,}", *(f"{each['held_out'][score]:.4g}" for score in names)]
                      for name, each in result["learning_rates"].items()]
                     + [["without reading", "", *(f"{result['without_reading'][score]:.4g}" for score in names)]]), "",
-             f"Without reading: {'the mean' if head.problem_type == NUMBER else 'what is most frequent'} in training is "
-             "said of every document.", ""]
+             f"Without reading: {'the mean' if head.problem_type == NUMBER else 'what is most frequent'} in training "
+             "is said of every document.", ""]
     if tested:
         lines += ["## Test", "", *table(list(map(spaced, names)), [[f"{scores[name]:.4g}" for name in names]]), ""]
     lines += of_numbers(out, targets, logits_NL) if head.problem_type == NUMBER else (
