@@ -1,6 +1,5 @@
 """tools/gpu.py without a GPU, and how calls are made: each is one the command line knows, ends in time, dies whole."""
 
-import importlib.util
 import itertools
 import json
 import os
@@ -20,14 +19,12 @@ from lineartime.benchmark.peers import parse_label
 from lineartime.cli.verbs import app
 from lineartime.reproduce.scales import cells_of
 from lineartime.reproduce.tables import TABLES
+from scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "gpu.py"
 
-spec = importlib.util.spec_from_file_location("gpu", SCRIPT)
-gpu = importlib.util.module_from_spec(spec)
-sys.modules["gpu"] = gpu
-spec.loader.exec_module(gpu)
+gpu = loaded("tools", "gpu")
 MEASURED = ("kernels", "step", "decode")
 
 

@@ -1,17 +1,14 @@
 """The passages of runs/documents.py: nested by length, none of a test's books in the training, the same for a seed."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import lineartime
+from scripts import loaded
 
-SCRIPT = Path(__file__).parents[2] / "runs" / "documents.py"
-spec = importlib.util.spec_from_file_location("labels_by_length", SCRIPT)
-study = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(study)
+study = loaded("runs", "documents")
 
 BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
 

@@ -1,6 +1,5 @@
 """The studies of runs/listops.py and runs/retrieval.py: what they draw and how they count."""
 
-import importlib.util
 import random
 import subprocess
 import sys
@@ -11,20 +10,12 @@ import pytest
 import torch
 
 from lineartime.errors import UsageError
+from scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 
 
-def study(name: str):
-    spec = importlib.util.spec_from_file_location(f"runs_{name}", ROOT / "runs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-listops, retrieval = study("listops"), study("retrieval")
+listops, retrieval = loaded("runs", "listops"), loaded("runs", "retrieval")
 
 
 def value_of(symbols: list[str]) -> int:

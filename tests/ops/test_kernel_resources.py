@@ -1,6 +1,5 @@
 """Kernels compiled without a GPU, for two architectures: they fit, nothing spills, and the log says what they take."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts import loaded
+
 ROOT = Path(__file__).parents[2]
 SCRIPT, LOG = ROOT / "tools" / "kernel_resources.py", ROOT / "docs" / "tuning.md"
 
-spec = importlib.util.spec_from_file_location("kernel_resources", SCRIPT)
-kernel_resources = importlib.util.module_from_spec(spec)
-sys.modules["kernel_resources"] = kernel_resources
-spec.loader.exec_module(kernel_resources)
+kernel_resources = loaded("tools", "kernel_resources")
 Case, SHARED_KIB = kernel_resources.Case, kernel_resources.SHARED_KIB
 
 PRODUCTS = {"add_up", "attend_queries", "differentiate_head", "differentiate_keys", "differentiate_scores",

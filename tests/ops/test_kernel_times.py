@@ -1,6 +1,5 @@
 """Predicted times without a GPU: the arithmetic, what is counted, and the page that has them."""
 
-import importlib.util
 import math
 import re
 import subprocess
@@ -16,14 +15,12 @@ import interpreter  # noqa: F401 - first: has Triton interpret
 from lineartime import model_config
 from lineartime.ops import mixed_chunk, norm
 from lineartime.ops.dispatch import FEW_TOKENS
+from scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, PAGE, KERNELS = ROOT / "tools" / "kernel_times.py", ROOT / "docs" / "tuning.md", ROOT / "docs" / "kernels.md"
 
-spec = importlib.util.spec_from_file_location("kernel_times", SCRIPT)
-kernel_times = importlib.util.module_from_spec(spec)
-sys.modules["kernel_times"] = kernel_times
-spec.loader.exec_module(kernel_times)
+kernel_times = loaded("tools", "kernel_times")
 counts, DEVICES, BEST, WORST = (kernel_times.counts, kernel_times.DEVICES, kernel_times.BEST, kernel_times.WORST)
 Launch, Program = kernel_times.Launch, kernel_times.Program
 H100, H200, A100, RTX_4090 = DEVICES
