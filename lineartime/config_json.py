@@ -28,6 +28,8 @@ class Head:
     """Of numbers: the output times `label_std`, plus `label_mean`, is the number."""
     pairs: bool = False
     """Whether a document was a pair of texts in training."""
+    max_tokens: int | None = None
+    """What documents were cut to in training."""
 
     def __post_init__(self) -> None:
         require_name("problem_type", self.problem_type, PROBLEMS.values())
@@ -42,7 +44,8 @@ class Head:
         scale = {"label_mean": self.label_mean, "label_std": self.label_std}
         return {"problem_type": self.problem_type, "id2label": {str(i): name for i, name in enumerate(self.labels)},
                 "label2id": {name: i for i, name in enumerate(self.labels)},
-                **(scale if self.problem_type == PROBLEMS["number"] else {}), **({"pairs": True} if self.pairs else {})}
+                **(scale if self.problem_type == PROBLEMS["number"] else {}), **({"pairs": True} if self.pairs else {}),
+                **({} if self.max_tokens is None else {"max_tokens": self.max_tokens})}
 
 
 def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
@@ -75,8 +78,9 @@ def head_from_json(config_json: str) -> Head:
             fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}).items()}
         labels = tuple(names[i] for i in range(len(names)))
         kind = fields.get("problem_type") or PROBLEMS["number" if len(labels) == 1 else "one"]
+        max_tokens = fields.get("max_tokens")
         return Head(kind, labels, float(fields.get("label_mean") or 0), float(fields.get("label_std") or 1),
-                    fields.get("pairs") is True)
+                    fields.get("pairs") is True, None if max_tokens is None else int(max_tokens))
     except (KeyError, ValueError, TypeError, AttributeError):
         raise UsageError("its labels are missing or wrong", "config.json", "problem_type, id2label") from None
 

@@ -32,6 +32,12 @@ BEST = "best"
 logger = logging.getLogger(__name__)
 
 
+def require_folder(out: Path) -> None:
+    """Raise UsageError for the folder of a fine-tuning where a file or another run is, before anything is read."""
+    require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
+    require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
+
+
 def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
     """A pretrained model's configuration with rows of another length, then `changes`. Without chunks, n of
     relu(q k / n + b)^2 keeps its value. Raises UsageError for a context longer than the position tables allow."""
@@ -143,7 +149,7 @@ def try_rates(out: Path, configs: Mapping[str, RunConfig], settings: dict[str, A
     or resumes it, and returns its scores; rank_of gives the number, or numbers, by which the best has the most. finish
     gets the best run's folder and all scores, and writes on rank 0 what is beside the result. Raises UsageError for a
     folder with another fine-tuning or another run, and as train_one does."""
-    require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
+    require_folder(out)
     with connected(device.type, rank_timeout) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
         found = result_or_none(out, read_fine_tuning, "lr-*/step-*") if ranks.is_first else None
         complete = gather_json(found, ranks)[0]

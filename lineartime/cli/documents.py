@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,12 +17,13 @@ from lineartime.errors import UsageError
 if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
     from lineartime.documents.examples import Example, Fields
+    from lineartime.documents.examples import Stdin as StdinKind
     from lineartime.documents.pooling import Mean, Reading
     from lineartime.model import LanguageModel
 
 Files = Annotated[list[str], typer.Argument(
-    help="Text files, files of records (.csv, .jsonl, .parquet), folders, hub:NAME/SPLIT, or `-` for one document on "
-         "stdin.")]
+    help="Text files, files of records (.csv, .jsonl, .parquet), folders, hub:NAME/SPLIT, or `-` for stdin.")]
+Stdin = Annotated[str, typer.Option(help="What `-` reads: text, one document; or jsonl, one in each line.")]
 TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
 PairField = Annotated[str | None, typer.Option(help="Field or column of a second text, for pairs.")]
 MaxTokens = Annotated[int | None, typer.Option(
@@ -39,6 +40,7 @@ def embed(
         help="File for the vectors: .jsonl, .npy or .parquet; by default JSON lines on stdout.")] = None,
     text_field: TextField = "text",
     pair_field: PairField = None,
+    stdin: Stdin = "text",
     max_tokens: MaxTokens = None,
     batch_rows: BatchRows = 8,
     precision: Precision = "float32",
@@ -57,8 +59,8 @@ def embed(
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     loaded, tokenizer, _ = load_model(folder, strict=strict)
-    write_results("embed", loaded.to(pick_device(device)), tokenizer, files, fields, reading, out, embedded_row,
-                  embedded_schema)
+    write_results("embed", loaded.to(pick_device(device)), tokenizer, files, fields, stdin, reading, out,
+                  embedded_row, embedded_schema)
 
 
 def classify(
@@ -68,6 +70,7 @@ def classify(
         help="File for the labels: .jsonl or .parquet; by default JSON lines on stdout.")] = None,
     text_field: TextField = "text",
     pair_field: PairField = None,
+    stdin: Stdin = "text",
     max_tokens: MaxTokens = None,
     batch_rows: BatchRows = 8,
     precision: Precision = "float32",
@@ -89,7 +92,10 @@ def classify(
     if loaded.head.pairs and pair_field is None:
         raise UsageError("this model learned from pairs of texts", folder, "name the second text with --pair-field")
     loaded.to(pick_device(device))
-    write_results("classify", loaded, tokenizer, files, fields, reading, out,
+    trained = loaded.head.max_tokens
+    if trained is not None and (max_tokens or trained + 1) > trained:
+        note(f"in training documents were cut to {trained:,} tokens; --max-tokens {trained} reads them so")
+    write_results("classify", loaded, tokenizer, files, fields, stdin, reading, out,
                   lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))
 
 
@@ -140,10 +146,10 @@ def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) ->
 
 
 def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: "Fields",
-                  reading: "Reading", out: Path | None, row_of: Callable[["Example", "Mean"], dict[str, Any]],
-                  schema: Callable[[], Any]) -> None:
+                  stdin: str, reading: "Reading", out: Path | None,
+                  row_of: Callable[["Example", "Mean"], dict[str, Any]], schema: Callable[[], Any]) -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
-    same verb, fields and reading."""
+    same verb, fields and reading. stdin: see `read_examples`."""
     from lineartime.documents.examples import read_examples
     from lineartime.documents.pooling import named_means
     from lineartime.documents.results import description_of, unfinished_rows
@@ -173,7 +179,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", fil
                 add(row_of(example, mean))
                 n_documents, n_cut = n_documents + 1, n_cut + mean.is_cut
 
-        examples = read_examples(files, fields)
+        examples = read_examples(files, fields, stdin=cast("StdinKind", stdin))
         if out is None:
             write(examples, lambda row: print(json.dumps(row, ensure_ascii=False), flush=True))
         else:

@@ -168,19 +168,25 @@ def json_records(path: Path, max_line_bytes: int = MAX_LINE_BYTES,
     `read_pieces`. Raises DataError, with the line, for what is not JSON, and OSError."""
     place, compressed = Place() if place is None else place, path.name.lower().endswith(".gz")
     with opened(path) as file:
-        number = place.line
         if place.at:
             file.seek(place.at)
-        while line := file.readline(max_line_bytes + 1):
-            number += 1
-            if len(line) > max_line_bytes:
-                raise DataError("line is too long", f"{path}:{number}", f"the limit is {max_line_bytes} bytes")
-            if not line.isspace():
-                where = f"{path}:{number}"
-                record = _record_of_line(line, where)
-                if not compressed:
-                    place.at, place.line = file.tell(), number
-                yield where, record
+        for number, where, record in json_lines(file, str(path), max_line_bytes, place.line):
+            if not compressed:
+                place.at, place.line = file.tell(), number
+            yield where, record
+
+
+def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES,
+               n_before: int = 0) -> Iterator[tuple[int, str, Any]]:
+    """The number, the place, for errors, and the content of each line of JSON lines that is not blank. n_before: lines
+    before the first. Raises DataError as `json_records` does."""
+    number = n_before
+    while line := file.readline(max_line_bytes + 1):
+        number, where = number + 1, f"{name}:{number + 1}"
+        if len(line) > max_line_bytes:
+            raise DataError("line is too long", where, f"the limit is {max_line_bytes} bytes")
+        if not line.isspace():
+            yield number, where, _record_of_line(line, where)
 
 
 def _record_of_line(line: bytes, where: str) -> Any:

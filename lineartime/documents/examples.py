@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import IO, Any, Literal, NamedTuple, get_args
 
 from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import (
@@ -23,6 +23,7 @@ from lineartime.data.read_text import (
     Place,
     checked,
     cut,
+    json_lines,
     json_records,
     opened,
     parquet_records,
@@ -40,6 +41,8 @@ PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jso
 logger = logging.getLogger(__name__)
 STDIN, ON_HUB = "-", "hub:"
 BETWEEN_LABELS = ";"
+Stdin = Literal["text", "jsonl"]
+"""What stdin has: the text of one document, or a document in each line of JSON."""
 Labels = Literal["one", "several", "number"]
 """What a document's label is: one of the classes, any number of them, or a number."""
 Label = str | tuple[str, ...] | float
@@ -83,21 +86,28 @@ def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
         yield Example("", number, f"text {number}", (one,), second, None)
 
 
-def read_examples(names: Iterable[Path | str], fields: Fields | None = None,
-                  labels: Labels | None = None) -> Iterator[Example]:
+def read_examples(names: Iterable[Path | str], fields: Fields | None = None, labels: Labels | None = None,
+                  stdin: Stdin = "text") -> Iterator[Example]:
     """The documents of all inputs, in order; those of a folder in the order of their names.
 
-    names: files, folders, `hub:NAME/SPLIT`, or `-` for one document on stdin. labels: the kind of their labels; None:
-    none is read. Raises UsageError for an input of an unknown kind, DataError, with its place, for a document without
-    text or label, a field that is missing, and files that cannot be read."""
+    names: files, folders, `hub:NAME/SPLIT`, or `-` for stdin. labels: the kind of their labels; None: none is read.
+    stdin: what stdin has. Raises UsageError for an input of an unknown kind, DataError, with its place, for a document
+    without text or label, a field that is missing, and files that cannot be read."""
     fields = fields or Fields()
+    require_name("kind of stdin", stdin, get_args(Stdin))
     if labels is not None:
         require_name("kind of labels", labels, get_args(Labels))
     for name in map(str, names):
-        if name == STDIN:
+        if name == STDIN and stdin == "jsonl":
+            lines = json_lines(stdin_bytes(), "stdin")
+            yield from of_records(((where, record) for _, where, record in lines), "stdin", fields, labels)
+        elif name == STDIN:
             if labels is not None:
                 raise UsageError("a document of stdin has no label", name, "name a file")
-            yield Example("stdin", 1, "stdin", not_blank(stdin_pieces(), "stdin"), None, None)
+            if fields.pair is not None:
+                raise UsageError("a document of stdin is no pair of texts", name, "it may be JSON lines: --stdin jsonl")
+            pieces = cut(text_blocks(stdin_bytes(), "stdin", Place()))
+            yield Example("stdin", 1, "stdin", not_blank(pieces, "stdin"), None, None)
         elif name.startswith(ON_HUB):
             yield from of_records(hub_rows(name), name, fields, labels)
         elif Path(name).is_dir():
@@ -218,11 +228,11 @@ def not_blank(pieces: Iterable[Piece], where: str) -> Iterator[str]:
         raise DataError("an empty document", where, "take it out")
 
 
-def stdin_pieces() -> Iterator[Piece]:
-    """The document on stdin."""
+def stdin_bytes() -> IO[bytes]:
+    """The bytes of stdin. Raises DataError if it is closed."""
     if sys.stdin is None:
         raise DataError("no text", "stdin")
-    return cut(text_blocks(sys.stdin.buffer, "stdin", Place()))
+    return sys.stdin.buffer
 
 
 def chosen(path: Path, fields: Fields, labels: Labels | None) -> Callable[[Any], list[str]]:

@@ -34,7 +34,7 @@ from lineartime.documents.tuning import (
     reading_of,
     train_best,
 )
-from lineartime.finetuning import BEST, copy_weights, try_rates, with_context
+from lineartime.finetuning import BEST, copy_weights, require_folder, try_rates, with_context
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE, Run, load_model
 from lineartime.run_config import RunConfig
@@ -111,6 +111,7 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
     Raises UsageError for wrong settings, a model with a head, a folder with another fine-tuning and, for labels,
     without scikit-learn; DataError for wrong documents; Stopped after saving, and as `fit` does."""
     stop = stop or StopSignal()
+    require_folder(plan.out)
     if plan.task == "classify":
         metrics.scikit()
     if not isinstance(device, torch.device):
@@ -131,7 +132,8 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
     texts = read_splits(plan, stop, progress, "documents", lambda names, counted: read_documents(
         tokenizer, read_examples(names, plan.fields, plan.labels), plan.max_tokens, counted))
     train, validation, test = texts.train, texts.validation, texts.test
-    head = replace(head_of(train, plan.labels, ", ".join(map(str, plan.documents))), pairs=plan.fields.pair is not None)
+    head = replace(head_of(train, plan.labels, ", ".join(map(str, plan.documents))), pairs=plan.fields.pair is not None,
+                   max_tokens=plan.max_tokens)
     for each in (validation, *([] if test is None else [test])):
         require_known(head, each)
     targets = targets_of(head, train.labels)

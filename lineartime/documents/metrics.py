@@ -59,8 +59,12 @@ def by_class(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> list[tup
 
 
 def confusion(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Documents of each class, from the top, by what the model calls them, `[L, L]`. For one class a document."""
-    return scikit().confusion_matrix(targets, found_classes(head, logits_NL), labels=range(len(head.labels)))
+    """Documents of each class, from the top, by what the model calls them, `[L, L]`: of several classes a document,
+    those that have the class of the row and are called the class of the column."""
+    found = found_classes(head, logits_NL)
+    if head.problem_type == ONE:
+        return scikit().confusion_matrix(targets, found, labels=range(len(head.labels)))
+    return targets.T @ found
 
 
 def confidences(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -101,18 +101,19 @@ def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray
     several = [] if head.problem_type == ONE else ["Accuracy: the share of documents with all classes right.", ""]
     lines = ["## Classes", "", *several, *table(["class", "precision", "recall", "F1", "documents"], [
         [escaped(name), f"{p:.3f}", f"{r:.3f}", f"{f:.3f}", f"{n:,}"] for name, p, r, f, n in rows]), ""]
-    if head.problem_type == ONE:
-        counts = metrics.confusion(head, logits_NL, targets)
-        shown = np.sort(np.argsort(-counts.sum(1), kind="stable")[:MOST_CLASSES])
-        cut = [in_picture(head.labels[i]) for i in shown]
-        share_LL = (counts / counts.sum(1, keepdims=True).clip(min=1))[np.ix_(shown, shown)]
-        draw(Picture("Share of each class's documents (rows) by what the model calls them (columns)", (
-            Panel("confusion", "the model says", "", heat=tuple(
-                (name, tuple(row)) for name, row in zip(cut, share_LL.tolist(), strict=True)),
-                heat_columns=tuple(cut)),)), out / CONFUSION_FILE)
-        more = f" The {MOST_CLASSES} most frequent of {len(head.labels)} classes." if len(cut) < len(rows) else ""
-        lines += [f"![confusion]({CONFUSION_FILE})", "",
-                  f"Rows are the labels, columns what the model says, in shares of a row.{more}", ""]
+    n_L = np.array([n for *_, n in rows])
+    shown = np.sort(np.argsort(-n_L, kind="stable")[:MOST_CLASSES])
+    cut = [in_picture(head.labels[i]) for i in shown]
+    share_LL = (metrics.confusion(head, logits_NL, targets) / n_L[:, None].clip(min=1))[np.ix_(shown, shown)]
+    draw(Picture("Share of each class's documents (rows) by what the model calls them (columns)", (
+        Panel("confusion", "the model says", "", heat=tuple(
+            (name, tuple(row)) for name, row in zip(cut, share_LL.tolist(), strict=True)),
+            heat_columns=tuple(cut)),)), out / CONFUSION_FILE)
+    of_row = "in shares of a row" if head.problem_type == ONE else (
+        "in shares of the documents that have the label; one that has two is in both rows")
+    more = f" The {MOST_CLASSES} most frequent of {len(head.labels)} classes." if len(cut) < len(rows) else ""
+    lines += [f"![confusion]({CONFUSION_FILE})", "",
+              f"Rows are the labels, columns what the model says, {of_row}.{more}", ""]
     p, right = metrics.confidences(head, logits_NL, targets)
     bins = metrics.bins_of(p, right)
     draw(Picture("How often the model is right by how probable it holds what it says; the dashed line is what it "

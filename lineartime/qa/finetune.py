@@ -33,6 +33,7 @@ from lineartime.finetuning import (
     copy_weights,
     is_flash,
     name_of,
+    require_folder,
     train_config,
     try_rates,
     with_context,
@@ -186,6 +187,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     rank_timeout: see `train`. Raises UsageError for a wrong pretrained run, wrong settings or a folder with another
     fine-tuning, DataError for wrong questions, Stopped after saving, and as `fit` does."""
     stop = stop or StopSignal()
+    require_folder(plan.out)
     if not isinstance(device, torch.device):
         device = pick_device(device, tell=True)
     pretrained, tokenizer, facts = load_model(plan.run, strict=plan.strict)

@@ -147,7 +147,8 @@ def test_several_labels_and_numbers(folder, tmp_path, kind):
         assert (tmp_path / "out" / report.NUMBERS_FILE).exists()
     else:
         assert result["test"]["macro_f1"] > 0.8 and model.head.labels == ("odd", "sea", "town", "wood")
-        assert any(len(each.label) == 2 for each in found) and not (tmp_path / "out" / report.CONFUSION_FILE).exists()
+        assert any(len(each.label) == 2 for each in found) and (tmp_path / "out" / report.CONFUSION_FILE).exists()
+        assert "one that has two is in both rows" in (tmp_path / "out" / report.REPORT_FILE).read_text()
 
 
 def test_the_same_settings_are_complete_and_others_refused(folder, done):
@@ -328,6 +329,11 @@ def test_scores():
     gap = abs(p_right[0][0] - 1) + abs(p_right[2][0]) + 2 * abs((p[1] + p[3]) / 2 - 1)
     assert scores["calibration_error"] == pytest.approx(gap / 4)
     assert prediction_of(SEVERAL, np.array([1.0, -1.0, 2.0])).label == ("a", "c")
+    assert metrics.confusion(ONE, logits_NL, targets_of(ONE, ["a", "b", "c", "c"])).tolist() == [
+        [1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    said_NL = np.array([[1, -1, 1], [-1, 1, -1], [-1, -1, -1]], np.float64)  # a and c; b; nothing
+    assert metrics.confusion(SEVERAL, said_NL, targets_of(SEVERAL, [("a", "b"), ("b",), ("c",)])).tolist() == [
+        [1, 0, 1], [1, 1, 1], [0, 0, 0]]
     assert prediction_of(NUMBER, np.array([1.5])) == (1.5, {})
     perfect = metrics.score_labels(NUMBER, np.array([[1.0], [2.0]]), np.array([1.0, 2.0]))
     assert (perfect["r2"], perfect["loss"], perfect["mean_absolute_error"]) == (1, 0, 0)
@@ -357,6 +363,9 @@ def test_classify_writes_what_python_says(folder, done, tmp_path, call):
     assert json.loads(out)["scores"] == rows[0]["scores"]
     whole = [i for pieces in document_ids(tokenizer, [texts[0]]) for i in pieces]
     assert json.loads(out)["tokens"] == len(whole)
+    lines = (folder / "test-one.jsonl").read_text(encoding="utf-8")
+    code, out, err = call("classify", done, "-", "--stdin", "jsonl", stdin=lines)
+    assert code == 0 and [json.loads(line) | {"file": rows[0]["file"]} for line in out.splitlines()] == rows, err
 
 
 def test_the_command_line_finetunes(folder, tmp_path, call):
@@ -368,6 +377,10 @@ def test_the_command_line_finetunes(folder, tmp_path, call):
     assert "report   " in out and "without reading accuracy" in out
     code, out, _ = call(*line)
     assert code == 0 and "complete: " in out
+    said = "in training documents were cut to 20 tokens"
+    for words, is_said in (((), True), (("--max-tokens", 30), True), (("--max-tokens", 20), False)):
+        code, _, err = call("classify", tmp_path / "out", folder / "test-one.jsonl", *words)
+        assert code == 0 and (said in err) == is_said, (words, err)
 
 
 def test_bad_input_is_one_line(folder, done, tmp_path, call):
@@ -403,6 +416,8 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     refuse(2, "patience = 0", more=["--patience", 0])
     refuse(2, "max_tokens = 0", more=["--max-tokens", 0])
     refuse(2, "context = 1", more=["--context", 1])
+    (tmp_path / "taken").write_text("notes")
+    refuse(2, "not a folder", "taken", more=["--out", tmp_path / "taken"])
     named = ["--task", "classify", "--validation", folder / "dev-one.jsonl"]
     assert_refused(*call("finetune", folder / "model", *named)[::2], 2, "--documents")
     assert_refused(*call("finetune", done, *named, "--documents", folder / "train-one.jsonl", "--out",
@@ -413,6 +428,8 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     assert_refused(*call("classify", folder / "model", text)[::2], 2, "not fine-tuned on labels")
     assert_refused(*call("classify", done, text, "--out", tmp_path / "x.npy")[::2], 2, ".jsonl, .parquet")
     assert_refused(*call("generate", done, "x")[::2], 2, "this one labels")
+    assert_refused(*call("classify", done, "-", "--stdin", "lines")[::2], 2, "unknown kind of stdin", "text, jsonl")
+    assert_refused(*call("classify", done, "-", "--pair-field", "b")[::2], 2, "no pair of texts", "--stdin jsonl")
     assert_refused(*call("answer", done, "--question", "?", "--document", text)[::2], 2, "not fine-tuned on questions")
     assert_refused(*call("train", "--from", done / "best", "--data", folder, "--out", tmp_path / "t")[::2], 2,
                    "labels documents")

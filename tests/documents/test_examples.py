@@ -30,8 +30,9 @@ def write_rows(path, rows=ROWS):
     return path
 
 
-def read(*names, fields=None, labels="one"):
-    return [("".join(example.text), example.second, example.label) for example in read_examples(names, fields, labels)]
+def read(*names, fields=None, labels="one", stdin="text"):
+    return [("".join(example.text), example.second, example.label)
+            for example in read_examples(names, fields, labels, stdin)]
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.csv.gz", "x.jsonl", "x.jsonl.gz", "x.json.gz", "x.parquet"])
@@ -130,6 +131,23 @@ def test_the_hub_and_stdin(monkeypatch):
         read("hub:me/reviews/test")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffwhole\ntext".encode())))
     assert read("-", labels=None) == [("whole\ntext", None, None)]
+    lines = "".join(json.dumps(row) + "\n\n" for row in ROWS)
+
+    def piped(text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    piped(lines)
+    assert read("-", stdin="jsonl") == read("hub:me/reviews/train")
+    piped(lines)
+    assert [each.where for each in read_examples(["-"], stdin="jsonl")] == ["stdin:1", "stdin:3", "stdin:5"]
+    for text, words in (("{", "stdin:1"), ("", "no documents: stdin"), ('{"text": " "}', "an empty document: stdin:1")):
+        piped(text)
+        with pytest.raises(DataError, match=words):
+            read("-", labels=None, stdin="jsonl")
+    with pytest.raises(UsageError, match=r"unknown kind of stdin.*jsonl"):
+        read("-", labels=None, stdin="json")
+    with pytest.raises(UsageError, match=r"no pair of texts.*--stdin jsonl"):
+        read("-", labels=None, fields=Fields(pair="b"))
 
 
 def test_a_long_file_is_read_in_pieces(tmp_path):
