@@ -241,8 +241,13 @@ def test_what_does_another_step_is_not_timed(here, monkeypatch):
     assert "failed" not in rows[1]
 
 
-@pytest.mark.parametrize("name", ["embed.weight", "layers.1.scale_offset.gamma", "layers.0.out_proj.bias"])
-def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
+@pytest.mark.parametrize(("name", "factor", "said"), [
+    ("embed.weight", 1.01, "embed.weight"), ("layers.1.scale_offset.gamma", 1.01, "layers.1.scale_offset.gamma"),
+    ("layers.0.out_proj.bias", 1.01, "layers.0.out_proj.bias"), ("abs_pos.scalar", 1.05, "abs_pos.scalar"),
+    ("layers.0.linear_gate.bias", -1.0, "layers.*.linear_gate.bias"),
+    ("layers.1.linear_gate.bias", -1.0, "layers.*.linear_gate.bias")])
+def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name, factor, said):
+    """Numbers that are alone in their parameter are found among those of all layers."""
     made = peers.build
 
     def spoiled(label, config):
@@ -250,12 +255,14 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name):
         if not hasattr(spoiled, "reference"):
             spoiled.reference = True
             return model
-        model.get_parameter(name).register_hook(lambda gradient: gradient * 1.01)
+        model.get_parameter(name).register_hook(lambda gradient: gradient * factor)
         return model
 
     monkeypatch.setattr(peers, "build", spoiled)
-    (row,) = benchmark_step(cells("flash"), repeats=1)
-    assert name in row["failed"]
+    gated = {"linear_gate": True, "linear_scale_init": 1.0} if "gate" in name else {}
+    config = dataclasses.replace(tiny("flash"), **gated)
+    (row,) = benchmark_step(cells("flash", config_of=lambda _: config), repeats=1)
+    assert said in row["failed"]
 
 
 def test_a_masked_model_is_not_shown_what_it_is_asked_for():
