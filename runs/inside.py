@@ -293,7 +293,7 @@ def by_seed(row: Row) -> int:
 def table_of_start(rows: Sequence[Row]) -> str:
     lines = []
     for name in STARTING:
-        own = sorted((row for row in rows if (row["kind"], row["model"]) == ("start", name)), key=by_seed)
+        own = sorted((row for row in rows if row["kind"] == "start" and row["model"] == name), key=by_seed)
         lines.append([name, *(f"{row['match']:.2f}" for row in own)])
     return markdown(["model", *(f"seed {seed}" for seed in SEEDS)], lines, 1)
 

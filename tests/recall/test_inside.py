@@ -81,6 +81,15 @@ def test_tables_have_what_the_rows_have():
     row = {"kind": "company", "order": [1, 2, 4, 8], "seed": 0, "passed": None, "accuracy": {"1": 1.0, "2": 0.25},
            "gates": [[66, 0.5, 0.5], [133, 0.4, 0.6]]}
     assert "| 1, 2, 4, 8 | never | 1 .25 | 0.400 / 0.60 |" in inside.table_of_company([row])
+    rows = [{"kind": "start", "model": "flash+", "seed": seed, "match": seed / 2} for seed in (2, 0, 1)]
+    assert "| flash+ | 0.00 | 0.50 | 1.00 |" in inside.table_of_start([{"kind": "weights"}, *rows])
+
+
+def test_the_page_has_the_tables_of_the_rows(tmp_path):
+    page, text = tmp_path / "memory.md", (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
+    subprocess.run([sys.executable, ROOT / "runs" / "inside.py", "--into", page], check=True)
+    assert page.read_text(encoding="utf-8") == text
 
 
 def test_rows_that_are_there_are_left_out(tmp_path):
