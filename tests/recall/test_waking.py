@@ -1,13 +1,15 @@
 """runs/waking.py changes what it says in a step of training, and nothing where a model is asked."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from lineartime.model import LanguageModel
 from lineartime.ops.reference import gated_chunk_attention, toeplitz
-from scripts import loaded
+from scripts import ROOT, loaded
 
 waking = loaded("runs", "waking")
 IDS = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -62,3 +64,10 @@ def test_smaller_chunks_keep_the_bias_of_two_tokens():
 def test_a_position_bias_is_the_last_tensor_of_both_ops():
     """What `waking` replaces."""
     assert list(gated_chunk_attention.__annotations__)[5:7] == ["w", "chunk_size"]
+
+
+def test_the_page_has_the_table_of_the_rows(tmp_path):
+    page, text = tmp_path / "memory.md", (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
+    subprocess.run([sys.executable, ROOT / "runs" / "waking.py", "--into", page], check=True)
+    assert page.read_text(encoding="utf-8") == text
