@@ -11,8 +11,8 @@ recall`. Gates and heads are read, and gates closed, where the ops make them."""
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,9 +27,9 @@ import lineartime.ablations  # noqa: E402
 import lineartime.attention.mixed_chunk  # noqa: E402
 import lineartime.ops  # noqa: E402
 import lineartime.ops.memory  # noqa: E402
-from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+from lineartime.atomic_io import read_json_lines  # noqa: E402
 from lineartime.benchmark.markdown import markdown  # noqa: E402
-from lineartime.benchmark.measure import provenance  # noqa: E402
+from lineartime.benchmark.measure import add_missing  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.cli.terminal import Terminal, say_stopping  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
@@ -98,6 +98,42 @@ def changed_gates(change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def noted_gates() -> Iterator[list[Tensor]]:
+    """Yields a list that gets the gates of every layer that is called, gate_BT of the first attention head."""
+    noted: list[Tensor] = []
+
+    def note(_: int, gate_BTH: Tensor) -> Tensor:
+        noted.append(gate_BTH[..., 0])
+        return gate_BTH
+
+    with changed_gates(note):
+        yield noted
+
+
+@contextlib.contextmanager
+def closed_gates(model: LanguageModel, layer: int | None) -> Iterator[None]:
+    """Makes a layer's gates of noise 0, of whatever rows the model reads. None: no layer's."""
+    read: list[Tensor] = []
+
+    def close(number: int, gate_BTH: Tensor) -> Tensor:
+        if number % model.config.n_layers != layer:
+            return gate_BTH
+        return gate_BTH.masked_fill(is_noise(read[-1])[..., None], 0.0)
+
+    handle = model.embed.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0]))
+    try:
+        with changed_gates(close):
+            yield
+    finally:
+        handle.remove()
+
+
+def question_scores(q_BTS: Tensor, k_BTS: Tensor, asked_BQ: Tensor) -> Tensor:
+    """q k of each question with every token: `[B, Q, T]`."""
+    return q_BTS.gather(1, asked_BQ[..., None].expand(-1, -1, q_BTS.shape[-1])) @ k_BTS.mT
+
+
 def is_noise(ids_BT: Tensor) -> Tensor:
     return (ids_BT >= FIRST_NOISE) & (ids_BT < SEPARATOR)
 
@@ -119,10 +155,10 @@ def match_at_start(name: str, seed: int) -> Row:
     with noted_heads() as noted:
         model.hidden(rows.ids_BT)
     q_BTS, k_BTS, _ = noted[0]
-    score_BQT = q_BTS.gather(1, rows.asked_BQ[..., None].expand(-1, -1, q_BTS.shape[-1])) @ k_BTS.mT
+    score_BQT = question_scores(q_BTS, k_BTS, rows.asked_BQ)
     own_BQ = score_BQT.gather(2, rows.fact_BQ[..., None] - 1)[..., 0]  # a key stands before its value
     noise_N = score_BQT.masked_select(is_noise(rows.ids_BT)[:, None])
-    return {"kind": "start", "model": name, "seed": seed, "noise_std": noise_N.std().item(),
+    return {"noise_std": noise_N.std().item(),
             "match": ((own_BQ.mean() - noise_N.mean()) / noise_N.std()).item()}
 
 
@@ -144,55 +180,30 @@ def weights_at_start() -> Row:
             LanguageModel(config_of("flash, weights", PAIRS, {})).eval().hidden(some_rows(N_FACTS, PAIRS.length).ids_BT)
     n_layers = len(layers) // N_NEW
     n_alive = [sum(each > 0 for each in layers[i : i + n_layers]) for i in range(0, len(layers), n_layers)]
-    return {"kind": "weights", "n_models": N_NEW, "n_layers": n_layers, "none_alive": n_alive.count(0),
+    return {"n_layers": n_layers, "none_alive": n_alive.count(0),
             "some_alive": sum(0 < n < n_layers for n in n_alive), "largest": max(layers)}
 
 
 def far(model: LanguageModel, closed: int | None, check: Callable[[], None]) -> list[float]:
     """The accuracy on pairs at `FARTHER`, all numbers of facts. closed: the layer whose gates of noise are 0."""
     told = []
-    for times in FARTHER:
-        right = []
-        for n in PAIRS.n_facts:
-            length, ids_BT = times * PAIRS.length, []
-
-            def change(number: int, gate_BTH: Tensor, ids_BT: list[Tensor] = ids_BT) -> Tensor:
-                if number % model.config.n_layers != closed:
-                    return gate_BTH
-                return gate_BTH.masked_fill(is_noise(ids_BT[-1])[..., None], 0.0)
-
-            with noted_ids(model, ids_BT), changed_gates(change):
-                right.append(asked(model, PAIRS, n, length, n_test_rows(times), progress=lambda _: check())[0]
-                             .double().mean().item())
-        told.append(round(sum(right) / len(right), 4))
+    with closed_gates(model, closed):
+        for times in FARTHER:
+            right = [asked(model, PAIRS, n, times * PAIRS.length, n_test_rows(times), progress=lambda _: check())[0]
+                     .double().mean().item() for n in PAIRS.n_facts]
+            told.append(round(sum(right) / len(right), 4))
     return told
-
-
-@contextlib.contextmanager
-def noted_ids(model: LanguageModel, noted: list[Tensor]) -> Iterator[None]:
-    """Adds the ids that the model reads to a list."""
-    handle = model.embed.register_forward_pre_hook(lambda _, arguments: noted.append(arguments[0]))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @torch.inference_mode()
 def read_from(model: LanguageModel) -> Row:
     """Of layer 1, at the longest rows: the root mean square of what questions read of noise over that of what they read
     of facts; and the mean gates of values, keys and noise."""
-    rows, gates = some_rows(N_FACTS, FARTHER[-1] * PAIRS.length, n_rows=2), []
-
-    def change(number: int, gate_BTH: Tensor) -> Tensor:
-        if number == 0:
-            gates.append(gate_BTH[..., 0])
-        return gate_BTH
-
-    with noted_heads() as noted, changed_gates(change):
+    rows = some_rows(N_FACTS, FARTHER[-1] * PAIRS.length, n_rows=2)
+    with noted_heads() as noted, noted_gates() as gates:
         model.hidden(rows.ids_BT)
     q_BTS, k_BTS, v_BTE = noted[0]
-    score_BQT = q_BTS.gather(1, rows.asked_BQ[..., None].expand(-1, -1, q_BTS.shape[-1])) @ k_BTS.mT
+    score_BQT = question_scores(q_BTS, k_BTS, rows.asked_BQ)
     is_fact_T = torch.arange(rows.ids_BT.shape[1]) < 2 * N_FACTS
     of_noise, of_facts = ((score_BQT * part @ v_BTE).square().mean().sqrt().item()
                           for part in (is_noise(rows.ids_BT)[:, None], is_fact_T))
@@ -208,22 +219,15 @@ def reach(name: str, rate: float, seed: int, on_step: OnStep, check: Callable[[]
     learned = list(learn(config_of(name, PAIRS, {}), PAIRS, train, PAIRS.length, PAIRS.n_facts, on_step))
     model = learned[-1][-1].eval()
     closed = {str(layer): far(model, layer, check) for layer in range(model.config.n_layers)}
-    return {"kind": "reach", "model": name, "learning_rate": rate, "seed": seed, "steps": train.steps,
-            "lengths": [times * PAIRS.length for times in FARTHER], "as_trained": far(model, None, check),
-            "closed": closed, **read_from(model)}
+    return {"steps": train.steps, "lengths": [times * PAIRS.length for times in FARTHER],
+            "as_trained": far(model, None, check), "closed": closed, **read_from(model)}
 
 
 @torch.inference_mode()
 def gates_of(model: LanguageModel) -> list[float]:
     """The mean gates of layer 1 on noise and on values, in rows of needles."""
-    rows, gates = NEEDLE.draw(N_ROWS, N_FACTS, NEEDLE.length, torch.Generator().manual_seed(1)), []
-
-    def change(number: int, gate_BTH: Tensor) -> Tensor:
-        if number == 0:
-            gates.append(gate_BTH[..., 0])
-        return gate_BTH
-
-    with changed_gates(change):
+    rows = NEEDLE.draw(N_ROWS, N_FACTS, NEEDLE.length, torch.Generator().manual_seed(1))
+    with noted_gates() as gates:
         model.hidden(rows.ids_BT)
     return [round(gates[0][part_BT].mean().item(), 4) for part_BT in (is_noise(rows.ids_BT), is_value(rows.ids_BT))]
 
@@ -238,8 +242,8 @@ def company(name: str, order: tuple[int, ...], seed: int, on_step: OnStep) -> Ro
     assert model is not None
     told = {str(n): round(asked(model.eval(), NEEDLE, n, NEEDLE.length, n_test_rows(1))[0].double().mean().item(), 4)
             for n in sorted({*order})}
-    return {"kind": "company", "model": name, "order": list(order), "learning_rate": COMPANY_RATE, "seed": seed,
-            "steps": COMPANY_STEPS, "curve": curve, "passed": passed(curve), "gates": gates, "accuracy": told}
+    return {"learning_rate": COMPANY_RATE, "steps": COMPANY_STEPS, "curve": curve, "passed": passed(curve),
+            "gates": gates, "accuracy": told}
 
 
 def measure(parts: Sequence[str], rows: Path, stop: StopSignal) -> None:
@@ -248,14 +252,7 @@ def measure(parts: Sequence[str], rows: Path, stop: StopSignal) -> None:
         stop.check("what is measured is in the rows; the same command goes on")
 
     def add(part: str, key: Row, made: Callable[[], Row]) -> None:
-        there = read_json_lines(rows, dict, "a row") if rows.exists() else []
-        if any(key.items() <= row.items() for row in there):
-            return
-        print(", ".join(map(str, key.values())), flush=True)
-        began = time.process_time()
-        found = made()
-        command = {"command": f"python runs/inside.py {part}"}
-        append_json_lines(rows, [found | {"seconds": round(time.process_time() - began, 1)} | provenance() | command])
+        add_missing(rows, key, f"python runs/inside.py {part}", made)
 
     with Terminal() as terminal:
         def on_step(record: Row) -> None:
@@ -266,19 +263,19 @@ def measure(parts: Sequence[str], rows: Path, stop: StopSignal) -> None:
             for name in STARTING:
                 for seed in SEEDS:
                     add("start", {"kind": "start", "model": name, "seed": seed},
-                        lambda name=name, seed=seed: match_at_start(name, seed))
+                        partial(match_at_start, name, seed))
             add("start", {"kind": "weights", "n_models": N_NEW}, weights_at_start)
         if "reach" in parts:
             for name, rates, seeds in REACHING:
                 for seed in seeds:
                     for rate in rates:
                         add("reach", {"kind": "reach", "model": name, "learning_rate": rate, "seed": seed},
-                            lambda name=name, rate=rate, seed=seed: reach(name, rate, seed, on_step, check))
+                            partial(reach, name, rate, seed, on_step, check))
         if "company" in parts:
             for seed in SEEDS:
                 for order in ORDERS:
                     add("company", {"kind": "company", "model": "flash+", "order": list(order), "seed": seed},
-                        lambda order=order, seed=seed: company("flash+", order, seed, on_step))
+                        partial(company, "flash+", order, seed, on_step))
 
 
 def short(value: float) -> str:

@@ -13,8 +13,8 @@ import random
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,23 +27,26 @@ sys.path.insert(0, str(ROOT))
 
 import lineartime  # noqa: E402
 import lineartime.ops  # noqa: E402
-from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+from lineartime.atomic_io import read_json_lines  # noqa: E402
 from lineartime.benchmark.markdown import markdown  # noqa: E402
-from lineartime.benchmark.measure import provenance  # noqa: E402
+from lineartime.benchmark.measure import add_missing  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.cli.terminal import Terminal, say_stopping  # noqa: E402
 from lineartime.data.prepare import prepare  # noqa: E402
-from lineartime.recall.measure import OnStep, Row, ask_at_lengths, learn, passed  # noqa: E402
+from lineartime.recall.measure import OnStep, Row  # noqa: E402
+from lineartime.recall.measure import measure as measured  # noqa: E402
+from lineartime.recall.report import spread  # noqa: E402
 from lineartime.recall.study import config_of, training  # noqa: E402
 from lineartime.recall.tasks import TASKS  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
 from lineartime.reproduce.records import by_key, read_records, records_of  # noqa: E402
-from lineartime.reproduce.scales import cells_of  # noqa: E402
+from lineartime.reproduce.scales import Cell, cells_of  # noqa: E402
 from lineartime.run import read_result  # noqa: E402
 from lineartime.settings import require, require_name  # noqa: E402
 from lineartime.training import StopSignal  # noqa: E402
 
 ROWS, QUALITY, RECALL = (ROOT / "lineartime" / "results" / f"{name}.jsonl" for name in ("waking", "quality", "recall"))
+COMMAND = "python runs/waking.py"
 SEEDS = (0, 1, 2)
 DROPPED_SHARE, SIZES = 0.25, (1, 2, 4)
 """Of steps without the local half; what a step's chunk size is divided by."""
@@ -72,14 +75,15 @@ VARIANTS = {"dropout": dropout, "chunks": chunks}
 
 
 @contextlib.contextmanager
-def waking(variant: str, seed: int) -> Iterator[OnStep]:
-    """Changes every step with gradients as a variant says, in all layers alike; yields what is to be called after each
-    step."""
+def waking(variant: str, seed: int, on_step: OnStep) -> Iterator[OnStep]:
+    """Changes every step with gradients as a variant says, in all layers alike; yields what is to be called with each
+    line of the metrics, and calls on_step."""
     n_steps, ops = 0, lineartime.ops
 
-    def after_step(_: Row) -> None:
+    def after_step(record: Row) -> None:
         nonlocal n_steps
-        n_steps += 1
+        n_steps += "loss" in record
+        on_step(record)
 
     def changed(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend(*tensors: Any, chunk_size: int, **named: Any) -> Tensor:
@@ -98,21 +102,19 @@ def recall(model: str, name: str, variant: str, rate: float, seed: int, on_step:
     """A model that learns a task, as `lineartime recall` measures it."""
     task = TASKS[name]
     train = training(name, task, {"learning_rate": rate, "seed": seed})
+    with waking(variant, seed, on_step) as step:
+        return measured(config_of(model, task, {}), task, train, length=task.length, n_facts=task.n_facts, on_step=step)
 
-    with waking(variant, seed) as after_step:
-        def step(record: Row) -> None:
-            after_step(record)
-            on_step(record)
 
-        scored = list(learn(config_of(model, task, {}), task, train, task.length, task.n_facts, step))
-    curve = [[number, round(loss, 4), round(right, 4)] for number, loss, right, _ in scored]
-    return {"length": task.length, "curve": curve, "passed": passed(curve),
-            **ask_at_lengths(scored[-1][-1], task, task.length, task.n_facts)}
+def cell_of(model: str) -> Cell:
+    """The cell of `memory_texts` that reads articles."""
+    (cell,) = [each for each in cells_of("memory_texts", "cpu") if (each.row, each.column) == (ARTICLES[model], "LM")]
+    return cell
 
 
 def articles(model: str, variant: str, seed: int, texts: Path, out: Path, stop: StopSignal, on_step: OnStep) -> Row:
     """A model that reads the articles of `memory_texts`, with its settings but for the compiler."""
-    (cell,) = [each for each in cells_of("memory_texts", "cpu") if (each.row, each.column) == (ARTICLES[model], "LM")]
+    cell = cell_of(model)
     assert cell.text.folder is not None
     data, run = out / cell.text.name, out / f"{model}-{variant}-{seed}"
     if not data.exists():
@@ -120,12 +122,7 @@ def articles(model: str, variant: str, seed: int, texts: Path, out: Path, stop: 
     settings = {**cell.settings(seed), "compile": False, "data": str(data), "out": str(run)}
     shutil.rmtree(run, ignore_errors=True)  # a step's change depends on the steps of this process
 
-    with waking(variant, seed) as after_step:
-        def step(record: Row) -> None:
-            if "loss" in record:
-                after_step(record)
-            on_step(record)
-
+    with waking(variant, seed, on_step) as step:
         lineartime.train(settings, device="cpu", stop=stop, on_step=step)
     held_out = read_result(run)["held_out"]
     shutil.rmtree(run)
@@ -134,17 +131,6 @@ def articles(model: str, variant: str, seed: int, texts: Path, out: Path, stop: 
 
 def measure(parts: Sequence[str], texts: Path | None, out: Path, rows: Path, stop: StopSignal) -> None:
     """What has no row yet."""
-    def add(part: str, key: Row, made: Callable[[], Row]) -> None:
-        there = read_json_lines(rows, dict, "a row") if rows.exists() else []
-        if any(key.items() <= row.items() for row in there):
-            return
-        print(", ".join(map(str, key.values())), flush=True)
-        began = time.process_time()
-        found = made()
-        command = {"command": f"python runs/waking.py {part}"}
-        append_json_lines(rows, [key | found | {"seconds": round(time.process_time() - began, 1)} | provenance()
-                                 | command])
-
     with Terminal() as terminal:
         def on_step(record: Row) -> None:
             stop.check("what is measured is in the rows; the same command goes on")
@@ -155,16 +141,16 @@ def measure(parts: Sequence[str], texts: Path | None, out: Path, rows: Path, sto
                 for variant in VARIANTS:
                     for rate, seed in tried:
                         key = {"task": task, "model": model, "variant": variant, "learning_rate": rate, "seed": seed}
-                        add("recall", key, lambda model=model, task=task, variant=variant, rate=rate, seed=seed: recall(
-                            model, task, variant, rate, seed, on_step))
+                        add_missing(rows, key, f"{COMMAND} recall", partial(recall, model, task, variant, rate, seed,
+                                                                            on_step))
         if "articles" in parts:
             require(texts is not None, "no texts are named", "articles", "give --texts the folder of wiki40b_mini")
             for seed in SEEDS:
                 for model in ARTICLES:
                     for variant in VARIANTS:
                         key = {"task": "articles", "model": model, "variant": variant, "seed": seed}
-                        add("articles --texts TEXTS", key, lambda model=model, variant=variant, seed=seed: articles(
-                            model, variant, seed, texts, out, stop, on_step))
+                        add_missing(rows, key, f"{COMMAND} articles --texts TEXTS", partial(
+                            articles, model, variant, seed, texts, out, stop, on_step))
 
 
 def as_it_is() -> list[Row]:
@@ -173,25 +159,18 @@ def as_it_is() -> list[Row]:
     found = [row | {"variant": "as it is"} for row in read_json_lines(RECALL, dict, "a row")
              if (row["learning_rate"], row["seed"]) in tried.get((row["model"], row["task"]), ())]
     records = by_key(read_records(QUALITY))
-    for model, name in ARTICLES.items():
-        (cell,) = [each for each in cells_of("memory_texts", "cpu") if (each.row, each.column) == (name, "LM")]
+    for model in ARTICLES:
         found += [{"task": "articles", "model": model, "variant": "as it is", "seed": seed,
-                   "held_out": records_of(cell, records, "train", seed)[-1]["held_out"]} for seed in SEEDS]
+                   "held_out": records_of(cell_of(model), records, "train", seed)[-1]["held_out"]} for seed in SEEDS]
     return found
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return f"{statistics.fmean(values):.{digits}f}" + (f" ({low}-{high})" if low != high else "")
 
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each task, model and way of training."""
-    lines = []
+    lines, rows = [], [*as_it_is(), *rows]
     for task, model in [(task, model) for model, task, _ in ASKED] + [("articles", model) for model in ARTICLES]:
         for variant in ("as it is", *VARIANTS):
-            own = [row for row in (*as_it_is(), *rows) if (row["task"], row["model"], row["variant"]) == (
-                task, model, variant)]
+            own = [row for row in rows if (row["task"], row["model"], row["variant"]) == (task, model, variant)]
             if not own:
                 continue
             if task == "articles":
@@ -200,7 +179,7 @@ def table(rows: Sequence[Row]) -> str:
                 at = [[statistics.fmean(row["accuracy"][str(times * row["length"])].values()) for row in own]
                       for times in (1, 8)]
                 told = [", ".join(f"{row['passed']:,}" if row["passed"] else "never" for row in own),
-                        *(spread(values, 2) for values in at), ""]
+                        *map(spread, at), ""]
             lines.append([task, model, variant, str(len(own)), *told])
     return markdown(["task", "model", "training", "runs", "learned from step", "accuracy, trained length",
                      "eight times the length", "nats per token"], lines, 5)

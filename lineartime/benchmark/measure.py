@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lineartime.atomic_io import read_json_lines
+from lineartime.atomic_io import append_json_lines, read_json_lines
 from lineartime.benchmark import ROOT, Row
 from lineartime.errors import LineartimeError, NumericsError, ResourceError
 from lineartime.info import table
@@ -54,6 +54,18 @@ def provenance() -> Row:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "load_average": round(os.getloadavg()[0], 2), "python": platform.python_version(),
             "torch": torch.__version__, "lineartime": installed_version("lineartime")}
+
+
+def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> None:
+    """Measure and append what a file of rows has no row for, and say it. key: the columns by which a row is found. made
+    gives its other columns; it may raise."""
+    if any(key.items() <= row.items() for row in (read_json_lines(path, dict, "a row") if path.exists() else [])):
+        return
+    print(", ".join(map(str, key.values())), flush=True)
+    began = time.process_time()
+    found = key | made()
+    seconds = round(time.process_time() - began, 1)
+    append_json_lines(path, [found | {"seconds": seconds} | provenance() | {"command": command}])
 
 
 def commit() -> str | None:

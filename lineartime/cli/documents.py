@@ -93,7 +93,7 @@ def classify(
         raise UsageError("this model learned from pairs of texts", folder, "name the second text with --pair-field")
     loaded.to(pick_device(device))
     trained = loaded.head.max_tokens
-    if trained is not None and (max_tokens or trained + 1) > trained:
+    if trained is not None and (max_tokens is None or max_tokens > trained):
         note(f"in training documents were cut to {trained:,} tokens; --max-tokens {trained} reads them so")
     write_results("classify", loaded, tokenizer, files, fields, stdin, reading, out,
                   lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))

@@ -78,10 +78,10 @@ def line(row: Row) -> str:
     return f"{begin}{when}; {right}"
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 2) -> str:
     """A mean, and from which to which seed where they differ: `.97 (.95-.99)`."""
     def text(value: float) -> str:
-        return f"{value:.2f}"
+        return f"{value:.{digits}f}"
 
     if not values:
         return "-"

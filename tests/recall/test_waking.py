@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lineartime.model import LanguageModel
-from lineartime.ops.reference import gated_chunk_attention, toeplitz
+from lineartime.ops.reference import gated_chunk_attention, gated_head_attention, toeplitz
 from scripts import ROOT, loaded
 
 waking = loaded("runs", "waking")
@@ -29,7 +29,7 @@ def test_without_its_local_half_a_model_is_its_global_part(name, monkeypatch):
     model = model_of(name)
     alone = model_of(name, chunk_parts="global")
     alone.load_state_dict(model.state_dict())
-    with waking.waking("dropout", 0):
+    with waking.waking("dropout", 0, lambda _: None):
         dropped = model(IDS)
         with torch.no_grad():
             whole = model(IDS)
@@ -41,10 +41,11 @@ def test_without_its_local_half_a_model_is_its_global_part(name, monkeypatch):
 def test_steps_differ_and_a_seed_repeats_them():
     def losses(seed, variant):
         model, found = model_of("flash"), []
-        with waking.waking(variant, seed) as after_step:
+        with waking.waking(variant, seed, lambda _: None) as after_step:
             for _ in range(24):
                 found.append(model(IDS).square().mean().item())
-                after_step({})
+                after_step({"held_out": {}})  # no step
+                after_step({"loss": 0.0})
         return found
 
     for variant, n_kinds in (("dropout", 2), ("chunks", 3)):
@@ -63,7 +64,9 @@ def test_smaller_chunks_keep_the_bias_of_two_tokens():
 
 def test_a_position_bias_is_the_last_tensor_of_both_ops():
     """What `waking` replaces."""
-    assert list(gated_chunk_attention.__annotations__)[5:7] == ["w", "chunk_size"]
+    for attention in (gated_chunk_attention, gated_head_attention):
+        names = list(attention.__annotations__)
+        assert names[names.index("chunk_size") - 1] == "w"
 
 
 def test_the_page_has_the_table_of_the_rows(tmp_path):
