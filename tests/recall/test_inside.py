@@ -24,10 +24,7 @@ def model():
 @torch.inference_mode()
 def heads_of(model, rows, closed=None):
     """Heads of all layers, with the gates of noise closed in one."""
-    def change(number, gate_BTH):
-        return gate_BTH.masked_fill(inside.is_noise(rows.ids_BT)[..., None], 0.0) if number == closed else gate_BTH
-
-    with inside.noted_heads() as noted, inside.changed_gates(change):
+    with inside.noted_heads() as noted, inside.closed_gates(model, closed):
         model.hidden(rows.ids_BT)
     return noted
 
