@@ -1,7 +1,7 @@
 """Does training with a local half that is missing, or with chunks of other sizes, wake FLASH's linear half further?
 
     python runs/waking.py recall                  tasks of recall; half an hour of one core
-    python runs/waking.py articles --texts TEXTS  language modelling; an hour
+    python runs/waking.py articles --texts TEXTS  language modelling; half an hour
     python runs/waking.py --into docs/memory.md   writes the table
 
 "dropout": in a quarter of the steps the local half says nothing, in all layers. "chunks": a step's chunks have the
