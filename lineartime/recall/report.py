@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lineartime.plot import COLOURS, DASHED, Line, Panel, Picture, draw
-from lineartime.recall.measure import TIMES_LONGER, Row
-from lineartime.recall.study import TEXT, read_study, score
+from lineartime.plot import COLOURS, Line, Panel, Picture, draw
+from lineartime.recall.measure import N_DEPTHS, TIMES_LONGER, Row
+from lineartime.recall.study import TEXT, best_rate, read_study
 from lineartime.recall.tasks import TASKS, commonest
 from lineartime.recall.text import CHANCE, DIGITS, WHAT
 
 ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
 """What is asked, and the accuracy of a guess."""
-DRAWN = 2 * len(COLOURS)
-"""Models in one picture. Where more have rows, those of the study's list `main` are drawn."""
+DRAWN = len(COLOURS)
+"""Models in one picture of curves. Where more have rows, those of the study's list `drawn` are."""
 ANYWHERE = ("needle", "induction", TEXT)
 """Tasks whose facts may stand anywhere in a row."""
 
@@ -45,7 +45,7 @@ def learned(rows: Sequence[Row], task: str) -> list[Learned]:
         own = [row for (name, _, _), row in newest.items() if name == model]
         first = [row for row in own if row["seed"] == 0]
         if first:
-            rate = max(first, key=score)["learning_rate"]
+            rate = best_rate(first)
             best = [row for row in own if row["learning_rate"] == rate]
             found.append(Learned(model, sorted(best, key=lambda row: row["seed"])))
     return found
@@ -125,32 +125,45 @@ def picture_of(rows: Sequence[Row], task: str) -> Picture:
     """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
     (what, chance), models, (lengths, n_facts) = ABOUT[task], learned(rows, task), sizes(rows, task)
 
-    if len(models) > DRAWN:
-        models = [each for each in models if each.model in read_study()["lists"]["main"]]
+    names = [each.model for each in models]
+    if len(names) > DRAWN:
+        names = read_study()["lists"]["drawn"]
+    models = sorted((each for each in models if each.model in names), key=lambda each: names.index(each.model))
 
     def point(place: float, values: Sequence[float]) -> tuple[float, ...]:
         return (place, statistics.fmean(values), min(values), max(values))
 
     by_number, by_length, by_step = [], [], []
-    for i, each in enumerate(models):
-        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", ":", "--", "-.")[i // len(COLOURS)]}
+    for each in models:
+        style = {"color": COLOURS[names.index(each.model)]}
         by_number.append(Line(each.model, tuple(point(n, values) for n in n_facts
                                                 if (values := each.accuracy(lengths[0], n))), style))
         by_length.append(Line(each.model, tuple(point(length, values) for length in lengths
                                                 if (values := each.accuracy(length))), style))
         by_step.append(Line(each.model, tuple((step, right) for step, _, right in each.rows[0]["curve"]), style))
-    values_known = Line("the row's commonest value", tuple((n, without_keys(task, n)) for n in n_facts),
-                        {**DASHED, "marker": "", "linestyle": (0, (1, 2))})
+
+    known = [without_keys(task, n) for n in n_facts]
+    steps = [step for line in by_step for step, _ in line.points] or [0]
+
+    def without(places: Sequence[float], heights: Sequence[float]) -> Line:
+        """Of who knows the values and not their keys; above the models, which often end there."""
+        name = "1/n" if task in TASKS and TASKS[task].distinct else "the row's commonest value"
+        return Line(name, tuple(zip(places, heights, strict=True)),
+                    {"color": "black", "linewidth": 1.6, "marker": "", "linestyle": (0, (1, 2)), "zorder": 3})
+
+    mean = statistics.fmean(known)
     panels = (
-        Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", "accuracy", (*by_number, values_known),
-              x_scale="positions"),
-        Panel("in longer rows, all numbers", "tokens in the row", "accuracy", tuple(by_length),
-              x_scale="positions"),
-        Panel("while it learns", "step", "accuracy", tuple(by_step)))
+        Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", "accuracy",
+              (*by_number, without(n_facts, known)), contexts=tuple((n, str(n)) for n in n_facts)),
+        Panel("in longer rows, all numbers", "tokens in the row", "accuracy",
+              (*by_length, without(lengths, [mean] * len(lengths))),
+              contexts=tuple((length, f"{length:,}") for length in lengths)),
+        Panel("while it learns, all numbers", "step", "accuracy",
+              (*by_step, without([min(steps), max(steps)], [mean, mean]))))
     return Picture(
         f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
         "range of the seeds; the curves over steps are of the first seed.",
-        tuple(replace(panel, level=chance, level_name="chance") for panel in panels))
+        tuple(replace(panel, level=chance, level_name="a guess") for panel in panels))
 
 
 def section(rows: Sequence[Row], task: str, show: Callable[[str, Picture], str]) -> str:
@@ -173,18 +186,20 @@ def section(rows: Sequence[Row], task: str, show: Callable[[str, Picture], str])
 
 def depth_picture_of(rows: Sequence[Row], task: str) -> Picture:
     """Accuracy by length of the row and place of the fact in it, a heat map for each model: the mean of its seeds."""
+    lengths, _ = sizes(rows, task)
     panels = []
     for each in learned(rows, task):
         told = [row["depth"] for row in each.rows if "depth" in row]
         heat = []
-        for length in told[0] if told else ():
-            columns = [[share for share in column if share is not None]
-                       for column in zip(*(depth[length] for depth in told), strict=True)]
+        for length in map(str, lengths):
+            by_seed = [depth[length] for depth in told if length in depth] or [[None] * N_DEPTHS]
+            columns = [[share for share in column if share is not None] for column in zip(*by_seed, strict=True)]
             heat.append((length, tuple(statistics.fmean(column) if column else None for column in columns)))
         panels.append(Panel(each.model, "place of the fact", "tokens in the row", heat=tuple(heat)))
     what, chance = ABOUT[task]
-    return Picture(f"Recall, {what}, by length of the row and place of the fact in it, all numbers of facts. Chance is "
-                   f"{chance:.2g}.", tuple(panels))
+    return Picture(f"Recall, {what}, by length of the row and place of the fact in it, all numbers of facts. A guess "
+                   f"has {chance:.2g}. White: no fact stands there, or the model takes no row of this length.",
+                   tuple(panels))
 
 
 def draw_pictures(rows: Sequence[Row], path: Path) -> list[Path]:

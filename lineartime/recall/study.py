@@ -1,5 +1,6 @@
 """What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows that are there."""
 
+import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -92,11 +93,20 @@ def score(row: Row) -> float:
     return sum(right.values()) / len(right) if right else 0.0
 
 
+def best_rate(first: Sequence[Row]) -> float:
+    """The learning rate that is repeated with more seeds, by a model's rows with the first: the one with the best
+    `score`, and of equally good ones that which learned the task soonest."""
+    def key(row: Row) -> tuple[float, float]:
+        return score(row), -(row["passed"] or math.inf)
+
+    return max(first, key=key)["learning_rate"]
+
+
 def measure_model(model: str, name: str, task: Task, train: TrainConfig, settings: Mapping[str, Any],
                   rates: Sequence[float], n_seeds: int, path: Path, provenance: Callable[[], Row],
                   **told: Any) -> Iterator[Row]:
     """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
-    first seed, and the rate with the best `score` with the others. name: the task's.
+    first seed, and the `best_rate` with the others. name: the task's.
 
     told: `on_step` of `measure`. Raises as `measure` and `append_json_lines` do."""
     config = config_of(model, task, settings)
@@ -115,7 +125,7 @@ def measure_model(model: str, name: str, task: Task, train: TrainConfig, setting
     for rate in rates:
         first.append(row_of(rate, 0))
         yield first[-1]
-    best = max(first, key=score)["learning_rate"]
+    best = best_rate(first)
     for seed in range(1, n_seeds):
         yield row_of(best, seed)
 

@@ -20,7 +20,7 @@ from lineartime.reproduce.scales import Cell
 LOCAL = "FLASH (LocalOnly)"
 OWN_REFERENCE = dict.fromkeys(("Transformer++, width 256", "FLASH+, width 256"), "FLASH, width 256")
 """Rows that are not compared with the table's reference, and the row of their width that they are compared with."""
-KINDS = ("bigram", "rare bigram")
+KINDS = ("token", "bigram", "rare bigram")
 """Kinds of `lineartime.recurrence` that are shown."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t of a 95 % interval for 2, 3, ... seeds; for more than 10 the last is a little too wide."""
@@ -290,8 +290,8 @@ def parts(results: Results) -> list[str]:
         "**Gain from context.** The same losses: each model's at the shortest context less its own at a longer one, "
         "above 0 the longer context helps.",
         gain_part(results),
-        "**Loss by recurrence, differences to FLASH.** Two neighbouring tokens that were in their document before: in "
-        "the same chunk, in earlier chunks of the row only, or not. What a long memory holds must show under \"in "
+        "**Loss by recurrence, differences to FLASH.** A token, or two neighbouring ones (a bigram), that were in "
+        "their document before: in the same chunk, in earlier chunks of the row only, or not. What a long memory holds must show under \"in "
         "earlier chunks only\". A rare bigram makes up at most 10 of a million in the training split.",
         class_part(results, compared(results)),
         "**Loss by recurrence, differences to FLASH (LocalOnly), which has no linear half.**",

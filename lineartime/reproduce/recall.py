@@ -6,7 +6,17 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from lineartime import checkpoint
 from lineartime.errors import ResourceError
-from lineartime.recall.study import TEXT, Cell, config_of, models_of, read_rows, read_study, task_of, training
+from lineartime.recall.study import (
+    TEXT,
+    Cell,
+    best_rate,
+    config_of,
+    models_of,
+    read_rows,
+    read_study,
+    task_of,
+    training,
+)
 from lineartime.reproduce.runner import STOPPED, Place, call, prepare
 from lineartime.reproduce.scales import SCALES, Text
 from lineartime.training import StopSignal
@@ -24,10 +34,11 @@ def missing(task: str, place: Place) -> list[str]:
     found = []
     for model in models_of(task):
         key = Cell(model, task, config_of(model, about, {}), training(task, about, {})).key
-        there = [row for row in rows
-                 if all(row.get(name) == key[name] for name in ("task", "model", "settings", "training"))]
-        wanted = len(study["learning_rates"]) + study["seeds"] - 1
-        if len({(row["learning_rate"], row["seed"]) for row in there}) < wanted:
+        there = {(row["learning_rate"], row["seed"]): row for row in rows
+                 if all(row.get(name) == key[name] for name in ("task", "model", "settings", "training"))}
+        first = [there[rate, 0] for rate in study["learning_rates"] if (rate, 0) in there]
+        if len(first) < len(study["learning_rates"]) or any(
+                (best_rate(first), seed) not in there for seed in range(1, study["seeds"])):
             found.append(model)
     return found
 

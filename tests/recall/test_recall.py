@@ -248,8 +248,10 @@ def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
         calls.append(arguments)
         done = study.Cell("flash", "pairs", study.config_of("flash", TASKS["pairs"], {}),
                           study.training("pairs", TASKS["pairs"], {})).key
-        append_json_lines(place.rows, [done | {"learning_rate": rate, "seed": seed, "curve": []} for rate, seed in
-                                       ((1.5e-3, 0), (3e-3, 0), (6e-3, 0), (3e-3, 1), (3e-3, 2))])
+        done |= {"curve": [], "length": 128, "accuracy": {"128": {"4": 1.0}}}
+        append_json_lines(place.rows, [
+            done | {"learning_rate": rate, "seed": seed, "passed": 100 if rate == 3e-3 else None}
+            for rate, seed in ((1.5e-3, 0), (3e-3, 0), (6e-3, 0), (3e-3, 1), (3e-3, 2))])
 
     monkeypatch.setattr(campaign, "call", call)
     assert campaign.plan_lines(place) == ["pairs: flash"]
@@ -257,6 +259,8 @@ def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
     assert calls == [["recall", "flash", "--task", "pairs", "--json", str(place.rows)]]
     assert "[1/1] flash, pairs: done; 0 minutes are left" in told and any("text is left out" in line for line in told)
     assert campaign.plan_lines(place) == ["pairs: complete"] and campaign.reproduce_recall(place, StopSignal()) == 0
+    place.rows.write_text(place.rows.read_text().replace('"passed": 100', '"passed": null'))
+    assert campaign.plan_lines(place) == ["pairs: flash"]  # the best rate is another, without more seeds
     monkeypatch.setattr(campaign, "call", lambda *arguments: "out of memory")
     place.rows.unlink()
     with pytest.raises(ResourceError, match="recall cannot be measured: flash, pairs; out of memory"):
@@ -290,6 +294,22 @@ def test_a_table_is_of_the_best_rate():
     picture = report.picture_of(rows, "pairs")
     assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++", "the row's commonest value"]
     assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
+
+
+def test_of_equally_good_rates_the_one_that_learns_soonest_is_repeated():
+    rows = [row("flash", 1e-3, 0, 1.0, 875), row("flash", 3e-3, 0, 1.0, 500), row("flash", 6e-3, 0, 1.0, None)]
+    assert study.best_rate(rows) == 3e-3
+    assert study.best_rate([*rows, row("flash", 9e-3, 0, 1.01, 1000)]) == 9e-3
+
+
+def test_a_picture_of_many_models_draws_some_and_keeps_their_colours():
+    names = [*study.read_study()["models"]]
+    many = report.picture_of([row(name, 1e-3, 0, 0.5, None) for name in names], "pairs").panels[0].lines
+    fewer = [name for name in names if name != "performer"]
+    some = report.picture_of([row(name, 1e-3, 0, 0.5, None) for name in fewer], "pairs").panels[0].lines
+    assert [line.name for line in many[:-1]] == study.read_study()["lists"]["drawn"]
+    assert {line.name: line.style["color"] for line in some}.items() <= {
+        line.name: line.style["color"] for line in many}.items()
 
 
 def test_who_knows_the_values_alone_answers_with_the_commonest():

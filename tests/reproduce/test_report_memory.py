@@ -158,12 +158,12 @@ def test_recurrence_is_compared_by_class_with_flash_and_with_its_local_half():
 
     found = results(change)
     lines = lines_of(memory.class_part(found, memory.compared(found)))
-    assert lines["model"] == [f"{kind}, {seen}" for kind in ("bigram", "rare bigram")
+    assert lines["model"] == [f"{kind}, {seen}" for kind in ("token", "bigram", "rare bigram")
                               for seen in ("in its chunk", "in earlier chunks only", "not before")]
-    assert [cell.split()[0] for cell in lines[CONV]] == ["-0.200"] * 4 + ["-1.200", "-0.200"]
-    assert lines["Transformer++"][2] == "-" and lines["Transformer++"][1] != "-"
+    assert [cell.split()[0] for cell in lines[CONV]] == ["-0.200"] * 7 + ["-1.200", "-0.200"]
+    assert lines["Transformer++"][5] == "-" and lines["Transformer++"][4] != "-"
     lines = lines_of(memory.class_part(found, memory.compared_with_local(found)))
-    assert [cell.split()[0] for cell in lines[CONV]] == ["-0.100"] * 4 + ["-1.100", "-0.100"]
+    assert [cell.split()[0] for cell in lines[CONV]] == ["-0.100"] * 7 + ["-1.100", "-0.100"]
     assert lines["FLASH"][0].startswith("+0.100") and lines["FLASH (LocalOnly), its loss"][0] == "2.760"
     assert not any("256" in name for name in lines)
 
@@ -223,12 +223,12 @@ def picture_of(found):
 
 
 def test_the_picture_has_contexts_recurrence_and_tokens():
-    by_context, bigrams, rare, by_tokens = picture_of(results()).panels
+    by_context, single, bigrams, rare, by_tokens = picture_of(results()).panels
     several = [row for row in TABLES["memory"].models if row not in TABLES["memory"].one_seed]
     assert [line.name for line in by_context.lines] == several
     assert dict(by_context.lines[0].points) == pytest.approx({512 * 2**i: 3.86 - 0.01 * i for i in range(6)})
-    assert "Rare" in rare.title and "Rare" not in bigrams.title
-    for panel in (bigrams, rare):
+    assert [panel.title.split(",")[0] for panel in (single, bigrams, rare)] == ["Tokens", "Bigrams", "Rare bigrams"]
+    for panel in (single, bigrams, rare):
         assert [words.replace("\n", " ") for _, words in panel.contexts] == [
             "in its chunk", "in earlier chunks only", "not before"]
         assert len(panel.lines) == 3 * (len(several) - 1) and all(len(line.points) == 1 for line in panel.lines)
