@@ -29,6 +29,7 @@ UNITS = {"classify": "nats per label", "embed": "nats per text of a pair"}
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
 """Told apart by people with any colour vision (Okabe and Ito, and a red of Tol's)."""
+LACKING = "□"
 DASHED: dict[str, Any] = {"color": "#555555", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
 
 
@@ -92,6 +93,16 @@ def draw(picture: Picture, path: Path) -> None:
             "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True, "axes.axisbelow": True,
             "grid.color": "#e8e8e8", "legend.frameon": False}), replaced(path) as file:
         figure_of(picture).savefig(file, format="png", facecolor="white", metadata={"Rows": digest(picture)})
+
+
+def drawable(text: str) -> str:
+    """Text with LACKING for each character that the font of pictures lacks, of which matplotlib would warn."""
+    if text.isascii():
+        return text
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    known = get_font(findfont(FontProperties())).get_charmap()
+    return "".join(each if ord(each) in known else LACKING for each in text)
 
 
 def figure_of(picture: Picture) -> "Figure":

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import os
 import secrets
 import sys
@@ -194,15 +195,20 @@ class Run:
                         keep=self.config.train.keep, spare=self.best, ranks=ranks)
 
     def best_so_far(self) -> int:
-        """The number of evaluations since the best: that with the highest held-out "score", of equal ones that with the
-        lowest loss. From now on the checkpoint of its step, `best`, is kept."""
+        """The number of evaluations since the last with a held-out "score" or loss better than all before: a score such
+        as macro F1 may stand still while the model learns. From now on the checkpoint of `best` is kept: the step of
+        the highest score, of equal ones that with the lowest loss."""
         lines = read_metrics(self.out) if self.ranks.is_first and (self.out / METRICS_FILE).exists() else []
         scored = gather_json([(line["step"], line["held_out"]["score"], -line["held_out"]["loss"]) for line in lines
                               if "held_out" in line], self.ranks)[0]
         if not scored:
             return 0
         self.best = max(scored, key=lambda each: each[1:])[0]
-        return sum(each[0] > self.best for each in scored)
+        n_since, most = 0, (-math.inf, -math.inf)
+        for _, score, gain in scored:
+            n_since = 0 if score > most[0] or gain > most[1] else n_since + 1
+            most = max(most[0], score), max(most[1], gain)
+        return n_since
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics. If the disk is full, warn once and keep the lines until there is room."""

@@ -135,12 +135,11 @@ def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, v
 
 
 def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) -> None:
-    """Raise UsageError for an input that is named twice, and as `check_out` does for the output."""
+    """Raise UsageError as `check_inputs` and `check_out` do."""
+    from lineartime.documents.examples import check_inputs
     from lineartime.documents.results import check_out
 
-    for name in files:
-        if files.count(name) > 1:
-            raise UsageError("the same input twice", name, "name it once")
+    check_inputs(files, out)
     if out is not None:
         check_out(out, endings)
 
@@ -150,14 +149,16 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", fil
                   row_of: Callable[["Example", "Mean"], dict[str, Any]], schema: Callable[[], Any]) -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
     same verb, fields and reading. stdin: see `read_examples`."""
-    from lineartime.documents.examples import read_examples
+    from lineartime.documents.examples import STDIN, WaitingInput, check_examples, read_examples
     from lineartime.documents.pooling import named_means
-    from lineartime.documents.results import description_of, unfinished_rows
+    from lineartime.documents.results import description_of, part_of, unfinished_rows
     from lineartime.training import StopSignal
 
     n_bytes, n_documents, n_tokens, n_cut, started = 0, 0, 0, 0, time.monotonic()
     total = bytes_of(files)
-    saved = "nothing is kept of what was printed" if out is None else "what is read is kept; the same command goes on"
+    saved = ("nothing is kept of what was printed" if out is None else
+             f"what is read is in {part_of(out)}; stdin cannot be gone on with" if STDIN in files else
+             "what is read is kept; the same command goes on")
 
     def counted(text: Iterable[str]) -> Iterator[str]:
         nonlocal n_bytes
@@ -175,11 +176,17 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", fil
         def write(examples: "Iterable[Example]", add: Callable[[dict[str, Any]], None]) -> None:
             nonlocal n_documents, n_cut
             read = (example._replace(text=counted(example.text)) for example in examples)
-            for example, mean in named_means(model, tokenizer, read, reading, progress=show):
+            for example, mean in named_means(model, tokenizer, read, reading, progress=show, is_idle=piped.is_idle):
                 add(row_of(example, mean))
                 n_documents, n_cut = n_documents + 1, n_cut + mean.is_cut
 
-        examples = read_examples(files, fields, stdin=cast("StdinKind", stdin))
+        def checked(n_documents: int) -> None:
+            terminal.count("documents checked", n_documents, None)
+            stop.check("nothing is read yet")
+
+        piped = WaitingInput(lambda: stop.check(saved))
+        check_examples(files, fields, checked)
+        examples = read_examples(files, fields, stdin=cast("StdinKind", stdin), source=piped)
         if out is None:
             write(examples, lambda row: print(json.dumps(row, ensure_ascii=False), flush=True))
         else:

@@ -63,7 +63,7 @@ def finetune(
     label_field: Annotated[str, typer.Option(help="classify: field or column of the label.")] = "label",
     balance: Annotated[bool, typer.Option("--balance", help="classify: every class counts the same.")] = False,
     patience: Annotated[int, typer.Option(
-        help="classify, embed: end a run after so many held-out scores without a better one.")] = 3,
+        help="classify, embed: end a run after so many scorings without a better score or a lower loss.")] = 3,
     max_tokens: MaxTokens = None,
     negatives: Annotated[float, typer.Option(
         help="Share of the windows without an answer that is trained on.")] = 0.25,

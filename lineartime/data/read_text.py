@@ -23,6 +23,7 @@ MAX_LINE_BYTES = 64 << 20
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
 """Text may be so many times its file, or so many characters."""
 BYTE_ORDER_MARK = "\ufeff"
+AS_UTF8 = "save it as UTF-8"
 Convert = Callable[[str, str], str]
 """Turns a record's field into text. The second argument is the field's place, for errors."""
 
@@ -87,7 +88,7 @@ def readable(path: Path) -> Iterator[None]:
     """Inside the block, errors of reading a file are DataErrors. Raises DataError for an empty file."""
     try:
         if path.stat().st_size == 0:
-            raise DataError("empty file", path)
+            raise DataError("empty file", path, "take it out")
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise DataError("damaged gzip file", path, str(e)) from None
@@ -132,7 +133,7 @@ def text_blocks(file: IO[bytes], name: object, place: Place) -> Iterator[str]:
         except UnicodeDecodeError as e:
             # e.object begins with the unfinished bytes of the previous block.
             byte = position + len(block) - len(e.object) + e.start
-            raise DataError("not valid UTF-8", f"{name}, byte {byte}") from None
+            raise DataError("not valid UTF-8", f"{name}, byte {byte}", AS_UTF8) from None
         if not block:
             return
         if position == 0 and text.startswith(BYTE_ORDER_MARK):
@@ -193,7 +194,7 @@ def _record_of_line(line: bytes, where: str) -> Any:
     try:
         text = line.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as e:
-        raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line") from None
+        raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line", AS_UTF8) from None
     return parse_json(text, where, object_pairs_hook=_object, parse_constant=_no_constant)
 
 
@@ -234,7 +235,7 @@ def _no_constant(name: str) -> None:
 def checked(text: Any, what: str, where: str) -> str:
     """`text` itself. Raises DataError unless it is a string of valid Unicode."""
     if not isinstance(text, str):
-        raise DataError(f"{what} is not a string", where)
+        raise DataError(f"{what} is not a string", where, "make it one, or take the document out")
     check_text(text, what, where)
     return text
 
@@ -269,7 +270,8 @@ def _parquet_texts(path: Path, field: str, place: Place) -> Iterator[tuple[str, 
 
 def parquet_records(path: Path, choose: Callable[[Any], list[str]],
                     first: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place and the columns of each row of a parquet file from row `first` on, 16 rows in memory at a time.
+    """The place, whose rows begin at 1, and the columns of each row of a parquet file, without the `first` first ones,
+    16 rows in memory at a time.
     `choose` names the columns, given the file's schema. Raises DataError for a file that cannot be read, and as
     `choose` does."""
     import pyarrow
@@ -291,11 +293,11 @@ def parquet_records(path: Path, choose: Callable[[Any], list[str]],
                                            row_groups=list(range(skipped, len(groups)))):
                 for i in range(batch.num_rows):
                     if row >= first:
-                        yield f"{path}, row {row}", {name: batch.column(name)[i].as_py() for name in columns}
+                        yield f"{path}, row {row + 1}", {name: batch.column(name)[i].as_py() for name in columns}
                     row += 1
     except FileNotFoundError:
         raise DataError("cannot read", path, "no such file") from None
     except UnicodeDecodeError:
-        raise DataError("not valid UTF-8", f"{path}, row {row}") from None
+        raise DataError("not valid UTF-8", f"{path}, row {row + 1}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise DataError("cannot read as parquet", path, str(e).splitlines()[0] if str(e) else None) from None

@@ -33,6 +33,7 @@ from lineartime.documents.tuning import (
     DocumentTuning,
     drawn_window,
     load_step,
+    of_scores,
     read_splits,
     reading_of,
     train_best,
@@ -74,6 +75,11 @@ class Pairs:
     @property
     def n_tokens(self) -> int:
         return sum(map(len, (*self.first, *self.second)))
+
+    def keys(self) -> list[bytes]:
+        """Equal for pairs of equal tokens."""
+        both = [np.concatenate(pair) for pair in zip(self.first, self.second, strict=True)]
+        return [hashlib.sha256(ids.astype("<u4").tobytes()).digest() for ids in both]
 
     def sha256(self) -> str:
         """The hash of all ids."""
@@ -240,6 +246,7 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
                 + (", halves of documents" if plan.fields.pair is None else "") + texts.counts)
     if texts.n_cut:
         logger.info(f"cut       {texts.n_cut:,} texts to {plan.max_tokens:,} tokens")
+    texts.warn_of_known("pairs")
 
     def train_one(each: RunConfig, ranks: Ranks) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all held-out pairs."""
@@ -269,6 +276,7 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
         scores, places = score_pairs(*read_vectors(model.to(device), scored, reading), same)
         found |= {"pairs": {"train": len(train), "validation": len(validation), "tokens": train.n_tokens,
                             "cut": texts.n_cut, "halves": plan.fields.pair is None}}
+        found["known"] = texts.known()
         if test is not None:
             found["test"] = scores
         if ranks.is_first:
@@ -286,12 +294,10 @@ def write_report(out: Path, pairs: Pairs, scores: dict[str, Any], places: Sequen
     """Write the report into a folder of `lineartime finetune`. places: the rank of each pair's second text."""
     names = ["loss", "mrr", "recall_at_1", "recall_at_10"]
     tested = "test" in result
-    chosen = ("No choice was made on these." if tested else
-              "The learning rate and the step were chosen on these, so the scores are somewhat too good; `--test` "
-              "names documents for a fair score.")
     row = [f"{scores[name]:.4g}" for name in names]
     lines = ["# Vectors of documents", "",
-             f"{words(scores)}, of {len(pairs):,} {'test' if tested else 'validation'} pairs. {chosen}", "",
+             f"{words(scores)}, of {len(pairs):,} {'test' if tested else 'validation'} pairs. "
+             f"{of_scores(result)}", "",
              "The partner of each text is looked for among as many others.", "",
              *table(["", *(name.replace("_", " ") for name in names)], [
                  ["fine-tuned", *row],

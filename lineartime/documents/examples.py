@@ -6,18 +6,22 @@ is the name of the folder that holds it, the first below the given one. `hub:NAM
 `hub:NAME:CONFIGURATION/SPLIT`, is a data set of the hub."""
 
 import csv
+import functools
 import io
 import logging
 import math
+import os
+import select
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, get_args
+from typing import IO, Any, Literal, NamedTuple, cast, get_args
 
 from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import (
+    AS_UTF8,
     MAX_LINE_BYTES,
     Piece,
     Place,
@@ -40,6 +44,8 @@ from lineartime.settings import require, require_name
 PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 logger = logging.getLogger(__name__)
 STDIN, ON_HUB = "-", "hub:"
+ON_STDIN = "stdin"
+"""The place of what stdin has."""
 BETWEEN_LABELS = ";"
 Stdin = Literal["text", "jsonl"]
 """What stdin has: the text of one document, or a document in each line of JSON."""
@@ -87,27 +93,28 @@ def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
 
 
 def read_examples(names: Iterable[Path | str], fields: Fields | None = None, labels: Labels | None = None,
-                  stdin: Stdin = "text") -> Iterator[Example]:
+                  stdin: Stdin = "text", source: "WaitingInput | None" = None) -> Iterator[Example]:
     """The documents of all inputs, in order; those of a folder in the order of their names.
 
     names: files, folders, `hub:NAME/SPLIT`, or `-` for stdin. labels: the kind of their labels; None: none is read.
-    stdin: what stdin has. Raises UsageError for an input of an unknown kind, DataError, with its place, for a document
-    without text or label, a field that is missing, and files that cannot be read."""
+    stdin: what stdin has. source: stdin, if the caller asks it whether it is idle. Raises UsageError for an input of an
+    unknown kind, DataError, with its place, for a document without text or label, a field that is missing, and files
+    that cannot be read."""
     fields = fields or Fields()
     require_name("kind of stdin", stdin, get_args(Stdin))
     if labels is not None:
         require_name("kind of labels", labels, get_args(Labels))
     for name in map(str, names):
         if name == STDIN and stdin == "jsonl":
-            lines = json_lines(stdin_bytes(), "stdin")
-            yield from of_records(((where, record) for _, where, record in lines), "stdin", fields, labels)
+            lines = json_lines(cast("IO[bytes]", source or WaitingInput()), ON_STDIN)
+            yield from of_records(((where, record) for _, where, record in lines), ON_STDIN, fields, labels)
         elif name == STDIN:
             if labels is not None:
                 raise UsageError("a document of stdin has no label", name, "name a file")
             if fields.pair is not None:
                 raise UsageError("a document of stdin is no pair of texts", name, "it may be JSON lines: --stdin jsonl")
-            pieces = cut(text_blocks(stdin_bytes(), "stdin", Place()))
-            yield Example("stdin", 1, "stdin", not_blank(pieces, "stdin"), None, None)
+            pieces = cut(text_blocks(cast("IO[bytes]", source or WaitingInput()), ON_STDIN, Place()))
+            yield Example(ON_STDIN, 1, ON_STDIN, not_blank(pieces, ON_STDIN), None, None)
         elif name.startswith(ON_HUB):
             yield from of_records(hub_rows(name), name, fields, labels)
         elif Path(name).is_dir():
@@ -122,9 +129,9 @@ def of_folder(folder: Path, fields: Fields, labels: Labels | None) -> Iterator[E
     if not paths:
         raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(PLAIN + RECORDS)}")
     others = [name for name in files_below(folder) if not name.lower().endswith(PLAIN + RECORDS)]
-    if others:  # a warning, for results may go to stdout
-        logger.warning(f"skipped in {folder}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
-                       f"({len(others):,} files); it takes {', '.join(PLAIN + RECORDS)}")
+    if others:
+        warn_once(f"skipped in {folder}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
+                  f"({len(others):,} files); it takes {', '.join(PLAIN + RECORDS)}")
     for path in paths:
         above = path.relative_to(folder).parts[:-1]
         yield from of_file(path, fields, labels, above[0] if above else None)
@@ -141,6 +148,28 @@ def files_of(name: str) -> list[Path]:
         return [Path(name, below) for below in files_below(Path(name)) if below.lower().endswith(PLAIN + RECORDS)]
     except OSError as e:
         raise DataError("cannot read the input", name, e.strerror) from None
+
+
+def check_inputs(names: Iterable[Path | str], out: Path | None = None) -> None:
+    """Raise UsageError for a file that is read twice, and for an output in an input folder, which the next run would
+    read. Raises DataError as `files_of` does."""
+    seen: set[str] = set()
+    for name in map(str, names):
+        files = {os.path.realpath(path) for path in files_of(name)} or {name}
+        if seen & files:
+            raise UsageError("the same input twice", name, "name it once")
+        seen |= files
+        if out is not None and Path(name).is_dir() and Path(name).resolve() in (out.resolve(), *out.resolve().parents):
+            raise UsageError("the output is inside an input folder", out, "choose another place for it")
+
+
+def check_examples(names: Iterable[Path | str], fields: Fields, progress: Callable[[int], None]) -> None:
+    """Read the files among inputs once and keep nothing: raises what `read_examples` does, before a model has read what
+    stands in front. progress is called with the number of documents checked."""
+    files = [name for name in map(str, names) if name != STDIN and not name.startswith(ON_HUB)]
+    for number, example in enumerate(read_examples(files, fields), 1):
+        for _ in example.text:
+            progress(number)
 
 
 def of_file(path: Path, fields: Fields, labels: Labels | None, folder: str | None) -> Iterator[Example]:
@@ -187,8 +216,10 @@ def of_records(rows: Iterator[tuple[str, Any]], name: str, fields: Fields, label
                 raise DataError(f"no field {fields.label!r}", where, f"the row has {', '.join(map(repr, record))}")
             label = parse_label(record[fields.label], labels, where, "give it one or take it out")
         yield Example(name, number, where, (text,), second, label)
+    if not number and name == ON_STDIN:
+        raise nothing_on_stdin()
     if not number:
-        raise DataError("no documents", name)
+        raise DataError("no documents", name, "take it out")
 
 
 def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
@@ -198,10 +229,11 @@ def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
     if labels == "number":
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise DataError("a label that is no number", f"{where}: {value!r:.40}", "leave out --labels number")
+            raise DataError("a label that is no number", f"{where}: {value!r:.40}",
+                            "give it a number or take the row out, or leave out --labels number")
         return number
     if labels == "several" and isinstance(value, list | str):
         parts = value if isinstance(value, list) else value.split(BETWEEN_LABELS)
@@ -225,14 +257,70 @@ def not_blank(pieces: Iterable[Piece], where: str) -> Iterator[str]:
         blank = blank and not piece.text.strip()
         yield piece.text
     if blank:
-        raise DataError("an empty document", where, "take it out")
+        raise nothing_on_stdin() if where == ON_STDIN else DataError("an empty document", where, "take it out")
 
 
-def stdin_bytes() -> IO[bytes]:
-    """The bytes of stdin. Raises DataError if it is closed."""
-    if sys.stdin is None:
-        raise DataError("no text", "stdin")
-    return sys.stdin.buffer
+def nothing_on_stdin() -> DataError:
+    return DataError("nothing on stdin", todo="pipe documents into it")
+
+
+class WaitingInput:
+    """The bytes of stdin, which can be asked whether the next line is there."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        """wait: called every tenth of a second while nothing comes; what it raises ends the reading."""
+        self.wait, self.held, self.begun, self.ended = wait, bytearray(), False, False
+        self.searched = 0
+        """Bytes held in front of which no line ends."""
+
+    def is_ready(self, seconds: float) -> bool:
+        """Whether something can be read, or is so within `seconds`."""
+        try:
+            return bool(select.select([sys.stdin.buffer], [], [], seconds)[0])
+        except (OSError, ValueError):  # text in memory
+            return True
+
+    def take(self) -> None:
+        """Hold what comes next too. Raises DataError if stdin is closed."""
+        if sys.stdin is None:
+            raise nothing_on_stdin()
+        self.begun = True
+        while not self.is_ready(0.1):
+            self.wait()
+        block = cast(io.BufferedReader, sys.stdin.buffer).read1(1 << 16)
+        self.held += block
+        self.ended = not block
+
+    def has_line(self) -> bool:
+        """Whether a line, the end, or more than a line may have is held."""
+        end = self.held.find(b"\n", self.searched)
+        self.searched = len(self.held) if end < 0 else end
+        return end >= 0 or self.ended or len(self.held) > MAX_LINE_BYTES
+
+    def is_idle(self) -> bool:
+        """Whether stdin is being read and its next line has to be waited for."""
+        while self.begun and not self.has_line() and self.is_ready(0):
+            self.take()
+        return self.begun and not self.has_line()
+
+    def readline(self, size: int) -> bytes:
+        """The next line, of at most `size` bytes."""
+        while not self.has_line():
+            self.take()
+        return self.cut_off(min(self.held.find(b"\n", self.searched) + 1 or len(self.held), size))
+
+    def read(self, size: int) -> bytes:
+        """What is there, of at most `size` bytes, at least one until the end."""
+        if not self.held and not self.ended:
+            self.take()
+        return self.cut_off(min(len(self.held), size))
+
+    def cut_off(self, n: int) -> bytes:
+        """The first bytes, which are held no more."""
+        block = bytes(self.held[:n])
+        del self.held[:n]
+        self.searched = 0
+        return block
 
 
 def chosen(path: Path, fields: Fields, labels: Labels | None) -> Callable[[Any], list[str]]:
@@ -249,24 +337,56 @@ def chosen(path: Path, fields: Fields, labels: Labels | None) -> Callable[[Any],
 
 
 def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """The line, for errors, and the columns of each row of a `.csv` whose first row names them. Raises DataError."""
+    """The first line, for errors, and the columns of each row of a `.csv` whose first row names them. A last line
+    without an end is a warning: the file may have been cut inside of a field. Raises DataError."""
     csv.field_size_limit(MAX_LINE_BYTES)
+    line, where = "", f"{path}:1"
+
+    def lines(file: Iterable[str]) -> Iterator[str]:
+        nonlocal line
+        for number, line in enumerate(file, 1):
+            if "\0" in line:
+                raise DataError("a NUL byte: this is no text", f"{path}:{number}")
+            yield line
+
     with opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True)
+        rows = csv.reader(lines(file), strict=True)
         try:
             names = next(rows, [])
             if len({*names}) < len(names):
                 raise DataError("the same column twice", path, ", ".join(names))
+            where = f"{path}:{rows.line_num + 1}"
             for row in rows:
-                where = f"{path}:{rows.line_num}"
                 if row and len(row) != len(names):
                     raise DataError("a row of another length", where, f"{len(row)} fields, the first row {len(names)}")
                 if row:
                     yield where, dict(zip(names, row, strict=True))
+                where = f"{path}:{rows.line_num + 1}"
         except csv.Error as e:
-            raise DataError("not valid CSV", f"{path}:{rows.line_num}", str(e)) from None
-        except UnicodeDecodeError as e:
-            raise DataError("not valid UTF-8", f"{path}, after line {rows.line_num}", e.reason) from None
+            raise DataError("not valid CSV", where, str(e)) from None
+        except UnicodeDecodeError:
+            raise DataError("not valid UTF-8", f"{path}:{line_of_other_text(path)}", AS_UTF8) from None
+    if line and not line.endswith(("\n", "\r")):
+        warn_once(f"the last line has no end, so the file may be cut: {path}:{rows.line_num}: {line!r:.80}")
+
+
+def line_of_other_text(path: Path) -> int:
+    """The number of the first line that is not UTF-8; text is decoded in blocks, whose errors have no line."""
+    number = 0
+    with opened(path) as file:
+        for line in file:
+            number += 1
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                break
+    return number
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Warn of a file that may be read twice: it is checked first. A warning, for results may go to stdout."""
+    logger.warning(line)
 
 
 def hub_rows(name: str) -> Iterator[tuple[str, Any]]:
@@ -275,5 +395,5 @@ def hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     data, _, config = of.partition(":")
     if not data or not split:
         raise UsageError("no such name on the hub", name, "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train")
-    for row, (_, record) in enumerate(hub_records(hub_library(), data, config or None, [split])):
+    for row, (_, record) in enumerate(hub_records(hub_library(), data, config or None, [split]), 1):
         yield f"{name}, row {row}", record

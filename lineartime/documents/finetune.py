@@ -23,7 +23,7 @@ from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks
 from lineartime.documents import contrast, metrics, report
 from lineartime.documents.classify import NUMBER, label_losses, logits_of, targets_of
 from lineartime.documents.examples import read_examples
-from lineartime.documents.labelled import Documents, class_weights, head_of, read_documents, require_known
+from lineartime.documents.labelled import Documents, class_weights, documents_of, head_of, read_documents, require_known
 from lineartime.documents.pooling import Reading, padded, read_means, row_means
 from lineartime.documents.tuning import (
     SAVED,
@@ -148,6 +148,11 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
                     "window of each, held-out ones are read whole")
     if texts.n_cut:
         logger.info(f"cut       {texts.n_cut:,} documents to {plan.max_tokens:,} tokens")
+    texts.warn_of_known("documents")
+    rare = [name for name, n in zip(head.labels, documents_of(head, targets), strict=True) if n == 1]
+    if rare:
+        logger.warning(f"one training document only: {len(rare):,} of {len(head.labels):,} classes, "
+                       f"{', '.join(rare)[:200]}")
 
     def train_one(each: RunConfig, ranks: Ranks) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all held-out documents."""
@@ -173,7 +178,7 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
         held_out_targets = targets_of(head, validation.labels)
         found = {"task": "classify", "without_reading": metrics.simplest(head, targets, held_out_targets),
                  "documents": {"train": len(train), "validation": len(validation), "tokens": train.n_tokens,
-                               "cut": texts.n_cut, "longer_than_a_row": longer}}
+                               "cut": texts.n_cut, "longer_than_a_row": longer}, "known": texts.known()}
         scored, logits_NL = validation, report.read_predictions(plan.out / best, validation, head)
         if test is not None:
             model = DocumentClassifier(config, head)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -36,6 +37,10 @@ class Documents:
     @property
     def n_tokens(self) -> int:
         return sum(map(len, self.ids))
+
+    def keys(self) -> list[bytes]:
+        """Equal for documents of equal tokens."""
+        return [hashlib.sha256(ids.astype("<u4").tobytes()).digest() for ids in self.ids]
 
     def sha256(self) -> str:
         """The hash of all ids and labels."""
@@ -78,16 +83,23 @@ def noting(text: Iterable[str], begun: list[str]) -> Iterator[str]:
 
 def head_of(train: Documents, kind: Labels, where: str) -> Head:
     """The head for the labels of the training documents; classes are in the order of their names, numbers by their
-    size. Raises DataError if all documents have the same label."""
+    size. Raises DataError if all documents have the same label, and for numbers that float32 has no room for."""
     if kind == "number":
         numbers = np.array(train.labels, np.float64)
-        if numbers.std() == 0:
+        if numbers.min() == numbers.max():
             raise DataError("all documents have the same number", where, f"it is {numbers[0]:g}")
-        return Head(NUMBER, ("number",), float(numbers.mean()), float(numbers.std()))
+        with np.errstate(over="ignore", under="ignore"):
+            mean, std = float(numbers.mean()), float(numbers.std())
+            std_32, most_32 = np.array([std, np.abs(numbers).max()], np.float32)
+        if not (std_32 > 0 and most_32 < np.inf):
+            raise DataError("numbers too large, or too near each other, for float32", where,
+                            f"from {numbers.min():g} to {numbers.max():g}; scale them")
+        return Head(NUMBER, ("number",), mean, std)
     names = {name for label in train.labels for name in classes_of(label)}
-    if len({*train.labels}) < 2:
-        raise DataError("one class only", where, f"it is {', '.join(sorted(names)) or 'none'}; a classifier needs two")
-    numeric = all(name.lstrip("-").isdecimal() for name in names)
+    if len({frozenset(classes_of(label)) for label in train.labels}) < 2:
+        raise DataError("one class only" if kind == "one" else "all documents have the same labels", where,
+                        f"it is {', '.join(sorted(names)) or 'none'}; a classifier needs two")
+    numeric = all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
     return Head(PROBLEMS[kind], tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name))))
 
 
@@ -100,10 +112,16 @@ def require_known(head: Head, documents: Documents) -> None:
                                 f"they have {', '.join(head.labels)[:200]}")
 
 
+def documents_of(head: Head, targets: np.ndarray) -> np.ndarray:
+    """The number of documents of each class, `[L]`; none for a number."""
+    if head.problem_type == NUMBER:
+        return np.zeros(1)
+    return np.bincount(targets, minlength=len(head.labels)) if head.problem_type == ONE else targets.sum(0)
+
+
 def class_weights(head: Head, targets: np.ndarray) -> list[float]:
     """Weights by which every class counts the same: of its documents, or of several classes of its being there."""
+    count_L = documents_of(head, targets)
     if head.problem_type == ONE:
-        count_L = np.bincount(targets, minlength=len(head.labels))
         return (len(targets) / (len(head.labels) * count_L)).tolist()
-    count_L = targets.sum(0)
     return ((len(targets) - count_L) / count_L.clip(min=1)).tolist()

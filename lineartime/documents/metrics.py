@@ -1,6 +1,7 @@
 """Scores of labels, by scikit-learn (`pip install 'lineartime[documents]'`)."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,9 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
                 "mean_absolute_error": float(metrics.mean_absolute_error(targets, found_N)),
                 "root_mean_squared_error": float(metrics.root_mean_squared_error(targets, found_N)),
                 "n_documents": len(targets)}
-    found = found_classes(head, logits_NL)
-    f1 = float(metrics.f1_score(targets, found, labels=range(len(head.labels)), average="macro", zero_division=0))
-    return {"loss": loss, "score": f1, "accuracy": float(metrics.accuracy_score(targets, found)), "macro_f1": f1,
+    true, found, names = for_scikit(head, logits_NL, targets)
+    f1 = float(metrics.f1_score(true, found, labels=names, average="macro", zero_division=0))
+    return {"loss": loss, "score": f1, "accuracy": float(metrics.accuracy_score(true, found)), "macro_f1": f1,
             "calibration_error": calibration_error(*confidences(head, logits_NL, targets)),
             "n_documents": len(targets)}
 
@@ -50,10 +51,19 @@ def found_classes(head: Head, logits_NL: np.ndarray) -> np.ndarray:
     return logits_NL.argmax(1) if head.problem_type == ONE else (logits_NL > 0).astype(np.float64)
 
 
+def for_scikit(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, Sequence[int]]:
+    """The targets, what the model says, and the labels to score. scikit-learn reads `[N, 1]` as `[N]` of the labels 0
+    and 1, of which 1 is the class."""
+    found = found_classes(head, logits_NL)
+    if head.problem_type != ONE and len(head.labels) == 1:
+        return targets[:, 0], found[:, 0], [1]
+    return targets, found, range(len(head.labels))
+
+
 def by_class(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> list[tuple[str, float, float, float, int]]:
     """Of each class its name, precision, recall, F1 and number of documents."""
-    columns = scikit().precision_recall_fscore_support(targets, found_classes(head, logits_NL), zero_division=0,
-                                                       labels=range(len(head.labels)))
+    true, found, names = for_scikit(head, logits_NL, targets)
+    columns = scikit().precision_recall_fscore_support(true, found, zero_division=0, labels=names)
     return [(name, float(p), float(r), float(f), int(n))
             for name, p, r, f, n in zip(head.labels, *columns, strict=True)]
 

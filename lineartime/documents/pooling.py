@@ -19,6 +19,7 @@ from lineartime.config import ModelConfig
 from lineartime.data.read_text import cut
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example
+from lineartime.errors import DataError
 from lineartime.model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require, require_precision
@@ -100,7 +101,8 @@ def windows_of(ids: Iterable[Sequence[int]], size: int, max_tokens: int | None =
 
 
 def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[Example], reading: Reading, *,
-                progress: Callable[[int], None] | None = None) -> Iterator[tuple[Example, Mean]]:
+                progress: Callable[[int], None] | None = None,
+                is_idle: Callable[[], bool] = lambda: False) -> Iterator[tuple[Example, Mean]]:
     """`read_means` of documents, each with its name. Raises DataError as the reader of the documents does."""
     waiting: collections.deque[Example] = collections.deque()
 
@@ -109,7 +111,7 @@ def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[E
             waiting.append(example)
             yield document_ids(tokenizer, example.text, example.second)
 
-    for mean in read_means(model, ids(), reading, progress=progress):
+    for mean in read_means(model, ids(), reading, progress=progress, is_idle=is_idle):
         yield waiting.popleft(), mean
 
 
@@ -167,9 +169,12 @@ def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = 
 
 @torch.inference_mode()
 def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]], reading: Reading | None = None, *,
-               progress: Callable[[int], None] | None = None) -> Iterator[Mean]:
+               progress: Callable[[int], None] | None = None,
+               is_idle: Callable[[], bool] = lambda: False) -> Iterator[Mean]:
     """The mean of each document, in order. documents: ids in pieces, of `document_ids`. progress is called after each
-    batch or window with the number of tokens read so far. The model must be in evaluation mode.
+    batch or window with the number of tokens read so far. is_idle: whether the next document has to be waited for; then
+    the others are read. The model must be in evaluation mode. Raises DataError as `documents` does, behind the means of
+    those before.
 
     Memory does not grow with a document but for the keys and values of a causal model with quadratic attention."""
     reading = reading or Reading()
@@ -215,16 +220,22 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
                 return Mean((total_D / n).numpy(), n, window.is_cut)
             window = next(more)
 
-    for ids in documents:
-        windows = windows_of(ids, size, reading.max_tokens)
-        for window in windows:
-            if carried and not window.is_last:
+    try:
+        for ids in documents:
+            windows = windows_of(ids, size, reading.max_tokens)
+            for window in windows:
+                if carried and not window.is_last:
+                    yield from means_of_rows()
+                    yield mean_of_row(window, windows)
+                    break
+                waiting.append(window)
+                n_waiting = sum(len(each.ids) for each in waiting)
+                if len(waiting) == reading.batch_rows * BATCHES_AHEAD or (
+                        n_waiting >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
+                    yield from means_of_rows()
+            if is_idle():
                 yield from means_of_rows()
-                yield mean_of_row(window, windows)
-                break
-            waiting.append(window)
-            n_waiting = sum(len(each.ids) for each in waiting)
-            if len(waiting) == reading.batch_rows * BATCHES_AHEAD or (
-                    n_waiting >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
-                yield from means_of_rows()
+    except DataError:
+        yield from means_of_rows()
+        raise
     yield from means_of_rows()

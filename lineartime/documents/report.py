@@ -12,8 +12,9 @@ from lineartime.config_json import Head
 from lineartime.documents import metrics
 from lineartime.documents.classify import NUMBER, ONE, label_json, label_losses, prediction_of, targets_of
 from lineartime.documents.labelled import Documents
+from lineartime.documents.tuning import of_scores
 from lineartime.errors import CheckpointError, escaped
-from lineartime.plot import COLOURS, Line, Panel, Picture, draw
+from lineartime.plot import COLOURS, LACKING, Line, Panel, Picture, draw, drawable
 
 REPORT_FILE, PREDICTIONS_FILE = "report.md", "predictions.jsonl"
 CONFUSION_FILE, CALIBRATION_FILE, NUMBERS_FILE = "confusion.png", "calibration.png", "numbers.png"
@@ -53,8 +54,13 @@ def read_predictions(run: Path, documents: Documents, head: Head) -> np.ndarray:
 def words(scores: dict[str, Any]) -> str:
     """The most important scores, in words."""
     if "r2" in scores:
-        return f"R^2 {scores['r2']:.3f}, mean absolute error {scores['mean_absolute_error']:.3g}"
+        return f"R^2 {written(scores, 'r2', '.3f')}, mean absolute error {scores['mean_absolute_error']:.3g}"
     return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
+
+
+def written(scores: dict[str, Any], name: str, form: str = ".4g") -> str:
+    """A score as it is written; one document has no R^2."""
+    return "-" if name == "r2" and scores["n_documents"] < 2 else f"{scores[name]:{form}}"
 
 
 def write_report(out: Path, head: Head, documents: Documents, logits_NL: np.ndarray, result: dict[str, Any]) -> None:
@@ -64,21 +70,19 @@ def write_report(out: Path, head: Head, documents: Documents, logits_NL: np.ndar
     scores = metrics.score_labels(head, logits_NL, targets)
     names = [name for name in scores if name not in ("score", "n_documents")]
     tested = "test" in result
-    chosen = ("No choice was made on these." if tested else
-              "The learning rate and the step were chosen on these, so the scores are somewhat too good; `--test` "
-              "names documents for a fair score.")
     lines = ["# Labels of documents", "",
-             f"{words(scores)} on {len(documents):,} {'test' if tested else 'validation'} documents. {chosen}", "",
+             f"{words(scores)} on {len(documents):,} {'test' if tested else 'validation'} documents. "
+             f"{of_scores(result)}", "",
              "## Learning rates", "", "On the validation documents, at the best step of each run.", "",
              *table(["learning rate", "step", *map(spaced, names)],
                     [[f"{name} (best)" if result["best"] == f"lr-{name}" else name, f"{each['best_step']:,} of "
-                      f"{each['steps']:,}", *(f"{each['held_out'][score]:.4g}" for score in names)]
+                      f"{each['steps']:,}", *(written(each["held_out"], score) for score in names)]
                      for name, each in result["learning_rates"].items()]
-                    + [["without reading", "", *(f"{result['without_reading'][score]:.4g}" for score in names)]]), "",
+                    + [["without reading", "", *(written(result["without_reading"], score) for score in names)]]), "",
              f"Without reading: {'the mean' if head.problem_type == NUMBER else 'what is most frequent'} in training "
              "is said of every document.", ""]
     if tested:
-        lines += ["## Test", "", *table(list(map(spaced, names)), [[f"{scores[name]:.4g}" for name in names]]), ""]
+        lines += ["## Test", "", *table(list(map(spaced, names)), [[written(scores, name) for name in names]]), ""]
     lines += of_numbers(out, targets, logits_NL) if head.problem_type == NUMBER else (
         of_classes(out, head, targets, logits_NL))
     lines += most_wrong(head, documents, logits_NL)
@@ -92,7 +96,12 @@ def spaced(name: str) -> str:
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return ["| " + " | ".join(in_text(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def in_text(words: str) -> str:
+    """Words from data on one line of Markdown, where they are neither HTML nor steer a terminal."""
+    return escaped(" ".join(words.split())).replace("<", "&lt;")
 
 
 def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:
@@ -100,7 +109,7 @@ def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray
     rows = metrics.by_class(head, logits_NL, targets)
     several = [] if head.problem_type == ONE else ["Accuracy: the share of documents with all classes right.", ""]
     lines = ["## Classes", "", *several, *table(["class", "precision", "recall", "F1", "documents"], [
-        [escaped(name), f"{p:.3f}", f"{r:.3f}", f"{f:.3f}", f"{n:,}"] for name, p, r, f, n in rows]), ""]
+        [name, f"{p:.3f}", f"{r:.3f}", f"{f:.3f}", f"{n:,}"] for name, p, r, f, n in rows]), ""]
     n_L = np.array([n for *_, n in rows])
     shown = np.sort(np.argsort(-n_L, kind="stable")[:MOST_CLASSES])
     cut = [in_picture(head.labels[i]) for i in shown]
@@ -112,8 +121,9 @@ def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray
     of_row = "in shares of a row" if head.problem_type == ONE else (
         "in shares of the documents that have the label; one that has two is in both rows")
     more = f" The {MOST_CLASSES} most frequent of {len(head.labels)} classes." if len(cut) < len(rows) else ""
+    lacks = f" {LACKING}: a character that the picture's font lacks." if any(LACKING in name for name in cut) else ""
     lines += [f"![confusion]({CONFUSION_FILE})", "",
-              f"Rows are the labels, columns what the model says, {of_row}.{more}", ""]
+              f"Rows are the labels, columns what the model says, {of_row}.{more}{lacks}", ""]
     p, right = metrics.confidences(head, logits_NL, targets)
     bins = metrics.bins_of(p, right)
     draw(Picture("How often the model is right by how probable it holds what it says; the dashed line is what it "
@@ -128,8 +138,10 @@ def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray
 
 
 def in_picture(name: str) -> str:
-    """A class's name as matplotlib writes it: not too long, and without formulas."""
-    return (name if len(name) <= 24 else f"{name[:23]}…").replace("$", r"\$")
+    """A class's name as matplotlib writes it: on one line, not too long, without formulas, in characters that it has.
+    """
+    name = " ".join(name.split())
+    return drawable(name if len(name) <= 24 else f"{name[:23]}…").replace("$", r"\$")
 
 
 def of_numbers(out: Path, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:
@@ -150,7 +162,7 @@ def most_wrong(head: Head, documents: Documents, logits_NL: np.ndarray) -> list[
     lines = ["## Most wrong", "", f"The {min(MOST_WRONG, len(documents))} documents of the highest loss.", ""]
     for i in np.argsort(-losses_N, kind="stable")[:MOST_WRONG]:
         said = label_json(prediction_of(head, logits_NL[i]).label)
-        lines += [f"- `{escaped(documents.where[i])}`: label {escaped(label_json(documents.labels[i]))}, the model "
-                  f"says {escaped(said)}, loss {losses_N[i]:.3f}", "",
+        lines += [f"- `{escaped(documents.where[i])}`: label {in_text(label_json(documents.labels[i]))}, the model "
+                  f"says {in_text(said)}, loss {losses_N[i]:.3f}", "",
                   f"      {escaped(documents.excerpts[i])}", ""]
     return lines

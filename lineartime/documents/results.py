@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lineartime.model import LanguageModel
 
 ROWS_AT_ONCE = 1024
+BEGINS = b'{"weights": "'
+"""How a description begins."""
 VECTOR = "embedding"
 """The field of a row that a `.npy` holds."""
 
@@ -99,11 +101,12 @@ def unfinished_rows(out: Path, description: dict[str, Any],
 
 
 def rows_of(file: IO[bytes], first: bytes, path: Path) -> int:
-    """The number of whole rows of an open file; what is behind them is cut off, and a file without rows gets its first
-    line anew."""
+    """The number of whole rows of an open file; what is behind them is cut off, and a file of ours without rows gets
+    its first line anew. Raises UsageError for any other file."""
     file.seek(0)
     begun, n_rows, end = file.readline(), 0, len(first)
-    if not file.readline().endswith(b"\n"):  # of a process that ended before its first row
+    is_ours = begun[: len(BEGINS)] == BEGINS[: len(begun)]
+    if is_ours and not file.readline().endswith(b"\n"):  # of a process that ended before its first row
         file.truncate(0)
         file.write(first)
         file.flush()

@@ -16,7 +16,7 @@ from lineartime import checkpoint
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, to_dict
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import Ranks
-from lineartime.documents.examples import Fields, Labels
+from lineartime.documents.examples import Fields, Labels, check_inputs
 from lineartime.documents.pooling import Reading
 from lineartime.documents.results import weights_sha256
 from lineartime.finetuning import EPOCHS, ROWS_PER_STEP, check_rates, is_flash, name_of, train_config
@@ -30,8 +30,10 @@ from lineartime.training import Progress, StopSignal, fit_once
 Task = Literal["classify", "embed"]
 LEARNING_RATES = (1e-3, 3e-4, 1e-4)
 PATIENCE, SCORES = 3, 10
-"""Held-out scores without a better one after which a run ends; scores in a run."""
+"""Held-out scorings without a better score or loss after which a run ends; scorings in a run."""
 
+BEFORE = {"validation": "training", "test": "training or validation"}
+"""What is read before a split, see `Splits.known`."""
 SAVED = "what is trained is saved; the same command goes on"
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class DocumentTuning:
     """Tokens of a row of training; None: as in pretraining."""
     epochs: float = EPOCHS
     patience: int = PATIENCE
-    """A run ends after so many held-out scores without a better one."""
+    """A run ends after so many held-out scorings without a better score or a lower loss."""
     balance: bool = False
     """Whether every class counts the same in training, however many documents it has."""
     max_tokens: int | None = None
@@ -72,6 +74,8 @@ class DocumentTuning:
     def __post_init__(self) -> None:
         for name in ("model", "out"):
             object.__setattr__(self, name, Path(getattr(self, name)))
+        for names in (self.documents, self.validation, self.test):
+            check_inputs(names, self.out)
         check_rates(self.learning_rates, self.epochs, self.settings)
         require_name("task", self.task, get_args(Task))
         require_name("kind of labels", self.labels, get_args(Labels))
@@ -115,6 +119,7 @@ class Texts(Protocol):
     @property
     def n_tokens(self) -> int: ...
     def __len__(self) -> int: ...
+    def keys(self) -> list[bytes]: ...
     def sha256(self) -> str: ...
 
 
@@ -139,6 +144,21 @@ class Splits(Generic[Read]):
         """"; 20 held out, 30 to test"."""
         return f"; {len(self.validation):,} held out" + (f", {len(self.test):,} to test" if self.test else "")
 
+    def known(self) -> dict[str, int]:
+        """How many texts of a split the model was trained on or, of the test, chosen on."""
+        train = {*self.train.keys()}
+        found = {"validation": sum(key in train for key in self.validation.keys())}
+        if self.test is not None:
+            seen = train.union(self.validation.keys())
+            found["test"] = sum(key in seen for key in self.test.keys())
+        return found
+
+    def warn_of_known(self, what: str) -> None:
+        """what: "documents" or "pairs"."""
+        for name, n_known in self.known().items():
+            if n_known:
+                logger.warning(f"{n_known:,} of {len(getattr(self, name)):,} {name} {what} are also in {BEFORE[name]}")
+
     def facts(self, pretrained: LanguageModel, tokenizer: Tokenizer, plan: DocumentTuning) -> dict[str, Any]:
         """What a run of any learning rate depends on, beside its settings; not the test."""
         return {"pretrained_sha256": weights_sha256(pretrained), "tokenizer_sha256": tokenizer.sha256,
@@ -161,6 +181,17 @@ def read_splits(plan: DocumentTuning, stop: StopSignal, progress: Progress | Non
 
     return Splits(split(plan.documents, "training"), split(plan.validation, "validation"),
                   split(plan.test, "test") if plan.test else None)
+
+
+def of_scores(result: dict[str, Any]) -> str:
+    """What a report says of the documents, or pairs, that its scores are of. result: that of `finetune_documents`."""
+    split = "test" if "test" in result else "validation"
+    n_known = result["known"][split]
+    also = f"{n_known:,} of them are also in {BEFORE[split]}"
+    if split == "test":
+        return f"{also}, so the scores are too good." if n_known else "No choice was made on these."
+    return ("The learning rate and the step were chosen on these, so the scores are somewhat too good; `--test` names "
+            "documents for a fair score." + (f" {also}." if n_known else ""))
 
 
 def drawn_window(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:

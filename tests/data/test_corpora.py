@@ -298,7 +298,7 @@ FAULTS: dict[str, tuple[int, list[str], list[str]]] = {
     "numbers": (3, ["--task", "wiki40b", "numbers.parquet"], ["column 'text' is not text", "numbers.parquet", "int64"]),
     "cut gzip": (3, ["--task", "c4", "cut.json.gz"], ["damaged gzip file", "cut.json.gz"]),
     "no markers in parquet": (3, ["--task", "wiki40b", "plain.parquet"],
-                              ["not a Wiki-40B article", "plain.parquet, row 1", "_START_ARTICLE_"]),
+                              ["not a Wiki-40B article", "plain.parquet, row 2", "_START_ARTICLE_"]),
     "no markers in lines": (3, ["--task", "wiki40b", "plain.jsonl.gz"], ["not a Wiki-40B article", "plain.jsonl.gz:2"]),
     "missing": (3, ["--task", "pg19", "nowhere"], ["cannot read the input", "nowhere"]),
     "missing validation": (3, ["--task", "c4", "good.json.gz", "--validation", "nowhere"], ["nowhere"]),

@@ -132,13 +132,13 @@ def broken_parquet(column, edit=None):
 
 GOOD = b'{"text": "good"}\n'
 FAULTS = {
-    "empty text file": ("a.txt", b"", "empty file: {}"),
+    "empty text file": ("a.txt", b"", "empty file: {}; take it out"),
     "empty gzip file": ("a.raw.jsonl.gz", b"", "empty file: {}"),
     "no lines": ("a.jsonl", b"\n\n", "no documents in this file: {}"),
     "no rows": ("a.parquet", broken_parquet(pyarrow.array([], pyarrow.string())), "no documents in this file: {}"),
     "invalid UTF-8": ("a.txt", b"x" * 1_500_000 + b"\xff" + b"y", "not valid UTF-8: {}, byte 1500000"),
     "UTF-8 cut at a block": ("a.txt", b"x" * (2**20 - 1) + b"\xc3" + b"(", f"not valid UTF-8: {{}}, byte {2**20 - 1}"),
-    "UTF-8 cut at the end": ("a.txt", "xé".encode()[:-1], "not valid UTF-8: {}, byte 1"),
+    "UTF-8 cut at the end": ("a.txt", "xé".encode()[:-1], "not valid UTF-8: {}, byte 1; save it as UTF-8"),
     "surrogate in UTF-8": ("a.txt", b"ab\xed\xa0\x80", "not valid UTF-8: {}, byte 2"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "{}, byte "),
     "binary": ("a.txt", b"x" * 1_500_000 + b"\0", "a NUL byte: this is no text: {}, byte 1500000"),
@@ -151,7 +151,7 @@ FAULTS = {
     "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "not valid JSON: {}:2; it is nested too deeply"),
     "no object": ("a.jsonl", GOOD + b'["text"]\n', "not a JSON object: {}:2"),
     "no field": ("a.jsonl", GOOD + b'{"body": "x", "id": 1}\n', "no field 'text': {}:2; the line has 'body', 'id'"),
-    "field is null": ("a.jsonl", GOOD + b'{"text": null}\n', "field 'text' is not a string: {}:2"),
+    "field is null": ("a.jsonl", GOOD + b'{"text": null}\n', "field 'text' is not a string: {}:2; make it one"),
     "field is a list": ("a.jsonl", GOOD + b'{"text": ["x"]}\n', "field 'text' is not a string: {}:2"),
     "lone surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a lone surrogate: {}:2"),
     "long line": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 2000 + b'"}\n', "line is too long: {}:2; the limit is 1000"),
@@ -164,9 +164,9 @@ FAULTS = {
     "no column": ("a.parquet", broken_parquet(["x"], lambda content: content.replace(b"text", b"body")),
                   "no column 'text': {}; its columns are body"),
     "column of numbers": ("a.parquet", broken_parquet([1]), "column 'text' is not text: {}; it is int64"),
-    "null in a column": ("a.parquet", broken_parquet(["x"] * 20 + [None]), "column 'text' is not a string: {}, row 20"),
+    "null in a column": ("a.parquet", broken_parquet(["x"] * 20 + [None]), "column 'text' is not a string: {}, row 21"),
     "invalid UTF-8 in a column": ("a.parquet", broken_parquet(["x", "QQQQ"], lambda c: c.replace(b"QQQQ", b"\xff" * 4)),
-                                  "not valid UTF-8: {}, row 1"),
+                                  "not valid UTF-8: {}, row 2"),
 }
 
 

@@ -25,10 +25,11 @@ from lineartime.documents.finetune import LabelledDocuments, finetune_documents
 from lineartime.documents.labelled import Documents, class_weights, head_of
 from lineartime.documents.pooling import document_ids
 from lineartime.documents.tuning import DocumentTuning, drawn_window
-from lineartime.errors import CheckpointError, Stopped, UsageError
+from lineartime.errors import CheckpointError, DataError, Stopped, UsageError
 from lineartime.model import DocumentClassifier
 from lineartime.plot import digest
-from lineartime.run import read_metrics
+from lineartime.run import Run, read_metrics
+from lineartime.run_config import RunConfig
 from lineartime.training import StopSignal
 from made_documents import CONTEXT, made_rows, write_model, write_rows
 from tiny_runs import assert_same, what_is_left
@@ -205,7 +206,7 @@ def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
-    scores = {3: (0.2, 1.0), 6: (0.9, 1.0), 9: (0.5, 0.5), 12: (0.9, 1.1), 15: (0.9, 0.1)}
+    scores = {3: (0.2, 1.0), 6: (0.9, 1.0), 9: (0.5, 1.5), 12: (0.9, 1.1), 15: (0.9, 0.1)}
 
     def evaluate(self, model, progress=None):
         score, loss = scores[steps[-1]]
@@ -232,6 +233,23 @@ def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000006", "step-00000012"]
     assert os.readlink(tmp_path / "out" / "best") == "lr-1e-02/step-00000006"
     assert json.loads((run / "result.json").read_text())["best_step"] == 6
+
+
+def test_a_run_goes_on_while_the_loss_falls(tmp_path):
+    """As of several labels, whose macro F1 stays at 0 until the first class is named."""
+    config = RunConfig(lineartime.model_config("flash"), lineartime.TrainConfig(), "x", "classify", "", "")
+    run = Run(tmp_path, config, {})
+
+    def since(*scored):
+        lines = [{"step": step, "held_out": {"score": score, "loss": loss}, "clock": {"time": 1.0}}
+                 for step, (score, loss) in enumerate(scored, 1)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run.best_so_far(), run.best
+
+    assert since((0.0, 3.0), (0.0, 2.0), (0.0, 1.0)) == (0, 3)
+    assert since((0.5, 3.0), (0.0, 2.0), (0.0, 1.0)) == (0, 1)  # the best stays
+    assert since((0.5, 1.0), (0.6, 2.0), (0.55, 1.5)) == (1, 2)  # neither is the best so far
+    assert since((0.5, 1.0), (0.5, 1.0), (0.5, 1.0)) == (2, 1)
 
 
 # The task
@@ -317,7 +335,18 @@ def test_classes_are_in_order():
     assert head_of(Documents(labels=["10", "9", "-1"]), "one", "").labels == ("-1", "9", "10")
     assert head_of(Documents(labels=["b", "a", "10"]), "one", "").labels == ("10", "a", "b")
     assert head_of(Documents(labels=[("a",), ()]), "several", "").labels == ("a",)
+    assert head_of(Documents(labels=["--1", "2"]), "one", "").labels == ("--1", "2")
+    assert head_of(Documents(labels=["1" * 5000, "2"]), "one", "").labels == ("1" * 5000, "2")
     assert head_of(Documents(labels=[1.0, 3.0]), "number", "") == Head("regression", ("number",), 2.0, 1.0)
+
+
+@pytest.mark.parametrize(("kind", "labels", "words"), [
+    ("several", [("a", "b"), ("b", "a")], "the same labels"), ("number", [0.1] * 3, "the same number"),
+    ("number", [1e308, -1e308, 1e308], "too large"), ("number", [1e39, 0.0], "too large"),
+    ("number", [0.0, 1e-60], "too near each other")])
+def test_labels_that_teach_nothing_are_refused(kind, labels, words):
+    with pytest.raises(DataError, match=words):
+        head_of(Documents(labels=labels), kind, "x.csv")
 
 
 def test_scores():
@@ -334,7 +363,13 @@ def test_scores():
     said_NL = np.array([[1, -1, 1], [-1, 1, -1], [-1, -1, -1]], np.float64)  # a and c; b; nothing
     assert metrics.confusion(SEVERAL, said_NL, targets_of(SEVERAL, [("a", "b"), ("b",), ("c",)])).tolist() == [
         [1, 0, 1], [1, 1, 1], [0, 0, 0]]
+    single, said_N1 = Head(SEVERAL.problem_type, ("a",)), np.array([[1.0], [1.0], [-1.0], [-1.0], [-1.0]])
+    scores = metrics.score_labels(single, said_N1, targets_of(single, [("a",), (), (), (), ()]))
+    assert scores["macro_f1"] == pytest.approx(2 / 3) and scores["accuracy"] == 0.8
+    rows = metrics.by_class(single, said_N1, targets_of(single, [("a",), (), (), (), ()]))
+    assert rows == [("a", 0.5, 1.0, pytest.approx(2 / 3), 1)]
     assert prediction_of(NUMBER, np.array([1.5])) == (1.5, {})
+    assert report.words(metrics.score_labels(NUMBER, np.array([[1.0]]), np.array([1.5]))).startswith("R^2 -, mean")
     perfect = metrics.score_labels(NUMBER, np.array([[1.0], [2.0]]), np.array([1.0, 2.0]))
     assert (perfect["r2"], perfect["loss"], perfect["mean_absolute_error"]) == (1, 0, 0)
 
@@ -344,6 +379,30 @@ def test_a_missing_library_is_said_before_anything_is_read(folder, tmp_path, mon
     with pytest.raises(UsageError, match=r"lineartime\[documents\]"):
         finetune_documents(plan(folder, tmp_path / "out"), device=CPU)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_report_has_names_as_they_are_and_no_more():
+    lines = report.table(["class"], [["new\nline"], ["<b>a|b</b>"], ["\x1b[1m"]])
+    assert lines[2:] == ["| new line |", r"| &lt;b>a\|b&lt;/b> |", r"| \x1b[1m |"]
+    assert report.in_picture("日本 é\n$5 🎉") == r"□□ é \$5 □"
+
+
+def test_what_was_seen_in_training_is_said(folder, tmp_path, caplog):
+    rows = made_rows(8, 1)
+    paths = {name: write_rows(tmp_path / f"{name}.jsonl", content) for name, content in (
+        ("train", [*rows, {"text": "a class of its own", "label": "hill"}]),
+        ("dev", [{**rows[0], "text": "held out"}, rows[1]]),
+        ("test", [rows[0], rows[1], {**rows[0], "text": "held out"}, {**rows[0], "text": "new"}]))}
+    out = tmp_path / "out"
+    short = plan(folder, out, epochs=1, learning_rates=(1e-3,))
+    result = finetune_documents(replace(short, documents=(paths["train"],), validation=(paths["dev"],),
+                                        test=(paths["test"],)), device=CPU)
+    assert result["known"] == {"validation": 1, "test": 3}
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "1 of 2 validation documents are also in training", "3 of 4 test documents are also in training or validation",
+        "one training document only: 1 of 4 classes, hill"]
+    text = (out / report.REPORT_FILE).read_text()
+    assert "3 of them are also in training or validation, so the scores" in text and "No choice" not in text
 
 
 # The verb
@@ -404,6 +463,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     refuse(3, "a label that is no number", more=["--labels", "number"])
     refuse(3, "the same number", more=["--labels", "number"], documents=[{"text": "x", "label": 1}] * 2,
            validation=[{"text": "x", "label": 2}])
+    refuse(2, "the same input twice", more=["--documents", folder / "train-one.jsonl"])
     refuse(2, "unknown kind of labels", more=["--labels", "many"])
     refuse(2, "unknown setting of training", more=["--set", "chunk_size=8"])
     refuse(2, "tokens_per_step", more=["--set", "tokens_per_step=100"])

@@ -101,6 +101,8 @@ def test_halves_hold_every_token_once():
     for text, a, b in zip(["abcdef", "abcde", "ab", "a text"], pairs.first, pairs.second, strict=True):
         assert a[0] == b[0] == 256 and bytes([*a[1:], *b[1:]]).decode() == text and 0 <= len(b) - len(a) <= 1
     assert read_pairs(tokenizer, text_examples(["abcdef", "ab"]), 4).n_cut == 1
+    keys = read_pairs(tokenizer, text_examples([("a", "b"), ("ab", "c"), ("a", "bc"), ("a", "b")]), None).keys()
+    assert keys[0] == keys[3] and len({*keys}) == 3
     with pytest.raises(DataError, match="too short to be halved: text 2"):
         read_pairs(tokenizer, text_examples(["abc", "a"]))
     with pytest.raises(DataError, match="one pair only"):

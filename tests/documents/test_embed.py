@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -91,10 +92,14 @@ def test_a_file_that_is_half_written_goes_on(folder, vectors, tmp_path, call, mo
         assert np.array_equal(np.load(out), vectors) and not results.part_of(out).exists()
     assert_refused(*call(*asked, out)[::2], 2, "the output is there already")
     results.part_of(tmp_path / "w.npy").write_bytes(whole)
-    for more in (["--max-tokens", 5], ["--text-field", "label"]):
+    for more in (["--max-tokens", 5], ["--precision", "bfloat16"]):
         assert_refused(*call(*asked, tmp_path / "w.npy", *more)[::2], 2, "unfinished", "w.npy.part")
     (folder / "texts.jsonl").touch()
     assert_refused(*call(*asked, tmp_path / "w.npy")[::2], 2, "unfinished", "w.npy.part")
+    for text in ("my notes", "my notes\n", "my notes\nand more\n"):
+        results.part_of(tmp_path / "w.npy").write_text(text)
+        assert_refused(*call(*asked, tmp_path / "w.npy")[::2], 2, "unfinished", "w.npy.part")
+        assert results.part_of(tmp_path / "w.npy").read_text() == text
     for end in (first, first + 40):  # no row was made, as of a file that could not be read and is mended now
         out.unlink(missing_ok=True)
         results.part_of(out).write_bytes(whole[:end])
@@ -124,6 +129,41 @@ def test_a_signal_keeps_what_is_read(folder, tmp_path, warm_command):
     assert "Traceback" not in err and part.read_bytes().count(b"\n") > 1 and not (tmp_path / "v.npy").exists()
 
 
+def test_a_bad_row_of_a_file_is_refused_before_any_is_read(folder, tmp_path, call):
+    (tmp_path / "x.jsonl").write_text('{"text": "good"}\n' * 400 + '{"text": " "}\n')
+    for more in ([], ["--out", tmp_path / "v.jsonl"]):
+        code, out, err = call("embed", folder / "model", folder / "texts.jsonl", tmp_path / "x.jsonl", *more)
+        assert not out and not [*tmp_path.glob("v.jsonl*")]
+        assert_refused(code, err, 3, "an empty document", "x.jsonl:401")
+
+
+def test_rows_of_stdin_before_a_bad_one_are_written(folder, call):
+    code, out, err = call("embed", folder / "model", "-", "--stdin", "jsonl", stdin='{"text": "good"}\n{"text": 3}\n')
+    assert [json.loads(line)["number"] for line in out.splitlines()] == [1]
+    assert_refused(code, err, 3, "not a string", "stdin:2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stdin_is_answered_while_it_is_open_and_a_signal_ends_the_waiting(folder, warm_command, number):
+    line = [*warm_command, "embed", folder / "model", "-", "--stdin", "jsonl"]
+    process = subprocess.Popen([*map(str, line)], bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+
+    def answered():
+        assert select.select([process.stdout], [], [], 30)[0], "no answer"
+        return json.loads(process.stdout.readline())["number"]
+
+    with process.stdin, process.stdout, process.stderr:
+        process.stdin.write(b'{"text": "one"}\n{"text": "two"}\n{"text": "thr')
+        assert [answered(), answered()] == [1, 2]
+        process.stdin.write(b'ee"}\n')
+        assert answered() == 3
+        process.send_signal(number)
+        process.wait(30)
+        err = process.stderr.read().decode()
+    assert process.returncode == 128 + number and err.count("error: ") == 1 and "Traceback" not in err, err
+
+
 def test_bad_input_is_one_line(folder, tmp_path, call):
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "x.txt").write_text("x")
@@ -134,6 +174,9 @@ def test_bad_input_is_one_line(folder, tmp_path, call):
             ([tmp_path / "no-model", tmp_path / "x.txt"], 2, "not a run"),
             ([model, tmp_path / "blank.txt"], 3, "an empty document"),
             ([model, tmp_path / "x.txt", tmp_path / "x.txt"], 2, "the same input twice"),
+            ([model, tmp_path / "x.txt", f"{tmp_path}/./x.txt"], 2, "the same input twice"),
+            ([model, tmp_path / "no-model", "--out", tmp_path / "no-model" / "v.npy"], 2, "inside an input folder"),
+            ([model, "-"], 3, "nothing on stdin"),
             ([model, tmp_path / "x.txt", "--out", tmp_path / "v.csv"], 2, ".jsonl, .parquet, .npy"),
             ([model, tmp_path / "x.txt", "--out", tmp_path / "no" / "v.npy"], 2, "there is no such folder"),
             ([model, tmp_path / "x.txt", "--max-tokens", 0], 2, "max_tokens = 0"),

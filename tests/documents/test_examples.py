@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from fake_hub import Hub
-from lineartime.documents.examples import Fields, read_examples
+from lineartime.documents.examples import Fields, check_inputs, read_examples
 from lineartime.errors import DataError, UsageError
 
 ROWS = [{"text": "one, two", "label": "a"}, {"text": 'a "word"\nof it', "label": "b"}, {"text": "é", "label": "a"}]
@@ -76,7 +76,8 @@ def test_labels(tmp_path, labels, given, read_as):
     ("several", None, "no label"), ("several", ["a", None], "a label that is no class"),
     ("several", "a;;b", "a label that is no class"), ("several", {"a": 1}, "a label that is no class"),
     ("number", "x", "a label that is no number"), ("number", True, "a label that is no number"),
-    ("number", "nan", "a label that is no number"), ("number", None, "no label"), ("number", [1], "no number")])
+    ("number", "nan", "a label that is no number"), ("number", 10**400, "a label that is no number"),
+    ("number", None, "no label"), ("number", [1], "no number")])
 def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, words):
     path = write_rows(tmp_path / "x.jsonl", [{"text": "t", "label": "1"}, {"text": "t", "label": given}])
     with pytest.raises(DataError, match=f"{words}: .*x.jsonl:2"):
@@ -87,12 +88,15 @@ def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, word
     ("x.csv", "text,label\na,b\nc\n", "a row of another length: .*x.csv:3"),
     ("x.csv", "text,text\na,b\n", "the same column twice"),
     ("x.csv", 'text,label\n"a,b\n', "not valid CSV"),
-    ("x.csv", b"text,label\n\xff,b\n", "not valid UTF-8"),
+    ("x.csv", 'text,label\n\n"a\nb",c\n\n"d\ne"\n', "a row of another length: .*x.csv:6;"),
+    ("x.csv", 'text,label\n"a\nb",c\n"d\ne"f,g\n', "not valid CSV: .*x.csv:4;"),
+    ("x.csv", b"text,label\nab,c\ncaf\xe9,b\n" + b"d,e\n" * 9999, "not valid UTF-8: .*x.csv:3; save it as UTF-8"),
+    ("x.csv", "text,label\na,b\nc\0d,e\n", "a NUL byte: this is no text: .*x.csv:3"),
     ("x.csv", "text,label\n", "no documents"),
     ("x.jsonl", '{"text": "a", "label": "b"}\n{"text": " ", "label": "b"}\n', "an empty document: .*x.jsonl:2"),
-    ("x.jsonl", '{"text": 3, "label": "b"}\n', "'text' is not a string"),
+    ("x.jsonl", '{"text": null, "label": "b"}\n', "'text' is not a string: .*x.jsonl:1; make it one, or take"),
     ("x.jsonl", '["a"]\n', "not a JSON object"), ("x.jsonl", "{\n", "not valid JSON"),
-    ("x.jsonl", '{"label": "b"}\n', "no field 'text'"), ("x.jsonl", "", "empty file"),
+    ("x.jsonl", '{"label": "b"}\n', "no field 'text'"), ("x.jsonl", "", "empty file: .*x.jsonl; take it out"),
     ("x.parquet", "PAR1", "cannot read as parquet"), ("x.csv.gz", "text", "damaged gzip file"),
     ("x.txt", "\n \n", "an empty document"), ("x.txt", b"a\0b", "a NUL byte"), ("x.txt", "", "empty file")])
 def test_damaged_files_are_refused_with_their_place(tmp_path, name, content, words):
@@ -100,6 +104,37 @@ def test_damaged_files_are_refused_with_their_place(tmp_path, name, content, wor
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=words):
         read(path, labels=None if name == "x.txt" else "one")
+
+
+def test_rows_of_a_table_are_counted_from_1(tmp_path):
+    path = write_rows(tmp_path / "x.parquet", [*ROWS, {"text": " ", "label": "a"}])
+    with pytest.raises(DataError, match=r"an empty document: .*x\.parquet, row 4;"):
+        read(path)
+
+
+def test_a_csv_whose_last_line_has_no_end_is_a_warning(tmp_path, caplog):
+    for name, text in (("whole.csv", "text,label\na,b\n"), ("mac.csv", "text,label\ra,b\r"),
+                       ("cut.csv", "text,label\na,b\nc,d")):
+        (tmp_path / name).write_text(text)
+        for _ in range(2):  # it is said once
+            assert read(tmp_path / name)[0] == ("a", None, "b")
+    (said,) = caplog.messages
+    assert said == f"the last line has no end, so the file may be cut: {tmp_path}/cut.csv:3: 'c,d'"
+
+
+def test_inputs_are_named_once_and_do_not_hold_the_output(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("in/a.txt", "in/b.txt"):
+        (tmp_path / name).write_text("x")
+    first, folder = tmp_path / "in" / "a.txt", tmp_path / "in"
+    for names in ([first, f"{folder}/./a.txt"], [folder, first], ["-", "-"], ["hub:a/b", first, "hub:a/b"]):
+        with pytest.raises(UsageError, match=r"the same input twice: .*; name it once"):
+            check_inputs(names)
+    check_inputs([first, folder / "b.txt", "-", "hub:a/b"], folder / "out.jsonl")
+    check_inputs([folder], tmp_path / "out.jsonl")
+    for out in (folder / "out.jsonl", folder / "new" / "out.jsonl", folder):
+        with pytest.raises(UsageError, match="the output is inside an input folder"):
+            check_inputs([folder], out)
 
 
 def test_inputs_that_are_none(tmp_path):
@@ -140,7 +175,10 @@ def test_the_hub_and_stdin(monkeypatch):
     assert read("-", stdin="jsonl") == read("hub:me/reviews/train")
     piped(lines)
     assert [each.where for each in read_examples(["-"], stdin="jsonl")] == ["stdin:1", "stdin:3", "stdin:5"]
-    for text, words in (("{", "stdin:1"), ("", "no documents: stdin"), ('{"text": " "}', "an empty document: stdin:1")):
+    piped("")
+    with pytest.raises(DataError, match="nothing on stdin"):
+        read("-", labels=None)
+    for text, words in (("{", "stdin:1"), ("", "nothing on stdin"), ('{"text": " "}', "an empty document: stdin:1")):
         piped(text)
         with pytest.raises(DataError, match=words):
             read("-", labels=None, stdin="jsonl")

@@ -309,7 +309,7 @@ def test_squad_with_a_fault(tmp_path, changes, words):
 @pytest.mark.parametrize(("changes", "words"), [
     ({"question_id": None}, "no column 'question_id'"), ({"answer": None}, "no column 'answer'"),
     ({"entity_pages": None, "search_results": None}, "no column 'entity_pages' or 'search_results'"),
-    ({"answer": {"value": "x", "aliases": ["x"]}}, "no field 'normalized_aliases': .*row 0, answer"),
+    ({"answer": {"value": "x", "aliases": ["x"]}}, "no field 'normalized_aliases': .*row 1, answer"),
     ({"question": 3}, "field 'question' is not a string"),
     ({"entity_pages": {"filename": ["a", "b"], "wiki_context": ["x"]}}, "columns of different lengths"),
     ({"entity_pages": {"filename": ["a"]}}, "no field 'wiki_context'"),
