@@ -249,7 +249,7 @@ KINDS: dict[str, tuple[str, Callable[[Results], list[Panel]]]] = {
     "speedup": ("FLASH's speed-up", speedup_panels),
     "perplexity": ("Perplexity, left is better", perplexity_dots),
     "answers": ("Pretraining and answers", answer_dots),
-    "worth": ("What the long memory is worth: loss by context, but for losses more than "
+    "worth": ("What the long memory is worth, models with several seeds: loss by context, but for losses more than "
               f"{LEFT_OUT_NATS} above the worst at the shortest; differences to FLASH, seed by seed, by recurrence "
               "class and by tokens trained on, below 0 is better (mean, least and most)", memory_panels),
     "gap": ("What mixed chunks add to the perplexity, left is better", gap_dots)}

@@ -291,8 +291,9 @@ def parts(results: Results) -> list[str]:
         "above 0 the longer context helps.",
         gain_part(results),
         "**Loss by recurrence, differences to FLASH.** A token, or two neighbouring ones (a bigram), that were in "
-        "their document before: in the same chunk, in earlier chunks of the row only, or not. What a long memory holds must show under \"in "
-        "earlier chunks only\". A rare bigram makes up at most 10 of a million in the training split.",
+        "their document before: in the same chunk, in earlier chunks of the row only, or not. What a long memory "
+        "holds must show under \"in earlier chunks only\". A rare bigram makes up at most 10 of a million in the "
+        "training split.",
         class_part(results, compared(results)),
         "**Loss by recurrence, differences to FLASH (LocalOnly), which has no linear half.**",
         class_part(results, compared_with_local(results)),
