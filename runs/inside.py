@@ -33,7 +33,7 @@ from lineartime.benchmark.measure import add_missing  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.cli.terminal import Terminal, say_stopping  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
-from lineartime.recall.measure import OnStep, Row, asked, learn, n_test_rows, passed  # noqa: E402
+from lineartime.recall.measure import OnStep, Recall, Row, asked, learn, n_test_rows, passed  # noqa: E402
 from lineartime.recall.study import config_of, training  # noqa: E402
 from lineartime.recall.tasks import FIRST_NOISE, FIRST_VALUE, SEPARATOR, TASKS, Rows  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
@@ -216,7 +216,7 @@ def read_from(model: LanguageModel) -> Row:
 def reach(name: str, rate: float, seed: int, on_step: OnStep, check: Callable[[], None]) -> Row:
     """A model that has learned pairs, asked far: as trained, and with the gates of noise closed in a layer."""
     train = training("pairs", PAIRS, {"learning_rate": rate, "seed": seed})
-    learned = list(learn(config_of(name, PAIRS, {}), PAIRS, train, PAIRS.length, PAIRS.n_facts, on_step))
+    learned = list(learn(config_of(name, PAIRS, {}), Recall(PAIRS, PAIRS.length, PAIRS.n_facts, train), on_step))
     model = learned[-1][-1].eval()
     closed = {str(layer): far(model, layer, check) for layer in range(model.config.n_layers)}
     return {"steps": train.steps, "lengths": [times * PAIRS.length for times in FARTHER],
@@ -236,7 +236,8 @@ def company(name: str, order: tuple[int, ...], seed: int, on_step: OnStep) -> Ro
     """How soon a model learns needles, and its gates on the way, by the numbers of facts that training begins with."""
     train = training("needle", NEEDLE, {"learning_rate": COMPANY_RATE, "seed": seed, "steps": COMPANY_STEPS})
     curve, gates, model = [], [], None
-    for step, loss, right, model in learn(config_of(name, NEEDLE, {}), NEEDLE, train, NEEDLE.length, order, on_step):
+    needles = Recall(NEEDLE, NEEDLE.length, order, train)
+    for step, loss, right, model in learn(config_of(name, NEEDLE, {}), needles, on_step):
         curve.append([step, round(loss, 4), round(right, 4)])
         gates.append([step, *gates_of(model)])
     assert model is not None

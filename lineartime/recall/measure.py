@@ -38,14 +38,15 @@ def ignore(_: Row) -> None:
 class Recall:
     """The objective of `training.compute_gradient`: the loss of the answers alone.
 
-    In the first half of the training the numbers of facts are added one after another, the fewest first."""
+    In the first half of the training the numbers of facts are added one after another, the fewest first. All seeds read
+    the same rows: a seed draws the initial values alone."""
 
     def __init__(self, task: Task, length: int, n_facts: Sequence[int], config: TrainConfig):
         self.task, self.length, self.n_facts, self.config = task, length, n_facts, config
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """ids `[B, T]`, places of the questions and answers `[B, Q]`."""
-        generator = torch.Generator().manual_seed((self.config.seed << 32) + step)
+        generator = torch.Generator().manual_seed(step)
         n_known = 1 + min(len(self.n_facts) - 1, 2 * len(self.n_facts) * step // self.config.steps)
         n = self.n_facts[int(torch.randint(n_known, (1,), generator=generator))]
         rows = self.task.draw(self.config.tokens_per_step // self.length, n, self.length, generator)
@@ -78,9 +79,10 @@ def n_asked(length: int, n_facts: Sequence[int]) -> int:
 @torch.inference_mode()
 def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int, seed: int = 7,
           progress: Callable[[int], None] = lambda n: None) -> tuple[Tensor, Rows]:
-    """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed`. progress is
-    called with the number of tokens read since the last time."""
-    rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed((1 << 62) + seed))
+    """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed` at once, where a
+    step's batch is drawn after its number of facts. progress is called with the number of tokens read since the last
+    time."""
+    rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed(seed))
     right = []
     for first in range(0, n_rows, at_once := max(1, 2048 // length)):
         part = slice(first, first + at_once)
@@ -96,19 +98,20 @@ def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: i
     return torch.cat(right), rows
 
 
-def learn(config: ModelConfig, task: Task, train: TrainConfig, length: int, n_facts: Sequence[int],
-          on_step: OnStep = ignore) -> Iterator[tuple[int, float, float, LanguageModel]]:
+def learn(config: ModelConfig, objective: Recall, on_step: OnStep = ignore) -> Iterator[
+        tuple[int, float, float, LanguageModel]]:
     """Train a new model; yields step, mean loss since the last time in nats, accuracy, and the model, `N_SCORES`
     times. on_step: see `measure`. Raises NumericsError for a loss that is not finite."""
+    train = objective.config
     torch.manual_seed(train.seed)
     began = time.perf_counter()
-    model, objective, losses = LanguageModel(config), Recall(task, length, n_facts, train), []
-    optimizer, n_rows = make_optimizer(parts_of(model), train), train.tokens_per_step // length
+    model, losses = LanguageModel(config), []
+    optimizer = make_optimizer(parts_of(model), train)
     for step in range(train.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, train)
         batch = [torch.from_numpy(part) for part in objective.batch(step)]
-        losses.append(compute_gradient(model, objective, batch, n_rows, train)[0])
+        losses.append(compute_gradient(model, objective, batch, len(batch[0]), train)[0])
         optimizer.step()
         on_step({"step": step + 1, "steps": train.steps, "loss": losses[-1], "clock": {
             "time": time.time(), "tokens_per_s": (step + 1) * train.tokens_per_step / (time.perf_counter() - began)}})
@@ -128,7 +131,7 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
     began, curve, model = time.process_time(), [], None
     row: Row = {"n_parameters": describe(config).n_parameters, "length": length, "n_facts": list(n_facts)}
     try:
-        for step, loss, right, learned in learn(config, task, train, length, n_facts, on_step):
+        for step, loss, right, learned in learn(config, Recall(task, length, n_facts, train), on_step):
             model = learned
             curve.append([step, round(loss, 4), round(right, 4)])
     except NumericsError as e:

@@ -20,9 +20,10 @@ from lineartime.atomic_io import append_json_lines
 from lineartime.config import PRESETS, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import DataError, ResourceError
+from lineartime.model import LanguageModel
 from lineartime.plot import digest
 from lineartime.recall import report, study
-from lineartime.recall.measure import LEARNED, TIMES_LONGER, asked, learn, passed
+from lineartime.recall.measure import LEARNED, TIMES_LONGER, Recall, asked, learn, passed
 from lineartime.recall.tasks import (
     FIRST_NOISE,
     FIRST_PAIR,
@@ -138,6 +139,19 @@ def training_of(steps: int, **settings) -> TrainConfig:
                                                     **settings})
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_no_test_row_is_trained_on_and_all_seeds_train_on_the_same(name):
+    """A generator takes 32 bits of its seed: step 7's batch and the test rows are drawn from one stream, shifted."""
+    task = TASKS[name]
+    batch, other = (Recall(task, task.length, task.n_facts, study.training(name, task, {"seed": seed})).batch
+                    for seed in (0, 1))
+    trained = {row.tobytes() for step in (6, 7, 8) for row in batch(step)[0]}
+    model = LanguageModel(study.config_of("flash", task, {}))
+    for n_facts in task.n_facts:
+        assert not trained & {row.numpy().tobytes() for row in asked(model, task, n_facts, task.length, 48)[1].ids_BT}
+    assert (batch(7)[0] == other(7)[0]).all()
+
+
 def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
     """One fact: the value that stands in the row is the answer to every question."""
     task = TASKS["pairs"]
@@ -145,7 +159,7 @@ def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
     curves = []
     for _ in range(2):
         curve = [(step, loss, right) for step, loss, right, _ in
-                 learn(config, task, training_of(120, tokens_per_step=320, context=40, seed=1), 40, (1,))]
+                 learn(config, Recall(task, 40, (1,), training_of(120, tokens_per_step=320, context=40, seed=1)))]
         curves.append(curve)
     assert curves[0] == curves[1] and len(curves[0]) == 24 and curves[0][-1][0] == 120
     assert curves[0][0][1] > 4 and curves[0][-1][1] < 0.5 and curves[0][-1][2] > 0.9, curves[0][-1]
