@@ -267,7 +267,7 @@ def test_the_study_of_memory_is_reported_from_its_runs(tiny, warm, here, monkeyp
     assert "Not measured yet" not in text and " of 1 documents at each context, of models trained at 128." in text
     lines = [line for line in text.splitlines() if line.startswith("| FLASH (LocalOnly) |")]
     assert len(lines) == 7 and not any(" - " in line or "nan" in line for line in lines)
-    assert len(pictures_of(found)["memory-cpu-worth.png"].panels) == 4
+    assert len(pictures_of(found)["memory-cpu-worth.png"].panels) == 5
     losses = {(row, seed): loss for (row, _, seed), loss in found.trained.loss.items()}
     differences = {seed: losses[rows[1], seed] - losses[rows[0], seed] for seed in (0, 1)}
     assert memory.difference_text(differences) in lines[1] and min(map(abs, differences.values())) > 0.001
