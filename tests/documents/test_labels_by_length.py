@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import lineartime
-from scripts import loaded
+from lineartime.atomic_io import read_json_lines
+from scripts import ROOT, loaded
 
 study = loaded("runs", "documents")
 
+GUIDE = ROOT / "docs/guides/documents.md"
 BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
 
 
@@ -72,3 +74,21 @@ def test_windows_do_not_see_each_other():
     (windows,), (row,) = (study.means_of(model, ids, [100], window) for window in (64, None))
     np.testing.assert_allclose(windows, (64 * first + 37 * second) / 101, atol=1e-5)
     assert abs(row - windows).max() > 1e-2
+
+
+def test_differences_are_paired_by_seed():
+    """A model with one seed stands beside TF-IDF's score of that seed, not beside its mean."""
+    def row(model, seed, accuracy):
+        return {"task": "source", "seed": seed, "tokens": 512, "model": model, "accuracy": accuracy, "n_train": 9,
+                "n_test": 9, "n_labels": 2}
+
+    text = study.tables([row("TF-IDF", 0, 0.5), row("TF-IDF", 1, 0.9), row("one", 0, 0.6), row("two", 1, 0.8),
+                         row("two", 0, 0.45)])
+    assert "| one | whole | +0.100 |" in text and "| two | whole | -0.075 ± 0.318 |" in text
+    assert "| TF-IDF | whole | 0.70 (0.50-0.90) |" in text
+    assert "TF-IDF's" not in study.tables([row("TF-IDF", 0, 0.5)])
+
+
+def test_the_page_shows_the_rows():
+    """After new rows: python runs/documents.py --into docs/guides/documents.md."""
+    assert study.tables(read_json_lines(study.ROWS, dict, "a row")) in GUIDE.read_text(encoding="utf-8")

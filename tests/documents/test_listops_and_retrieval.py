@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from lineartime.atomic_io import read_json_lines
 from lineartime.errors import UsageError
-from scripts import loaded
+from scripts import ROOT, loaded
 
-ROOT = Path(__file__).parents[2]
-
-
-listops, retrieval = loaded("runs", "listops"), loaded("runs", "retrieval")
+listops, retrieval, throughput = (loaded("runs", name) for name in ("listops", "retrieval", "throughput"))
 
 
 def value_of(symbols: list[str]) -> int:
@@ -120,3 +118,10 @@ def test_an_error_of_a_study_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "runs" / "listops.py", "--into", page]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, f"error: cannot read the page: {page}; No such file or directory\n")
+
+
+@pytest.mark.parametrize("study", [listops, retrieval, throughput], ids=["listops", "retrieval", "throughput"])
+def test_the_page_shows_the_rows(study) -> None:
+    """After new rows: python runs/listops.py --into docs/guides/documents.md, and so for the others."""
+    page = (ROOT / "docs/guides/documents.md").read_text(encoding="utf-8")
+    assert study.table(read_json_lines(study.ROWS, dict, "a row")) in page
