@@ -49,9 +49,14 @@ def tasks_of(place: Place) -> list[str]:
 
 
 def plan_lines(place: Place) -> list[str]:
-    """What the rows of each task lack; text must have been prepared."""
-    there = [task for task in tasks_of(place) if task != TEXT or place.data(text_of()).is_dir()]
-    return [f"{task}: {'; '.join(missing(task, place)) or 'complete'}" for task in there]
+    """What the rows of each task lack. Of the task in text that is known once its text has been prepared."""
+    lines = [f"{task}: {'; '.join(missing(task, place)) or 'complete'}" for task in tasks_of(place)
+             if task != TEXT or place.data(text_of()).is_dir()]
+    if place.texts is None:
+        return [*lines, f"{TEXT}: left out without --texts, the folder that holds it"]
+    if not place.data(text_of()).is_dir():
+        lines.append(f"{TEXT}: its text has not been prepared in {place.out}; the same command without --plan does it")
+    return lines
 
 
 def reproduce_recall(place: Place, stop: StopSignal) -> int:

@@ -268,13 +268,17 @@ def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
             for rate, seed in ((1.5e-3, 0), (3e-3, 0), (6e-3, 0), (3e-3, 1), (3e-3, 2))])
 
     monkeypatch.setattr(campaign, "call", call)
-    assert campaign.plan_lines(place) == ["pairs: flash"]
+    left_out = "text: left out without --texts, the folder that holds it"
+    assert campaign.plan_lines(place) == ["pairs: flash", left_out]
+    assert campaign.plan_lines(replace(place, texts=tmp_path))[1] == (
+        f"text: its text has not been prepared in {place.out}; the same command without --plan does it")
     assert campaign.reproduce_recall(place, StopSignal()) == 5
     assert calls == [["recall", "flash", "--task", "pairs", "--json", str(place.rows)]]
     assert "[1/1] flash, pairs: done; 0 minutes are left" in told and any("text is left out" in line for line in told)
-    assert campaign.plan_lines(place) == ["pairs: complete"] and campaign.reproduce_recall(place, StopSignal()) == 0
+    assert campaign.plan_lines(place) == ["pairs: complete", left_out]
+    assert campaign.reproduce_recall(place, StopSignal()) == 0
     place.rows.write_text(place.rows.read_text().replace('"passed": 100', '"passed": null'))
-    assert campaign.plan_lines(place) == ["pairs: flash"]  # the best rate is another, without more seeds
+    assert campaign.plan_lines(place)[0] == "pairs: flash"  # the best rate is another, without more seeds
     monkeypatch.setattr(campaign, "call", lambda *arguments: "out of memory")
     place.rows.unlink()
     with pytest.raises(ResourceError, match="recall cannot be measured: flash, pairs; out of memory"):
