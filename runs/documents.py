@@ -55,10 +55,9 @@ from lineartime.reproduce.memory import difference_text  # noqa: E402
 ROWS = ROOT / "lineartime" / "results" / "documents.jsonl"
 LABELS = Path(__file__).parent / "labels"
 SEEDS = (0, 1, 2)
-COMMAND = "python runs/documents.py --texts TEXTS --frozen small --model small"
 FROZEN, FROZEN_LENGTH = ", frozen", 8192
 """Behind the name of a model whose vectors are not trained; the longest passages that it reads. A Transformer reads
-none that are longer than the rows of its training."""
+longer ones than the rows of its training in windows alone."""
 READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
@@ -188,11 +187,12 @@ def by_tfidf(found: Passages) -> dict[str, Any]:
             "n_features": train.shape[1], "seconds": time.process_time() - started}
 
 
-def by_vectors(found: Passages, model: str, lengths: Sequence[int], window: int | None) -> dict[int, dict[str, Any]]:
+def by_vectors(found: Passages, model: str, lengths: Sequence[int], window: int | None,
+               cut_by: Tokenizer) -> dict[int, dict[str, Any]]:
     """Means of last hidden states over the first tokens of passages of the longest of the lengths, for each of them: a
-    causal model's states do not depend on what follows. window: as in `means_of`. They are computed in bfloat16, and
-    differ from those in float32 by 0.1 % of their spread over books. The strength of the regularisation is chosen on
-    the validation."""
+    causal model's states do not depend on what follows. window: as in `means_of`. cut_by: the tokenizer that passages
+    are cut by. They are computed in bfloat16, and differ from those in float32 by 0.1 % of their spread over books. The
+    strength of the regularisation is chosen on the validation."""
     started = time.process_time()
     loaded, tokenizer, _ = lineartime.load_model(named_folder(model))
     loaded.to(torch.bfloat16)
@@ -200,7 +200,7 @@ def by_vectors(found: Passages, model: str, lengths: Sequence[int], window: int 
     vectors: dict[str, list[list[np.ndarray]]] = {}
     for split, each in found.items():
         vectors[split] = [means_of(loaded.eval(), [tokenizer.end_of_document, *tokenizer.encode(text)],
-                                   lengths, window)
+                                   own_lengths(text, lengths, cut_by, tokenizer), window)
                           for text, _ in each]
         print(f"\r  {split}: {len(each):,} passages read ", end="", flush=True)
     truth = {split: [label for _, label in each] for split, each in found.items()}
@@ -216,6 +216,13 @@ def by_vectors(found: Passages, model: str, lengths: Sequence[int], window: int 
                         "regularisation": best.C, "precision": "bfloat16", "n_features": train.shape[1],
                         "seconds": seconds}
     return made
+
+
+def own_lengths(text: str, lengths: Sequence[int], cut_by: Tokenizer, own: Tokenizer) -> list[int]:
+    """How many tokens of a model's own tokenizer the first tokens of another one are, for each of the lengths: all
+    models read the same text."""
+    ids = cut_by.encode(text)
+    return [len(own.encode(cut_by.decode(ids[:length]))) for length in lengths]
 
 
 @torch.inference_mode()
@@ -276,7 +283,7 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, st
     cells = [(name, seed, length, model, None) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
              for model in ("TF-IDF", *models)]
     cells += [(name, seed, length, model, reading) for reading, size in READINGS.items() for seed in SEEDS
-              for name in tasks for model, folder in frozen.items() for length in [lengths_read(name, folder)[-1]]
+              for name in tasks for model, folder in frozen.items() for length in [lengths_read(name, folder, size)[-1]]
               if size is None or length > size]
     cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[4] != "whole", cell[1], cell[2]))
     sources: dict[str, list[Source]] = {}
@@ -292,23 +299,30 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, st
         facts = {**key, "n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
         if reading:
             size = READINGS[reading]
-            lengths = [each for each in lengths_read(name, frozen[model]) if each > (size or 0)]
-            for each, result in by_vectors(found, frozen[model], lengths, size).items():
-                append_json_lines(rows, [facts | {"tokens": each} | result | provenance() | {"command": COMMAND}])
+            lengths = [each for each in lengths_read(name, frozen[model], size) if each > (size or 0)]
+            for each, result in by_vectors(found, frozen[model], lengths, size, tokenizer).items():
+                append_json_lines(rows, [facts | {"tokens": each} | result | provenance()
+                                         | {"command": command_of("frozen", model.removesuffix(FROZEN))}])
                 print(f"\n  {each:,} tokens: accuracy {result['accuracy']:.3f}", flush=True)
             continue
         made = ([by_tfidf(found)] if model == "TF-IDF" else
                 by_model(found, models[model], seed, length, out / f"{name}-{seed}-{length}-{model}"))
-        append_json_lines(rows, [facts | each | provenance() | {"command": COMMAND} for each in made])
+        command = command_of("model", "small" if model == "TF-IDF" else model)
+        append_json_lines(rows, [facts | each | provenance() | {"command": command} for each in made])
         for each in made:
             print(f"\n  {each.get('reading', '')} accuracy {each['accuracy']:.3f}, macro F1 {each['macro_f1']:.3f}",
                   flush=True)
 
 
-def lengths_read(task: str, model: str) -> list[int]:
-    """The lengths of a task's passages that a model makes vectors of."""
+def command_of(option: str, name: str) -> str:
+    """What measures a row: a model that is not shipped is a run's folder with a name."""
+    return f"python runs/documents.py --texts TEXTS --{option} " + (name if name == "small" else f'"{name}=RUN"')
+
+
+def lengths_read(task: str, model: str, window: int | None) -> list[int]:
+    """The lengths of a task's passages that a model makes vectors of. window: tokens of windows, if it reads so."""
     config = lineartime.load_model(named_folder(model))[0].config
-    longest = config.context if config.chunk_size is None else FROZEN_LENGTH
+    longest = config.context if config.chunk_size is None and window is None else FROZEN_LENGTH
     return [each for each in TASKS[task].lengths if each <= min(longest, FROZEN_LENGTH)]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import lineartime
 from lineartime.atomic_io import read_json_lines
+from lineartime.data.tokenizer import train_tokenizer
 from scripts import ROOT, loaded
 
 study = loaded("runs", "documents")
@@ -74,6 +75,17 @@ def test_windows_do_not_see_each_other():
     (windows,), (row,) = (study.means_of(model, ids, [100], window) for window in (64, None))
     np.testing.assert_allclose(windows, (64 * first + 37 * second) / 101, atol=1e-5)
     assert abs(row - windows).max() > 1e-2
+
+
+def test_models_of_other_tokenizers_read_the_same_text():
+    """A smaller vocabulary has more tokens for it; the passage's own tokenizer has as many as were cut."""
+    _, own, _ = lineartime.load_model(lineartime.model_folder("small"))
+    letters = train_tokenizer([BOOK[:20_000]], 300)
+    text = BOOK[:3000]
+    assert study.own_lengths(text, (32, 128), own, own) == [32, 128]
+    for length, n in zip((32, 128), study.own_lengths(text, (32, 128), own, letters), strict=True):
+        assert letters.decode(letters.encode(text)[:n]) == own.decode(own.encode(text)[:length])
+        assert n > 1.1 * length
 
 
 def test_differences_are_paired_by_seed():
