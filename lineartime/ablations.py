@@ -191,7 +191,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def weigh_chunks(self, asking_BPS: Tensor, asked_BLS: Tensor, distance_BPL: Tensor) -> Tensor:
         """Weights `[B, P, L]` of the chunk summaries asked_BLS for asking_BPS (Appendix A). distance_BPL: in chunks."""
-        q_BPS, k_BLS = self.chunk_scale_offset(asking_BPS)[0], self.chunk_scale_offset(asked_BLS)[1]
+        gamma_2S, beta_2S = self.chunk_scale_offset.gamma, self.chunk_scale_offset.beta
+        q_BPS, k_BLS = asking_BPS * gamma_2S[0] + beta_2S[0], asked_BLS * gamma_2S[1] + beta_2S[1]
         return learned_chunk_weights(q_BPS, k_BLS, self.chunk_bias.at(distance_BPL), scale_len=self.config.n_chunks)
 
     def empty_cache(self, n_rows: int) -> Cache:

@@ -410,7 +410,7 @@ class TrainConfig:
     """Compile the model with `torch.compile`."""
     shard: bool = False
     """Parameters, gradients and moments are sharded over the processes of `torchrun`; without it, the moments alone.
-    The initial values are others than without it."""
+    Initial values differ from those of an unsharded run."""
     context_parallel: int = 1
     """Ranks of `torchrun` that share each row: consecutive ranks hold consecutive parts of it, of whole chunks."""
     row_tiles: int | None = None

@@ -32,8 +32,8 @@ class GatedAttentionUnit(ResidualLayer):
     inside a chunk (n = chunk_size) plus linear attention across chunks. The arguments are a `ModelConfig`, or fields
     of one by name. `model.init_weights` lists the initial values.
 
-    Raises UsageError for a wrong field, and for what `ablations.AblatedGatedAttentionUnit` computes: the paper's
-    ablations and the options beyond the paper."""
+    Raises UsageError for a wrong field, and for a GAU that computes something else, see `ModelConfig.is_ablated_gau`:
+    `ablations.AblatedGatedAttentionUnit` is for it."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: object):
         config = gau_config(config, fields)
@@ -103,11 +103,11 @@ class GatedAttentionUnit(ResidualLayer):
         return x_BND, self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills are attended as
-        those of rows that are read at once; the tokens before and behind them are parts of their own."""
+        """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills are computed
+        as in training; the tokens before and after them separately."""
         if not isinstance(cache, ChunkState) or not self.config.attends_as_flash:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
-        if self.steps_in_kernel(uvz_BNF, inputs, cache):
+        if self.can_step_in_kernel(uvz_BNF, inputs, cache):
             return self.step_in_kernel(uvz_BNF, info, inputs, cache)
         first = inputs.whole_chunks(cache.v_BCE.shape[1])
         if not first:
@@ -134,7 +134,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        """`attend_next` of whole chunks behind those that are closed. Behind the chunks of a shorter row values are
+        """`attend_next` of whole chunks after those that are closed. After the chunks of a shorter row values are
         0: no state changes by them, and no token before them sees them."""
         assert info.rotary is not None
         c = cache.v_BCE.shape[1]
@@ -145,11 +145,11 @@ class GatedAttentionUnit(ResidualLayer):
             impl=self.impl)
         return out_BNE
 
-    def steps_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
+    def can_step_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
         """Whether `step_in_kernel` runs, which has no gradient."""
         wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         return (inputs.single_token and not wants_gradient
-                and ops.steps_in_kernel(uvz_BNF, cache.k_quad_BCS, cache.v_BCE, self.impl))
+                and ops.can_step_in_kernel(uvz_BNF, cache.k_quad_BCS, cache.v_BCE, self.impl))
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""

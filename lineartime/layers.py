@@ -77,17 +77,16 @@ class RelPosBias(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) times one learned scalar (Code 5)."""
+    """x / sqrt(mean(x^2) + 1e-5) times one learned scalar (Code 5)."""
 
-    def __init__(self, eps: float = 1e-5):
+    def __init__(self) -> None:
         super().__init__()
-        self.eps = eps
         self.scalar = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: `[..., D]`, floating. Returns the same shape and dtype; the norm is computed in float32 at least."""
         wide = at_least_float32(x)
-        return (self.scalar * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return (self.scalar * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
 def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
@@ -96,16 +95,13 @@ def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
 
 
 class ScaleOffset(nn.Module):
-    """The cheap transforms Q and K of Eq. 5: several heads from one base, by a scale and an offset per dimension."""
+    """The scales gamma_NS and offsets beta_NS by which N heads are made from one base (Eq. 5), see
+    `reference.make_heads`."""
 
     def __init__(self, n_heads: int, width: int):
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(n_heads, width))
         self.beta = nn.Parameter(torch.empty(n_heads, width))
-
-    def forward(self, z_BTS: Tensor) -> Tensor:
-        """Returns heads_NBTS."""
-        return z_BTS * self.gamma[:, None, None] + self.beta[:, None, None]
 
 
 @dataclasses.dataclass

@@ -92,6 +92,7 @@ class LanguageModel(nn.Module):
             self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
             ids_BT, segment_ids_BT, position_1T = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
         info = SequenceInfo(self.rotary(position_1T), segment_ids_BT, shared_by=ranks)
+        # Compiled, softmax attention takes a mask in place of `cu_seqlens`, whose length changes with the batch.
         masks = self.config.attn_kernel == "softmax" and self.config.attn_type == "quadratic"
         if segment_ids_BT is not None and self.config.by_document and not (torch.compiler.is_compiling() and masks):
             info.cu_seqlens = cu_seqlens(segment_ids_BT)
@@ -130,8 +131,8 @@ class LanguageModel(nn.Module):
         return F.linear(x_BTD, self.embed.weight, self.head_bias)
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`. Logits are computed in chunks,
-        see `linear_cross_entropy`. Raises UsageError for targets of another shape."""
+        """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`. Logits are computed in
+        blocks of tokens, see `linear_cross_entropy`. Raises UsageError for targets of another shape."""
         check_shape("targets", targets, x.shape[:-1])
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
@@ -167,8 +168,8 @@ class LanguageModel(nn.Module):
                              'set document_mask = "exact"')
 
         caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
-        none_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
-        return DecodingState(caches, none_B, none_B.clone())
+        zeros_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        return DecodingState(caches, zeros_B, zeros_B.clone())
 
     @torch.no_grad()
     def init_outer_weights(self) -> None:
@@ -284,8 +285,8 @@ def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_1T: Ten
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]`, or of this
-    rank's part where `ranks` share the rows, `[B, (T - 1) / W]`."""
+    """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]` for rows
+    of T tokens, or of this rank's part where W `ranks` share the rows, `[B, (T - 1) / W]`."""
     inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
     if ranks.size == 1:
         return model(inputs_BT, targets=targets_BT)

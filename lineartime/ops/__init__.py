@@ -1,8 +1,8 @@
 """The attention ops, the residual addition with its norm, and the loss.
 
 `reference` has the PyTorch reference of every op but the loss, `memory` that of heads with options beyond the paper.
-Five ops also have Triton kernels with the same signatures, and two have `windows`, which keeps less for the backward
-pass; `impl` selects:
+All but the loss also have Triton kernels with the same signatures, and FLASH's attention has `windows`, which keeps
+less for the backward pass; `impl` selects:
 
 | impl | what runs |
 |---|---|
@@ -39,10 +39,21 @@ from lineartime.settings import require
 if HAS_TRITON:
     from lineartime.ops import decode_step, memory_heads, mixed_chunk, norm, quadratic
 
-__all__ = ["add_norm", "carried_chunk_attention", "carried_head_attention", "chunk_decode_step",
-           "gated_chunk_attention", "gated_head_attention", "gated_memory_attention", "gated_quadratic_attention",
-           "head_decode_step",
-           "linear_cross_entropy", "mixed_chunk_attention", "quadratic_attention", "steps_in_kernel"]
+__all__ = [
+    "add_norm",
+    "can_step_in_kernel",
+    "carried_chunk_attention",
+    "carried_head_attention",
+    "chunk_decode_step",
+    "gated_chunk_attention",
+    "gated_head_attention",
+    "gated_memory_attention",
+    "gated_quadratic_attention",
+    "head_decode_step",
+    "linear_cross_entropy",
+    "mixed_chunk_attention",
+    "quadratic_attention",
+]
 
 
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
@@ -86,7 +97,7 @@ def chunks_in_kernels(impl: str | None, uvz_BTF: Tensor, s: int, chunk_size: int
 def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: reference.Exchange | None = None, impl: str | None = None) -> Tensor:
-    """`gated_chunk_attention` of heads that are made already, in any way.
+    """`gated_chunk_attention` of precomputed heads.
 
     | argument | shape, dtype | meaning |
     |---|---|---|
@@ -151,7 +162,7 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
 def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: reference.Past, *,
                            chunk_size: int, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
                            gate_BT: Tensor | None = None, impl: str | None = None) -> tuple[Tensor, reference.Past]:
-    """`carried_chunk_attention` of heads that are made already, in any way; heads, pooling and gate_BT as in
+    """`carried_chunk_attention` of precomputed heads; heads, pooling and gate_BT as in
     `gated_head_attention`. With pooling "written" count_B is the sum of the gates, which has a gradient too."""
     require_whole_chunks(uv_BTF, chunk_size)
     in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
@@ -210,7 +221,7 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                      v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
                      impl: str | None = None) -> Tensor:
-    """`chunk_decode_step` of heads that are made already, in any way.
+    """`chunk_decode_step` of precomputed heads.
 
     uv_BF: `[B, 2 E]`, u and v of the token, before silu. heads_4BS: `[4, B, S]`, uv's dtype, q and k of the quadratic
     half, then of the linear half. The other arguments and errors are as in `chunk_decode_step`."""
@@ -220,7 +231,7 @@ def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BC
                                    weight_B)
 
 
-def steps_in_kernel(uvz: Tensor, k_quad_BCS: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
+def can_step_in_kernel(uvz: Tensor, k_quad_BCS: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
     """Whether to call `chunk_decode_step` or `head_decode_step`, which have no gradient: if a kernel runs them, and
     v_BCE has uvz's dtype.
 

@@ -288,10 +288,10 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     if segment_ids_BGC is None and causal and gate_BGC is None and exchange is None:  # one document: no mask
         n_chunks, c = q_BGCS.shape[1:3]
         kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS, v_BGCE))
-        none_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
+        zeros_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
         count_G = c * torch.arange(n_chunks, device=q_BGCS.device).to(kv_BGSE.dtype)
         weight_G = 1 / count_G.clamp(min=1) if pooling == "mean" else torch.ones_like(count_G)
-        return read_states(q_BGCS, sum_states(kv_BGSE, none_BG, none_BG), weight_G[None, :, None])
+        return read_states(q_BGCS, sum_states(kv_BGSE, zeros_BG, zeros_BG), weight_G[None, :, None])
 
     segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
     states = states_of_rows(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, causal=causal, exchange=exchange)
@@ -381,7 +381,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: Exchange | None = None) -> Tensor:
-    """`gated_chunk_attention` of heads that are made already. Arguments: see `ops.gated_head_attention`."""
+    """`gated_chunk_attention` of precomputed heads. Arguments: see `ops.gated_head_attention`."""
     u_BTE, v_BTE = (F.silu(part) for part in uv_BTF.chunk(2, dim=-1))
     return gated_attention(u_BTE, v_BTE, heads, w, chunk_size, causal, segment_ids_BT, pooling, gate_BT, exchange)
 
@@ -422,8 +422,8 @@ def gates_read(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, 
     gate_BGC = to_chunks(gate_BT, chunk_size)
     ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
     assert ids_BGC is not None
-    none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
-    states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
+    zeros_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
+    states = states_of_rows(zeros_BGC0, zeros_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1])
 
 
@@ -441,7 +441,7 @@ def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, 
 def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: Past, *, chunk_size: int,
                            segment_ids_BT: Tensor | None = None, pooling: str = "mean",
                            gate_BT: Tensor | None = None) -> tuple[Tensor, Past]:
-    """`carried_chunk_attention` of heads that are made already. Arguments: see `ops.carried_head_attention`."""
+    """`carried_chunk_attention` of precomputed heads. Arguments: see `ops.carried_head_attention`."""
     return carried(lambda carry: gated_head_attention(
         uv_BTF, heads, w, chunk_size=chunk_size, causal=True, segment_ids_BT=segment_ids_BT, pooling=pooling,
         gate_BT=gate_BT, exchange=carry), past)
@@ -497,7 +497,7 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
 
 def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                      v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`chunk_decode_step` of heads that are made already. Arguments: see `ops.head_decode_step`."""
+    """`chunk_decode_step` of precomputed heads. Arguments: see `ops.head_decode_step`."""
     c, (u_BE, v_BE) = k_quad_BCS.shape[1], F.silu(uv_BF).chunk(2, dim=-1)
     q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4BS[:, :, None]
     rows, slot_C = torch.arange(len(uv_BF), device=uv_BF.device), torch.arange(c, device=uv_BF.device)

@@ -1,4 +1,4 @@
-"""FLASH's attention on a processor, with a backward pass of its own: what is large is made again and not kept.
+"""FLASH's attention on a processor, with a backward pass of its own: what is large is recomputed and not kept.
 
 The operations of `ops/reference.py` keep scores, heads and activations until the backward pass, three times what the
 layer itself needs. Here a row is read in windows of chunks. Kept are the projection, what attention returns before the

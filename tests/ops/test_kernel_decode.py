@@ -39,7 +39,7 @@ def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, .
         return torch.stack([step(ids_B) for ids_B in tokens_NB])
 
     expected = logits(captured=False)
-    monkeypatch.setattr(ops, "steps_in_kernel", lambda *_: True)
+    monkeypatch.setattr(ops, "can_step_in_kernel", lambda *_: True)
     op, called = "head_decode_step" if config.is_ablated_gau else "chunk_decode_step", []
     definition = getattr(reference, op)
     monkeypatch.setattr(reference, op, lambda *given: called.append(1) or definition(*given))
