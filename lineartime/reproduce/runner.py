@@ -316,7 +316,8 @@ def toml(settings: Settings) -> str:
 
 
 def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:
-    """Time a training step of every cell of a column, in turn; the rows, which are written."""
+    """Time a training step of every cell of a column, in turn; the rows, which are written. On a processor one thread:
+    the processor time of several has their waiting in it."""
     def progress(line: str) -> None:
         stop.check(STOPPED)
         place.tell(f"  {column[0].column}: {line}")
@@ -326,7 +327,8 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
         config = run_config({**cell.settings(None), "data": "-", "out": "-", "vocab_size": cell.text.vocab_size})
         label = parse_label(config.preset + (":compiled" if config.train.compile else ""))
         cases.append(StepCase(label, config.model, config.train.micro_batch_tokens, config.train.precision))
-    measured = benchmark_step(cases, threads=place.threads, device=place.device, progress=progress)
+    threads = 1 if place.device == "cpu" else place.threads
+    measured = benchmark_step(cases, threads=threads, device=place.device, progress=progress)
     rows = [{**row, "machine": row.get("settings"), **facts_of(cell, "step", None)}
             for cell, row in zip(column, measured, strict=True)]
     append_json_lines(place.rows, rows)
