@@ -217,6 +217,17 @@ def test_a_table_is_made_and_only_once(tiny, warm, here):
     assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_records(place.rows))[1:])
 
 
+def test_a_step_on_a_processor_is_timed_with_one_thread(tiny, monkeypatch):
+    """Also where runs train with more: processor time of several threads has their waiting in it."""
+    place, _ = tiny
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    given = []
+    monkeypatch.setattr(runner, "benchmark_step", lambda cases, **told: given.append(told["threads"]) or [{}, {}])
+    assert place.threads == 2
+    runner.time_steps(cells_of("speedup", "cpu"), place, StopSignal())
+    assert given == [1]
+
+
 def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again(tiny, warm, monkeypatch):
     """One row of a run, also when it was stopped between training and either evaluation."""
     place, _ = tiny
