@@ -126,7 +126,7 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Newest | None:
     run_dir = Path(run_dir)
     damaged: dict[int, str] = {}
     try:
-        steps = _steps(run_dir)
+        steps = saved_steps(run_dir)
     except FileNotFoundError:
         return None
     except (OSError, MemoryError) as error:
@@ -519,7 +519,7 @@ def _step_of(name: str) -> int | None:
     return int(digits) if is_step else None
 
 
-def _steps(run_dir: Path) -> list[int]:
+def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the entries that are named like checkpoints, highest first."""
     return sorted((step for step in map(_step_of, os.listdir(run_dir)) if step is not None), reverse=True)
 
@@ -527,7 +527,7 @@ def _steps(run_dir: Path) -> list[int]:
 def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
     """Remove checkpoints older than the `keep` newest valid ones; the newest is `saved`, which was just written."""
     valid = 1
-    for step in _steps(run_dir):
+    for step in saved_steps(run_dir):
         path = run_dir / f"step-{step:08d}"
         if step < saved and valid >= keep and step != spare:
             _rename(path, _trash(path))

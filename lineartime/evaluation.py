@@ -108,8 +108,8 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     """Score every token of a split once, in rows of `context`; the first token of a row is only read. For a model that
     is not causal, score the masked tokens of `masking.masked_rows`.
 
-    context: tokens in a row, by default as in training. batch_rows: rows scored at once, by default 8, fewer from a
-    context of 16K on; it changes only rounding, because sums are in float64. max_tokens: stop after about this many.
+    context: tokens in a row, by default as in training. batch_rows: rows scored at once, by default 8, fewer above a
+    context of 8K; it changes only rounding, because sums are in float64. max_tokens: stop after about this many.
     precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same numbers. progress is
     called with the number of tokens read. Raises UsageError for a context that is too long, another precision, and data
     without the [MASK] that the model needs; NumericsError for a loss that is not finite."""
@@ -124,8 +124,6 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     stacked = ([np.stack(part) for part in zip(*batch, strict=True)]
                for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows))
     for batch, losses in scored(model, stacked, precision, ranks):
-        if max_tokens is not None and n_read >= max_tokens:
-            break
         asked_BT = np.ones(losses.shape, bool) if causal else batch[1] >= 0
         losses_BT: np.ndarray = np.zeros(asked_BT.shape)
         losses_BT[asked_BT] = losses.flatten()
@@ -134,6 +132,8 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
         n_read += asked_BT.size
         if progress is not None:
             progress(n_read)
+        if max_tokens is not None and n_read >= max_tokens:
+            break
     model.train(was_training)
     n_tokens, nll = int(count_T.sum()), float(nll_T.sum())
     if not math.isfinite(nll):
@@ -182,7 +182,7 @@ def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluati
                 for block, found in sorted(blocks.items())]
     n_read = [each.n_read for each in evaluations if each.n_read is not None]
     return Evaluation(n_tokens, share_of("nll"), round(share_of("n_words")), round(share_of("n_bytes")), by_block,
-                      sum(n_read) if n_read else None)
+                      sum(n_read) if n_read else None, ", ".join(sorted({each.word_count for each in evaluations})))
 
 
 def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,

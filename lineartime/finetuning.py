@@ -4,6 +4,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -104,7 +105,9 @@ def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapp
     require(len(learning_rates) > 0, "no learning rate", "learning_rates")
     require(len(set(learning_rates)) == len(learning_rates), "the same learning rate twice",
             ", ".join(f"{rate:g}" for rate in learning_rates))
-    require(epochs > 0, "epochs must be positive", f"epochs = {epochs}")
+    for name, value in (("learning_rate", rate) for rate in learning_rates):
+        require(math.isfinite(value) and value > 0, "wrong value", f"{name} = {value}", "it takes numbers above 0")
+    require(math.isfinite(epochs) and epochs > 0, "wrong value", f"epochs = {epochs}", "it takes numbers above 0")
     require(not settings.get("shard"), "a fine-tuning is not sharded", "shard = true", "leave it out")
     require("learning_rate" not in settings, "several learning rates are tried", "learning_rate",
             "give --learning-rates")
@@ -115,8 +118,9 @@ def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapp
 
 def train_config(settings: Mapping[str, Any], learning_rate: float, *, n_rows: int, context: int, epochs: float,
                  clip: float | None) -> TrainConfig:
-    """The fields of TrainConfig among `settings`, then batches of 32 rows, a tenth of the steps for warm-up, ten saves,
-    five scores, and `clip`. n_rows: rows to train on, of `context` tokens. Raises UsageError for wrong values."""
+    """The fields of TrainConfig among `settings`, then batches of 32 rows, a tenth of the steps for warm-up, a save
+    after each tenth and at least each 500 steps, five scores, and `clip`. n_rows: rows to train on, of `context`
+    tokens. Raises UsageError for wrong values."""
     given = {name: value for name, value in settings.items() if name in TRAIN_FIELDS}
     tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
     require(tokens_per_step >= context and tokens_per_step % context == 0,

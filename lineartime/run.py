@@ -112,7 +112,7 @@ class Run:
     def lengthen(self, train: TrainConfig, steps: int) -> None:
         """Give the run more steps, if what it has trained is what it would have with these from the start. The result
         of its old end is removed. Raises UsageError if the learning rate has fallen already."""
-        done = max((int(path.name.removeprefix("step-")) for path in self.out.glob("step-*")), default=0)
+        done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
         if train.schedule in ("linear", "cosine") or (train.schedule == "wsd" and done > train.decay_from):
             why = (f"its learning rate has already fallen, by schedule = {train.schedule}. Give another --out, and "

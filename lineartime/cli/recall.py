@@ -14,6 +14,7 @@ from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS
 from lineartime.data.pretrained import model_folder
 from lineartime.errors import UsageError
 from lineartime.run_config import parse_setting
+from lineartime.settings import require
 
 
 def recall(
@@ -50,8 +51,10 @@ def recall(
         names = content["lists"]["few" if task == study.TEXT else "main"]
     train = study.training(task, about, given if names else {})
     fields = {name: value for name, value in given.items() if name in MODEL_FIELDS}
-    for name in names:
-        study.config_of(name, about, fields)  # a wrong one is refused before the first is trained
+    for name in names:  # a wrong one is refused before the first is trained
+        length = study.config_of(name, about, fields).context
+        require(length >= about.least, "the row is too short for its facts", f"context = {length}",
+                f"the task {task} takes {about.least} tokens or more")
     tried = numbers(rates) if rates else content["study"]["learning_rates"]
     n_seeds = seeds or content["study"]["seeds"]
     results_are_files()

@@ -43,6 +43,8 @@ def reproduce(
     size = cast(ScaleName, scale)
     require(ranks == 1 or names != [RECALL], "the runs of recall are processes of their own", f"ranks = {ranks}",
             "leave it out")
+    require(seeds is None or names != [RECALL], "the study of recall has its own seeds", f"seeds = {seeds}",
+            "leave it out")
     for option, value in (("jobs", jobs), ("ranks", ranks), ("seeds", seeds)):
         require(value is None or value >= 1, "wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
@@ -59,7 +61,7 @@ def reproduce(
         return
     if plan:
         for name in names:
-            for line in runner.plan_lines(name, size, read_records(path)):
+            for line in runner.plan_lines(name, size, read_records(path), seeds):
                 say(line)
         return
     where = pick_device(device).type

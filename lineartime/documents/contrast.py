@@ -218,7 +218,8 @@ def score_pairs(first_ND: Tensor, second_ND: Tensor, same_N2: np.ndarray) -> tup
             cosine_RN = cosine_RN.masked_fill(equal_RN, -torch.inf)
             loss += F.cross_entropy(cosine_RN / TEMPERATURE, rows, reduction="sum").item()
             if is_first:
-                ranks += (1 + (cosine_RN > own_R1).sum(1)).tolist()
+                # A tie, to rounding, counts against it: vectors that are all equal find nothing.
+                ranks += (cosine_RN >= own_R1 - 1e-9).sum(1).tolist()
     inverse_N = 1 / np.array(ranks)
     return {"loss": loss / (2 * len(ranks)), "score": float(inverse_N.mean()), "mrr": float(inverse_N.mean()),
             "recall_at_1": float(np.mean(np.array(ranks) == 1)),
@@ -268,12 +269,16 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
         step, each = rates[best.removeprefix("lr-")]["best_step"], configs[best.removeprefix("lr-")]
         scored = validation if test is None else test
         found: dict[str, Any] = {"task": "embed"}
-        watched = stop.watch(SAVED, progress, "scoring", 2 * scored.n_tokens, ranks)
         same, reading = scored.same_N2(), reading_of(each)
-        found["without_training"], _ = score_pairs(*read_vectors(pretrained.to(device), scored, reading, watched), same)
+
+        def scores_of(model: LanguageModel, what: str) -> tuple[dict[str, Any], list[int]]:
+            watched = stop.watch(SAVED, progress, what, scored.n_tokens, ranks)
+            return score_pairs(*read_vectors(model.to(device), scored, reading, watched), same)
+
+        found["without_training"], _ = scores_of(pretrained, "scoring without training")
         model = DocumentEncoder(config)
         load_step(plan.out / best, step, model)
-        scores, places = score_pairs(*read_vectors(model.to(device), scored, reading), same)
+        scores, places = scores_of(model, "scoring")
         found |= {"pairs": {"train": len(train), "validation": len(validation), "tokens": train.n_tokens,
                             "cut": texts.n_cut, "halves": plan.fields.pair is None}}
         found["known"] = texts.known()

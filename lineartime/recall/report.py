@@ -68,7 +68,7 @@ def line(row: Row) -> str:
     """A run in a line."""
     right = "  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
                       for length, told in row.get("accuracy", {}).items())
-    if not row["curve"]:
+    if row["learning_rate"] is None:  # a trained run, which was asked alone
         return f"{row['model']}, {row['task']}: {right}"
     begin = f"{row['model']}, {row['task']}, rate {row['learning_rate']:g}, seed {row['seed']}: "
     if "failed" in row:

@@ -152,6 +152,6 @@ def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
     chosen = {**study["train"], **study["train_of"].get(name, {}), **given}
     train = TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
     length = settings.get("context", task.length)
-    require(train.tokens_per_step % length == 0, "tokens_per_step must be a multiple of the length",
+    require(length >= 1 and train.tokens_per_step % length == 0, "tokens_per_step must be a multiple of the length",
             f"{train.tokens_per_step} and {length}")
     return train

@@ -57,6 +57,8 @@ class Task:
     """Whether no two facts of a row have the same value."""
     test: Draw | None = None
     """Draws the test rows, where they are of another text than the training rows."""
+    least: int = 1
+    """Fewest tokens of a row with the most facts and their questions."""
     answers: tuple[int, ...] | None = None
     """The tokens of which the most probable one is the answer; all, where a model knows those of the task alone."""
     end_of_document: int | None = None
@@ -168,13 +170,15 @@ def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
 SMALL = (4, 8, 16, 32)
 TASKS = {
     "pairs": Task(pairs, "key-value pairs of two tokens at the beginning", FIRST_PAIR, 128, SMALL, 1 / N_VALUES,
-                  N_VALUES),
+                  N_VALUES, least=2 * SMALL[-1] + N_QUESTIONS),
     "joint": Task(joint, "key-value pairs of one token at the beginning", FIRST_PAIR + N_KEYS * N_VALUES, 128,
-                  (*SMALL, 64), 1 / N_VALUES, N_VALUES),
-    "needle": Task(needle, "key-value pairs anywhere", FIRST_PAIR, 256, SMALL, 1 / N_VALUES, N_VALUES),
+                  (*SMALL, 64), 1 / N_VALUES, N_VALUES, least=64 + N_QUESTIONS),
+    "needle": Task(needle, "key-value pairs anywhere", FIRST_PAIR, 256, SMALL, 1 / N_VALUES, N_VALUES,
+                   least=2 * SMALL[-1] + 2 * N_QUESTIONS),
     "induction": Task(induction, "a repeated string of different symbols", FIRST_PAIR, 128, SMALL, 1 / N_KEYS, N_KEYS,
-                      distinct=True),
-    "copying": Task(copying, "a repeated string whose symbols recur", FIRST_PAIR, 128, SMALL, 1 / N_VALUES, N_VALUES),
+                      distinct=True, least=2 * SMALL[-1] + 2),
+    "copying": Task(copying, "a repeated string whose symbols recur", FIRST_PAIR, 128, SMALL, 1 / N_VALUES, N_VALUES,
+                    least=2 * SMALL[-1] + 2),
     "zoology": Task(zoology, "multi-query associative recall in Zoology's form", ZOOLOGY_VOCABULARY, 128, SMALL,
-                    2 / ZOOLOGY_VOCABULARY, ZOOLOGY_VOCABULARY // 2, distinct=True),
+                    2 / ZOOLOGY_VOCABULARY, ZOOLOGY_VOCABULARY // 2, distinct=True, least=4 * SMALL[-1]),
 }

@@ -132,12 +132,13 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
         return n_rows + run_all(jobs, records, place, stop)
 
 
-def plan_lines(table: str, scale: ScaleName, rows: Sequence[Record]) -> list[str]:
-    """What a table at a scale has and lacks: a line for each cell, and one for each column's step times."""
+def plan_lines(table: str, scale: ScaleName, rows: Sequence[Record], n_seeds: int | None = None) -> list[str]:
+    """What a table at a scale has and lacks: a line for each cell, of its first `n_seeds`, and one for each column's
+    step times."""
     cells, records = cells_of(table, scale), by_key(rows)
     lines = [f"{table} at scale {scale}: {caption_of(cells[0].table, cells[0].scale)}"]
     for cell in cells if cells[0].table.kind == "train" else ():
-        seeds = ", ".join(str(job.seed) for job in missing_jobs([cell], records))
+        seeds = ", ".join(str(job.seed) for job in missing_jobs([cell], records, n_seeds))
         lines.append(f"  {cell.row}, {cell.column}, {cell.text.name}: {f'missing seed {seeds}' if seeds else 'there'}")
     missing = ", ".join(column[0].column for column in missing_times(cells, records))
     return [*lines, f"  step times, side by side: {f'missing in {missing}' if missing else 'there'}"]

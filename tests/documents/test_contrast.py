@@ -95,6 +95,12 @@ def test_scores_are_those_of_all_pairs_at_once(monkeypatch):
     assert score_pairs(a_ND, b_ND, same_N2)[1] == [1] * 9
 
 
+def test_vectors_that_are_all_equal_find_nothing():
+    """A tie counts against a text: an encoder that has collapsed is not the best."""
+    scores, ranks = score_pairs(*torch.ones(2, 50, 8, dtype=torch.float64), np.arange(100).reshape(50, 2))
+    assert set(ranks) == {50} and scores["recall_at_1"] == 0
+
+
 def test_halves_hold_every_token_once():
     tokenizer = byte_tokenizer()
     pairs = read_pairs(tokenizer, text_examples(["abcdef", "abcde", "ab", "a text"]), None)

@@ -331,6 +331,8 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
     refuse(2, "context", more=["--context", "8"])
     refuse(2, "negatives", more=["--negatives", "2"])
     refuse(2, "epochs", more=["--epochs", "0"])
+    refuse(2, "epochs = inf", more=["--epochs", "inf"])
+    refuse(2, "wrong value: nan", more=["--learning-rates", "nan"])
     refuse(2, "stride", more=["--stride", "0"])
     refuse(3, "missing.json", more=["--questions", folder / "missing.json"])
     refuse(3, "missing.json", more=["--validation", folder / "missing.json"])

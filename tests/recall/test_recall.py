@@ -289,11 +289,36 @@ def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
     (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
     (["--set", "data=x"], "not a setting of recall: data"), (["--set", "d_model=0"], "d_model must be at least 1"),
     (["--set", "tokens_per_step=100"], "must be a multiple of"), (["--learning-rates", "x"], "wrong value: x"),
-    (["--seeds", "0"], "seeds")])
+    (["--seeds", "0"], "seeds"),
+    (["--task", "zoology", "--set", "context=64"], "the row is too short for its facts: context = 64; the task"),
+    (["--task", "pairs", "--set", "context=0"], "must be a multiple of the length: 2048 and 0")])
 def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
     code, _, err = call("recall", *arguments, "--json", str(tmp_path / "rows"))
     assert_refused(code, err, 2, match)
     assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_shortest_row_holds_all_facts_and_questions(name):
+    """And one token less does not: facts are overwritten, or cannot be placed."""
+    def fits(length: int) -> bool:
+        try:
+            rows = TASKS[name].draw(8, TASKS[name].n_facts[-1], length, torch.Generator().manual_seed(0))
+        except RuntimeError:
+            return False
+        held_BQ = rows.ids_BT.gather(1, rows.fact_BQ)
+        if name == "joint":
+            held_BQ = FIRST_VALUE + (held_BQ - FIRST_PAIR) % N_VALUES
+        separated = name != "copying" or bool((rows.ids_BT[:, rows.asked_BQ[0, 0]] == SEPARATOR).all())
+        return separated and torch.equal(held_BQ, rows.answer_BQ)
+
+    assert fits(TASKS[name].least) and not fits(TASKS[name].least - 1)
+
+
+def test_a_run_that_failed_before_its_first_score_says_so():
+    failed = {"model": "flash", "task": "pairs", "learning_rate": 0.1, "seed": 0, "curve": [], "passed": None,
+              "failed": "the loss is not finite"}
+    assert report.line(failed) == "flash, pairs, rate 0.1, seed 0: the loss is not finite"
 
 
 def row(model: str, rate: float, seed: int, right: float, step: int | None) -> dict:

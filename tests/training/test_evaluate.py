@@ -67,6 +67,12 @@ def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_row
     assert result.nll == pytest.approx(stream.n_tokens * math.log(stream.vocab_size), rel=1e-12)
 
 
+def test_no_more_rows_are_computed_than_are_asked_for(stream: TokenStream) -> None:
+    model, calls = tiny_flash(stream, 32), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert evaluate(model, stream, context=32, batch_rows=1, max_tokens=64).n_tokens == 64 and len(calls) == 2
+
+
 def test_batch_rows_change_nothing(stream: TokenStream) -> None:
     model = tiny_flash(stream, 40)
     one = evaluate(model, stream, context=40, batch_rows=1)

@@ -210,7 +210,9 @@ def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(root: Path, 
         with pytest.raises(Stopped):
             begun(root, tmp_path / "longer", steps=4, stop_at=2, **common)
     del common["warmup_steps"]  # a run keeps its own
+    (tmp_path / "longer/step-00000050.bak").mkdir()  # somebody's copy is no checkpoint
     assert not begun(root, tmp_path / "longer", steps=8, **common).already
+    (tmp_path / "longer/step-00000050.bak").rmdir()
     assert_same(tmp_path / "longer", what_is_left(tmp_path / "whole"))
 
 
