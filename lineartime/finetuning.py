@@ -105,8 +105,8 @@ def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapp
     require(len(learning_rates) > 0, "no learning rate", "learning_rates")
     require(len(set(learning_rates)) == len(learning_rates), "the same learning rate twice",
             ", ".join(f"{rate:g}" for rate in learning_rates))
-    for name, value in (("learning_rate", rate) for rate in learning_rates):
-        require(math.isfinite(value) and value > 0, "wrong value", f"{name} = {value}", "it takes numbers above 0")
+    for rate in learning_rates:
+        require(math.isfinite(rate) and rate > 0, "wrong value", f"learning_rate = {rate}", "it takes numbers above 0")
     require(math.isfinite(epochs) and epochs > 0, "wrong value", f"epochs = {epochs}", "it takes numbers above 0")
     require(not settings.get("shard"), "a fine-tuning is not sharded", "shard = true", "leave it out")
     require("learning_rate" not in settings, "several learning rates are tried", "learning_rate",

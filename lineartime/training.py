@@ -290,8 +290,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     rank with the steps done and the micro-batch's number in its step. score_last: whether to score the last step too,
     if it is a multiple of `eval_every`. first: the weights to begin with, see `Run.resume`. patience: end after so many
     evaluations without a better score or loss, by `Run.best_so_far`; the best checkpoint is kept. Raises Stopped after
-    saving if `stop` requests it, NumericsError for a loss or gradient before
-    the update and for weights before a save, ResourceError when memory runs out."""
+    saving if `stop` requests it, NumericsError for a loss or gradient before the update and for weights before a save,
+    ResourceError when memory runs out."""
     config, context = run.config.train, run.config.model.context
     model.activation_checkpointing = config.activation_checkpointing
     model = model if config.shard else model.to(device)

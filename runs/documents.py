@@ -338,20 +338,18 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         found = {(*side, length): {row["seed"]: row["accuracy"] for row in own
                                    if (row["model"], row.get("reading", "whole"), row["tokens"]) == (*side, length)}
                  for side in sides for length in task.lengths}
-        accuracies, differences = [], []
-        for side in sides:
-            of_lengths = [found[(*side, length)] for length in task.lengths]
-            accuracies.append([*side, *(spread([*values.values()]) for values in of_lengths)])
-            differences.append([*side, *(difference_text({seed: value - found["TF-IDF", "whole", length][seed]
-                                                          for seed, value in values.items()})
-                                         for length, values in zip(task.lengths, of_lengths, strict=True))])
+        accuracies = [[*side, *(spread([*found[(*side, length)].values()]) for length in task.lengths)]
+                      for side in sides]
+        differences = [[*side, *(difference_text({seed: value - found["TF-IDF", "whole", length][seed]
+                                                  for seed, value in found[(*side, length)].items()})
+                                 for length in task.lengths)] for side in sides[1:]]
         head = ["model", "how it reads", *(f"{length:,} tokens" for length in task.lengths)]
         parts += [f"**{name.capitalize()}**, {own[0]['n_labels']} labels, {counts(own, 'n_train')} passages to train "
                   f"on, {counts(own, 'n_test')} to test; accuracy, mean and range of the seeds.",
                   markdown(head, accuracies)]
-        if differences[1:]:
+        if differences:
             parts += ["Less TF-IDF's of the same passages, mean over the seeds with its 95 % interval; bold where that "
-                      "leaves 0 out.", markdown(head, differences[1:])]
+                      "leaves 0 out.", markdown(head, differences)]
     return "\n\n".join(parts)
 
 

@@ -90,9 +90,8 @@ class DocumentTuning:
 
     def run_config(self, config: ModelConfig, n_documents: int, n_held_out: int, rate: float) -> RunConfig:
         """The run of a learning rate. It is scored ten times, at its last step too unless `steps` or `eval_every` is
-        given, on all of the validation. FLASH is
-        not clipped, as in the paper's fine-tuning (Section 4.3). A micro-batch of pairs is a whole step, for its rows
-        are each other's negatives."""
+        given, on all of the validation. FLASH is not clipped, as in the paper's fine-tuning (Section 4.3). A
+        micro-batch of pairs is a whole step, for its rows are each other's negatives."""
         def train(settings: dict[str, Any]) -> TrainConfig:
             return train_config(settings, rate, n_rows=n_documents, context=config.context, epochs=self.epochs,
                                 clip=None if is_flash(config) else TrainConfig().clip)

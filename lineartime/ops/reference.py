@@ -422,8 +422,8 @@ def gates_read(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, 
     gate_BGC = to_chunks(gate_BT, chunk_size)
     ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
     assert ids_BGC is not None
-    zeros_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
-    states = states_of_rows(zeros_BGC0, zeros_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
+    none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
+    states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1])
 
 
