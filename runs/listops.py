@@ -181,22 +181,22 @@ def measure(names: Sequence[str], steps: int, out: Path, rows: Path, stop: StopS
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each model: its best rate, by the held-out loss of the first seed, and the accuracies of seeds."""
+    """A line for each model and number of steps: its best rate, by the held-out loss of the first seed, and the
+    accuracies of seeds."""
     lines = []
-    for name in MODELS:
-        own = [row for row in rows if row["model"] == name]
-        if not own:
-            continue
+    for steps, name in sorted({(row["steps"], row["model"]) for row in rows},
+                              key=lambda each: (each[0], [*MODELS].index(each[1]))):
+        own = [row for row in rows if (row["steps"], row["model"]) == (steps, name)]
         best = min((row for row in own if row["seed"] == SEEDS[0]), key=lambda row: row["curve"][-1][1])
         values = [row["accuracy"] for row in own if row["learning_rate"] == best["learning_rate"]]
         spread = f"{statistics.fmean(values):.3f}" + (f" ({min(values):.3f}-{max(values):.3f})" if values[1:] else "")
-        lines.append([name, f"{best['n_parameters']:,}", f"{best['learning_rate']:g}", str(len(values)), spread])
+        lines.append([name, f"{best['n_parameters']:,}", f"{steps:,}", f"{best['learning_rate']:g}", str(len(values)),
+                      spread])
     first = rows[0]
     return "\n\n".join([
-        f"{first['n_train']:,} expressions to train on, {first['tokens']:,} symbols, each read once in "
-        f"{first['steps']:,} steps; {first['n_test']:,} to test. "
+        f"{first['n_train'] // first['steps']} expressions a step, each read once; {first['n_test']:,} to test. "
         f"The commonest value is right {first['commonest']:.3f} of the time.",
-        markdown(["model", "parameters", "learning rate", "seeds", "accuracy"], lines)])
+        markdown(["model", "parameters", "steps", "learning rate", "seeds", "accuracy"], lines)])
 
 
 def main() -> None:

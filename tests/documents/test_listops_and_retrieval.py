@@ -84,6 +84,21 @@ def test_the_models_of_a_table_have_as_many_parameters() -> None:
     assert all(0.9 < count / counts["flash"] < 1.1 for count in counts.values()), counts
 
 
+def test_a_line_of_the_table_has_one_number_of_steps_and_one_rate() -> None:
+    """The rate whose held-out loss is least with the first seed, not the one of the better test."""
+    def row(model: str, steps: int, rate: float, seed: int, loss: float, accuracy: float) -> dict[str, object]:
+        return {"model": model, "steps": steps, "learning_rate": rate, "seed": seed, "accuracy": accuracy,
+                "curve": [(steps, loss, 0.5)], "n_parameters": 9, "n_train": 4 * steps, "n_test": 7, "commonest": 0.1}
+
+    text = listops.table([row("flash", 500, 1e-3, 0, 2.0, 0.9), row("flash", 500, 3e-3, 0, 1.0, 0.3),
+                          row("flash", 500, 3e-3, 1, 3.0, 0.5), row("performer", 500, 1e-3, 0, 3.0, 0.1),
+                          row("flash", 900, 1e-3, 0, 0.5, 0.8)])
+    assert [line.split(" | ")[2:] for line in text.splitlines()[4:]] == [
+        ["500", "0.003", "2", "0.400 (0.300-0.500) |"], ["500", "0.001", "1", "0.100 |"],
+        ["900", "0.001", "1", "0.800 |"]]
+    assert "4 expressions a step" in text
+
+
 def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
     asked = np.eye(3)
     asking = np.array([[1.0, 0, 0], [0.6, 0.8, 0], [0.7, 0.1, 0.1]])
