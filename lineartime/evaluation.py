@@ -233,8 +233,8 @@ def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, 
     return blocks
 
 
-def xz_bits_per_byte(data_dir: Path, split: str = "validation") -> float:
-    """Bits per byte of `xz -9e` for a split after the training text: (xz(train + split) - xz(train)) x 8 / bytes.
+def xz_bits_per_byte(data_dir: Path) -> float:
+    """Bits per byte of `xz -9e` for the held-out text: (xz(train + held-out) - xz(train)) x 8 / held-out bytes.
 
     The text is decoded from the tokens, documents end to end, and must fit in memory."""
     tokenizer = load_tokenizer(data_dir / TOKENIZER_FILE)
@@ -247,7 +247,7 @@ def xz_bits_per_byte(data_dir: Path, split: str = "validation") -> float:
     def size(data: bytes) -> int:
         return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
 
-    train, held_out = text("train"), text(split)
+    train, held_out = text("train"), text("validation")
     return (size(train + held_out) - size(train)) * 8 / len(held_out)
 
 

@@ -157,7 +157,8 @@ def run(command: Sequence[str], seconds: float = math.inf, log: Path | None = No
                 process.wait(save_s)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a signal that came inside `wait` may have left its lock held
+                process.wait(10)
     return DONE if code == 0 else (last_line(log) if log else f"exit code {code}")
 
 

@@ -304,5 +304,8 @@ def test_what_runs_dies_with_the_script(tmp_path, number, save_s):
                 break
             time.sleep(0.05)
         parent.send_signal(number)
-        parent.wait()
+        try:
+            parent.wait(60)
+        finally:
+            parent.kill()
     wait_until_gone(int(pids[0]))

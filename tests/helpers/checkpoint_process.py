@@ -147,6 +147,7 @@ def do_race(run_dir, racers):
             finally:
                 os._exit(0)
     os.close(go)
+    os.close(answer)  # a racer that dies gives an end
     given = b"".join(os.read(answers, 1) for _ in range(racers))
     os.close(release)
     for pid in pids:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -52,26 +53,36 @@ def ask(path, arguments):
 
 
 def serve(path):
-    """Fork for every request; return, in the process that is to run a command."""
+    """Fork for every request; return, in the process that is to run a command. End with the process that started this
+    one: it may die of a test that hangs."""
+    parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
+        listener.settimeout(5)
         print("ready", flush=True)
-        while True:
-            pipe, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                return attend(pipe)
-            pipe.close()
-            while os.waitpid(-1, os.WNOHANG)[0]:  # there is one at least: the process that was just started
-                pass
+        while os.getppid() == parent:
+            with suppress(TimeoutError):
+                pipe, _ = listener.accept()
+                pipe.setblocking(True)
+                if os.fork() == 0:
+                    listener.close()
+                    return attend(pipe)
+                pipe.close()
+                with suppress(ChildProcessError):
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
+        os._exit(0)
 
 
 def attend(pipe):
     """Start what one request asks for and say how it ends; return in the process that runs it."""
     text, descriptors, _, _ = socket.recv_fds(pipe, 1 << 16, 3)
     while not text.endswith(b"\n"):
-        text += pipe.recv(1 << 16)
+        more = pipe.recv(1 << 16)
+        if not more:
+            os._exit(1)  # who asked is gone
+        text += more
     pid = os.fork()
     if pid:
         pipe.sendall(f"{pid}\n".encode())

@@ -161,7 +161,10 @@ def test_a_stop_while_it_starts(number, data, launches, out, reference):
                           text=True) as process:
         wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
         process.send_signal(number)
-        _, printed = process.communicate(timeout=60)
+        try:
+            _, printed = process.communicate(timeout=60)
+        finally:
+            process.kill()
         # Before it listens, SIGTERM ends a process at once; a shell says 143 for both.
         assert process.returncode in (128 + number, -number), printed
     assert "Traceback" not in printed
