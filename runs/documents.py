@@ -61,6 +61,8 @@ longer ones than the rows of its training in windows alone."""
 READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
+MEASURES = {"accuracy": "accuracy", "macro_f1": "macro F1"}
+EQUAL_SIZES = (("FLASH of 1.2 M, frozen", "whole"), ("Transformer++ of 1.1 M, frozen", "whole"))
 
 
 class Source(NamedTuple):
@@ -112,7 +114,7 @@ def topics(texts: Path) -> list[Source]:
             articles = [json.loads(line)["text"] for line in file]
         for article, text in zip((each for each in titles if each["split"] == split), articles, strict=True):
             plain = re.sub(r"_(START_ARTICLE|START_SECTION|START_PARAGRAPH)_|_NEWLINE_", "\n", text)
-            body = plain.split("\n", 3)[-1]  # without the title
+            body = plain.split("\n", 3)[-1]  # begins with the title
             found.append(Source(topic[article["title"]], article["title"], body))
     return found
 
@@ -327,7 +329,8 @@ def lengths_read(task: str, model: str, window: int | None) -> list[int]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """For each task a table of accuracies, and one of differences from TF-IDF, paired by seed."""
+    """For each task a table of accuracies, and one of both scores' differences from TF-IDF, paired by seed; then one of
+    FLASH's from the Transformer++ of its size."""
     parts = []
     for name, task in TASKS.items():
         own = [row for row in rows if row["task"] == name]
@@ -335,22 +338,42 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
             continue
         sides = sorted(dict.fromkeys((row["model"], row.get("reading", "whole")) for row in own),
                        key=lambda side: (side[0] != "TF-IDF", side))
-        found = {(*side, length): {row["seed"]: row["accuracy"] for row in own
-                                   if (row["model"], row.get("reading", "whole"), row["tokens"]) == (*side, length)}
-                 for side in sides for length in task.lengths}
-        accuracies = [[*side, *(spread([*found[(*side, length)].values()]) for length in task.lengths)]
+        accuracies = [[*side, *(spread([*by_seed(own, *side, length).values()]) for length in task.lengths)]
                       for side in sides]
-        differences = [[*side, *(difference_text({seed: value - found["TF-IDF", "whole", length][seed]
-                                                  for seed, value in found[(*side, length)].items()})
-                                 for length in task.lengths)] for side in sides[1:]]
-        head = ["model", "how it reads", *(f"{length:,} tokens" for length in task.lengths)]
+        differences = [[*side, label, *(difference_text(less(own, side, sides[0], length, score))
+                                        for length in task.lengths)]
+                       for score, label in MEASURES.items() for side in sides[1:]]
+        lengths = [f"{length:,} tokens" for length in task.lengths]
         parts += [f"**{name.capitalize()}**, {own[0]['n_labels']} labels, {counts(own, 'n_train')} passages to train "
                   f"on, {counts(own, 'n_test')} to test; accuracy, mean and range of the seeds.",
-                  markdown(head, accuracies)]
+                  markdown(["model", "how it reads", *lengths], accuracies)]
         if differences:
-            parts += ["Less TF-IDF's of the same passages, mean over the seeds with its 95 % interval; bold where that "
-                      "leaves 0 out.", markdown(head, differences)]
+            parts += ["Less the score of TF-IDF on the same passages, mean over the seeds with its 95 % interval; bold "
+                      "where that leaves 0 out.", markdown(["model", "how it reads", "score", *lengths], differences)]
+    if {each[0] for each in EQUAL_SIZES} <= {row["model"] for row in rows}:
+        first, second = (model.removesuffix(FROZEN) for model, _ in EQUAL_SIZES)
+        parts += [f"**{first} less {second}**, both frozen and whole, on the same passages; mean over the seeds with "
+                  "its 95 % interval.",
+                  markdown(["task", "score", *(f"{length:,} tokens" for length in (512, 2048))],
+                           [[name, label, *(difference_text(less([row for row in rows if row["task"] == name],
+                                                                 *EQUAL_SIZES, length, score))
+                                            for length in (512, 2048))]
+                            for name in TASKS for score, label in MEASURES.items()])]
     return "\n\n".join(parts)
+
+
+def by_seed(rows: Sequence[dict[str, Any]], model: str, reading: str, length: int,
+            score: str = "accuracy") -> dict[int, float]:
+    """A score of one task by the seed that has drawn its passages."""
+    return {row["seed"]: row[score] for row in rows
+            if (row["model"], row.get("reading", "whole"), row["tokens"]) == (model, reading, length)}
+
+
+def less(rows: Sequence[dict[str, Any]], side: tuple[str, str], other: tuple[str, str], length: int,
+         score: str) -> dict[int, float]:
+    """The differences of a score between two models, each with how it reads, of the seeds that both have."""
+    first, second = (by_seed(rows, *each, length, score) for each in (side, other))
+    return {seed: value - second[seed] for seed, value in first.items() if seed in second}
 
 
 def counts(rows: Sequence[dict[str, Any]], field: str) -> str:

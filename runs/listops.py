@@ -12,11 +12,13 @@ the same expressions, none of them twice; a seed draws the initial values and th
 
 import argparse
 import functools
+import math
 import random
 import shutil
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
 from lineartime.benchmark.markdown import markdown  # noqa: E402
-from lineartime.benchmark.measure import provenance  # noqa: E402
+from lineartime.benchmark.measure import add_missing, provenance  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.cli.terminal import say_stopping  # noqa: E402
 from lineartime.config import TrainConfig, model_config  # noqa: E402
@@ -49,6 +51,8 @@ from lineartime.training import StopSignal, fit_once  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "listops.jsonl"
 COMMAND = "python runs/listops.py --out out/listops"
+RULE = "outermost operator"
+"""The name in a row of `by_operator`: what a model must be better than to have read more than one symbol."""
 
 OPERATORS = {"MIN": min, "MAX": max, "MED": lambda values: int(np.median(values)),
              "SM": lambda values: sum(values) % 10}
@@ -150,6 +154,17 @@ def train(name: str, rate: float, seed: int, steps: int, out: Path, stop: StopSi
             "seconds": time.process_time() - started}
 
 
+def by_operator(steps: int) -> dict[str, Any]:
+    """The rule that reads one symbol: the commonest value in training of the outermost operator, tested."""
+    train, _, test = splits_of(steps * TRAIN["tokens_per_step"] // SIZES["context"])
+    values: dict[int, Counter[str]] = {}
+    for ids, value in zip(train.ids, train.labels, strict=True):
+        values.setdefault(int(ids[1]), Counter())[str(value)] += 1
+    said = [values[int(ids[1])].most_common(1)[0][0] for ids in test.ids]
+    return {"accuracy": float(np.mean([a == b for a, b in zip(said, test.labels, strict=True)])), "n_train": len(train),
+            "n_test": len(test)}
+
+
 def show(record: dict[str, Any]) -> None:
     if "held_out" in record:
         print(f"\r  step {record['step']:,}/{record['steps']:,}  held-out loss {record['held_out']['loss']:.3f}  "
@@ -174,6 +189,7 @@ def measure(names: Sequence[str], steps: int, out: Path, rows: Path, stop: StopS
         print(f"  accuracy {row['accuracy']:.3f}; the commonest value {row['commonest']:.3f}", flush=True)
         return row
 
+    add_missing(rows, {"task": "listops", "model": RULE, "steps": steps}, COMMAND, lambda: by_operator(steps))
     for seed in SEEDS:
         for name in names:
             first = [row_of(name, rate, SEEDS[0]) for rate in RATES]
@@ -183,7 +199,8 @@ def measure(names: Sequence[str], steps: int, out: Path, rows: Path, stop: StopS
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each model and number of steps: its best rate, by the held-out loss of the first seed, and the
     accuracies of seeds."""
-    lines = []
+    lines, rules = [], [row for row in rows if row["model"] == RULE]
+    rows = [row for row in rows if row["model"] != RULE]
     for steps, name in sorted({(row["steps"], row["model"]) for row in rows},
                               key=lambda each: (each[0], [*MODELS].index(each[1]))):
         own = [row for row in rows if (row["steps"], row["model"]) == (steps, name)]
@@ -192,10 +209,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         spread = f"{statistics.fmean(values):.3f}" + (f" ({min(values):.3f}-{max(values):.3f})" if values[1:] else "")
         lines.append([name, f"{best['n_parameters']:,}", f"{steps:,}", f"{best['learning_rate']:g}", str(len(values)),
                       spread])
-    first = rows[0]
+    first, operator = rows[0], rules[0]["accuracy"]
     return "\n\n".join([
         f"{first['n_train'] // first['steps']} expressions a step, each read once; {first['n_test']:,} to test. "
-        f"The commonest value is right {first['commonest']:.3f} of the time.",
+        f"The commonest value is right {first['commonest']:.3f} of the time; the commonest for the outermost operator, "
+        f"which is the first symbol, {operator:.3f} (standard error "
+        f"{math.sqrt(operator * (1 - operator) / first['n_test']):.3f}).",
         markdown(["model", "parameters", "steps", "learning rate", "seeds", "accuracy"], lines)])
 
 

@@ -92,13 +92,17 @@ def test_differences_are_paired_by_seed():
     """A model with one seed stands beside TF-IDF's score of that seed, not beside its mean."""
     def row(model, seed, accuracy):
         return {"task": "source", "seed": seed, "tokens": 512, "model": model, "accuracy": accuracy, "n_train": 9,
-                "n_test": 9, "n_labels": 2}
+                "n_test": 9, "n_labels": 2, "macro_f1": accuracy / 2}
 
     text = study.tables([row("TF-IDF", 0, 0.5), row("TF-IDF", 1, 0.9), row("one", 0, 0.6), row("two", 1, 0.8),
                          row("two", 0, 0.45)])
-    assert "| one | whole | +0.100 |" in text and "| two | whole | -0.075 ± 0.318 |" in text
+    assert "| one | whole | accuracy | +0.100 |" in text and "| two | whole | accuracy | -0.075 ± 0.318 |" in text
+    assert "| one | whole | macro F1 | +0.050 |" in text and "| task |" not in text
     assert "| TF-IDF | whole | 0.70 (0.50-0.90) |" in text
-    assert "TF-IDF's" not in study.tables([row("TF-IDF", 0, 0.5)])
+    assert "Less the score" not in study.tables([row("TF-IDF", 0, 0.5)])
+    (flash, _), (transformer, _) = study.EQUAL_SIZES
+    text = study.tables([row(flash, 0, 0.5), row(flash, 1, 0.7), row(transformer, 1, 0.5), row(transformer, 2, 0.9)])
+    assert "| source | accuracy | +0.200 | - |" in text  # the seed that both have
 
 
 def test_the_page_shows_the_rows():

@@ -90,13 +90,26 @@ def test_a_line_of_the_table_has_one_number_of_steps_and_one_rate() -> None:
         return {"model": model, "steps": steps, "learning_rate": rate, "seed": seed, "accuracy": accuracy,
                 "curve": [(steps, loss, 0.5)], "n_parameters": 9, "n_train": 4 * steps, "n_test": 7, "commonest": 0.1}
 
-    text = listops.table([row("flash", 500, 1e-3, 0, 2.0, 0.9), row("flash", 500, 3e-3, 0, 1.0, 0.3),
+    rule = {"model": listops.RULE, "steps": 500, "accuracy": 0.36}
+    text = listops.table([rule, row("flash", 500, 1e-3, 0, 2.0, 0.9), row("flash", 500, 3e-3, 0, 1.0, 0.3),
                           row("flash", 500, 3e-3, 1, 3.0, 0.5), row("performer", 500, 1e-3, 0, 3.0, 0.1),
                           row("flash", 900, 1e-3, 0, 0.5, 0.8)])
     assert [line.split(" | ")[2:] for line in text.splitlines()[4:]] == [
         ["500", "0.003", "2", "0.400 (0.300-0.500) |"], ["500", "0.001", "1", "0.100 |"],
         ["900", "0.001", "1", "0.800 |"]]
-    assert "4 expressions a step" in text
+    assert "4 expressions a step" in text and "first symbol, 0.360 (standard error 0.181)" in text
+
+
+def test_the_rule_of_one_symbol_knows_the_outermost_operator() -> None:
+    """On few expressions, by a slow count."""
+    train, _, test = listops.splits_of(32)
+    found = listops.by_operator(2)
+    assert found["n_train"] == 32 and found["n_test"] == len(test)
+    right = 0
+    for ids, label in zip(test.ids, test.labels, strict=True):
+        same = [value for other, value in zip(train.ids, train.labels, strict=True) if other[1] == ids[1]]
+        right += label == max(dict.fromkeys(same), key=same.count)
+    assert found["accuracy"] == right / len(test)
 
 
 def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
@@ -105,12 +118,19 @@ def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
     assert retrieval.ranks(asking, asked).tolist() == [1, 1, 3]
 
 
+def test_differences_from_words_are_of_the_same_seed() -> None:
+    rows = [{"model": model, "seed": seed, "tokens": length, "accuracy": accuracy} for length in retrieval.LENGTHS
+            for model, seed, accuracy in (("small", 1, 0.6), ("TF-IDF", 0, 0.1), ("TF-IDF", 1, 0.5))]
+    text = retrieval.table(rows)
+    assert "| TF-IDF | 0.30 (0.10-0.50) |" in text and "| small | +0.100 | +0.100 | +0.100 |" in text
+
+
 def test_means_of_first_tokens_do_not_depend_on_what_follows() -> None:
     model = listops.LanguageModel(listops.model_config("flash", n_layers=1, d_model=32, query_key_dim=16, chunk_size=64,
                                                        vocab_size=50, context=256)).eval()
     rows = torch.randint(50, (2, retrieval.LENGTHS[-1])).tolist()
-    cut = [row[: retrieval.LENGTHS[0]] for row in rows]
-    found = retrieval.vectors(model, rows)
+    cut = [[7, *row[: retrieval.LENGTHS[0]]] for row in rows]
+    found = retrieval.vectors(model, rows, 7)
     expected = torch.nn.functional.normalize(model.hidden(torch.tensor(cut)).double().mean(1), dim=-1).detach().numpy()
     assert np.abs(found[retrieval.LENGTHS[0]] - expected).max() < 1e-6
     assert [each.shape for each in found.values()] == [(2, 32)] * 3
