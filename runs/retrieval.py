@@ -6,7 +6,14 @@
 A document is a passage of a book, of 4,096 tokens. Its halves are cut to the first 128, 512 or 2,048 tokens; a first
 half asks for its second among those of all documents, by cosine. A book has two or three documents, so that some of the
 wrong ones have its words too. A seed draws the places. Books of all splits are asked for, so a model must not have been
-trained to find halves of these books."""
+trained to find halves of these books. The page's "small, trained", 22 minutes of one core:
+
+    lineartime finetune small --task embed --out RUN --context 512 --learning-rates 3e-4 --epochs 2
+        --set precision=bfloat16 --documents TEXTS/wiki40b_mini/en/train.jsonl.gz
+        --documents TEXTS/c4_mini/en/c4-train.00000-of-00001.json.gz
+        --validation TEXTS/wiki40b_mini/en/validation.jsonl.gz
+        --validation TEXTS/c4_mini/en/c4-validation.00000-of-00001.json.gz
+"""
 
 import argparse
 import sys
