@@ -23,9 +23,12 @@ train: .venv/installed
 	.venv/bin/lineartime train runs/jane_eyre.toml
 
 # A file is one process's: what its tests share, such as a launch of four ranks, is made once. In their order: else the
-# files of few and long tests come last, when one process has nothing left.
+# files of few and long tests come last, when one process has nothing left. A process that dies ends the run: its test
+# would hang again in the next one.
+TWO_PROCESSES = -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+
 test: .venv/installed
-	.venv/bin/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	.venv/bin/python -m pytest $(TWO_PROCESSES) $(PYTEST_ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check
@@ -94,7 +97,7 @@ lowest:
 	grep -E '^(pytest|pytest-xdist|hypothesis|tensorboard)==' constraints.txt > out/lowest/tools.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -c out/lowest/versions.txt -r out/lowest/tools.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q --no-deps -e .
-	PATH=$(CURDIR)/out/lowest/bin:$$PATH out/lowest/bin/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
+	PATH=$(CURDIR)/out/lowest/bin:$$PATH out/lowest/bin/python -m pytest $(TWO_PROCESSES) \
 		-W default::DeprecationWarning $(PYTEST_ARGS)
 
 # What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.

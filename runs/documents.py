@@ -50,7 +50,7 @@ from lineartime.documents.pooling import read_means  # noqa: E402
 from lineartime.plot import COLOURS, Line, Panel, Picture, draw  # noqa: E402
 from lineartime.recall.report import spread  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
-from lineartime.reproduce.memory import difference_text  # noqa: E402
+from lineartime.reproduce.memory import difference_text, differences  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "documents.jsonl"
 LABELS = Path(__file__).parent / "labels"
@@ -62,7 +62,10 @@ READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
 MEASURES = {"accuracy": "accuracy", "macro_f1": "macro F1"}
+"""The scores of a row and their names in tables."""
 EQUAL_SIZES = (("FLASH of 1.2 M, frozen", "whole"), ("Transformer++ of 1.1 M, frozen", "whole"))
+EQUAL_LENGTHS = (512, 2048)
+"""Two models that a table compares, with how they read, and the lengths that both read so."""
 
 
 class Source(NamedTuple):
@@ -340,25 +343,28 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
                        key=lambda side: (side[0] != "TF-IDF", side))
         accuracies = [[*side, *(spread([*by_seed(own, *side, length).values()]) for length in task.lengths)]
                       for side in sides]
-        differences = [[*side, label, *(difference_text(less(own, side, sides[0], length, score))
-                                        for length in task.lengths)]
-                       for score, label in MEASURES.items() for side in sides[1:]]
+        less = [[*side, label, *(difference_text(differences(by_seed(own, *side, length, score),
+                                                             by_seed(own, *sides[0], length, score)))
+                                 for length in task.lengths)]
+                for score, label in MEASURES.items() for side in sides[1:]]
         lengths = [f"{length:,} tokens" for length in task.lengths]
         parts += [f"**{name.capitalize()}**, {own[0]['n_labels']} labels, {counts(own, 'n_train')} passages to train "
                   f"on, {counts(own, 'n_test')} to test; accuracy, mean and range of the seeds.",
                   markdown(["model", "how it reads", *lengths], accuracies)]
-        if differences:
+        if less:
             parts += ["Less the score of TF-IDF on the same passages, mean over the seeds with its 95 % interval; bold "
-                      "where that leaves 0 out.", markdown(["model", "how it reads", "score", *lengths], differences)]
+                      "where that leaves 0 out.", markdown(["model", "how it reads", "score", *lengths], less)]
     if {each[0] for each in EQUAL_SIZES} <= {row["model"] for row in rows}:
-        first, second = (model.removesuffix(FROZEN) for model, _ in EQUAL_SIZES)
-        parts += [f"**{first} less {second}**, both frozen and whole, on the same passages; mean over the seeds with "
-                  "its 95 % interval.",
-                  markdown(["task", "score", *(f"{length:,} tokens" for length in (512, 2048))],
-                           [[name, label, *(difference_text(less([row for row in rows if row["task"] == name],
-                                                                 *EQUAL_SIZES, length, score))
-                                            for length in (512, 2048))]
-                            for name in TASKS for score, label in MEASURES.items()])]
+        first, second = EQUAL_SIZES
+        less = []
+        for name in TASKS:
+            own = [row for row in rows if row["task"] == name]
+            less += [[name, label, *(difference_text(differences(by_seed(own, *first, length, score),
+                                                                 by_seed(own, *second, length, score)))
+                                     for length in EQUAL_LENGTHS)] for score, label in MEASURES.items()]
+        parts += [f"**{first[0].removesuffix(FROZEN)} less {second[0].removesuffix(FROZEN)}**, both frozen and whole, "
+                  "on the same passages; mean over the seeds with its 95 % interval.",
+                  markdown(["task", "score", *(f"{length:,} tokens" for length in EQUAL_LENGTHS)], less)]
     return "\n\n".join(parts)
 
 
@@ -367,13 +373,6 @@ def by_seed(rows: Sequence[dict[str, Any]], model: str, reading: str, length: in
     """A score of one task by the seed that has drawn its passages."""
     return {row["seed"]: row[score] for row in rows
             if (row["model"], row.get("reading", "whole"), row["tokens"]) == (model, reading, length)}
-
-
-def less(rows: Sequence[dict[str, Any]], side: tuple[str, str], other: tuple[str, str], length: int,
-         score: str) -> dict[int, float]:
-    """The differences of a score between two models, each with how it reads, of the seeds that both have."""
-    first, second = (by_seed(rows, *each, length, score) for each in (side, other))
-    return {seed: value - second[seed] for seed, value in first.items() if seed in second}
 
 
 def counts(rows: Sequence[dict[str, Any]], field: str) -> str:

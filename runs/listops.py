@@ -159,7 +159,7 @@ def by_operator(steps: int) -> dict[str, Any]:
     train, _, test = splits_of(steps * TRAIN["tokens_per_step"] // SIZES["context"])
     values: dict[int, Counter[str]] = {}
     for ids, value in zip(train.ids, train.labels, strict=True):
-        values.setdefault(int(ids[1]), Counter())[str(value)] += 1
+        values.setdefault(int(ids[1]), Counter())[value] += 1
     said = [values[int(ids[1])].most_common(1)[0][0] for ids in test.ids]
     return {"accuracy": float(np.mean([a == b for a, b in zip(said, test.labels, strict=True)])), "n_train": len(train),
             "n_test": len(test)}

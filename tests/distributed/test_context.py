@@ -40,11 +40,9 @@ def results(folder):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WORLD_SIZE": str(context_ranks.WORLD),
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    said = folder / "said.txt"  # a file: the end of a pipe would be waited for as long as one of the ranks lives
-    with said.open("w") as file:
-        done = subprocess.run([sys.executable, context_ranks.__file__, str(out), str(data)], stdout=file, stderr=file,
-                              timeout=300, env=env)
-    assert done.returncode == 0, said.read_text()[-4000:]
+    done = subprocess.run([sys.executable, context_ranks.__file__, str(out), str(data)], text=True,
+                          capture_output=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
 
 
