@@ -55,11 +55,12 @@ from lineartime.reproduce.memory import difference_text, differences  # noqa: E4
 ROWS = ROOT / "lineartime" / "results" / "documents.jsonl"
 LABELS = Path(__file__).parent / "labels"
 SEEDS = (0, 1, 2)
-FROZEN, FROZEN_LENGTH = ", frozen", 8192
-"""Behind the name of a model whose vectors are not trained; the longest passages that it reads. A Transformer reads
-longer ones than the rows of its training in windows alone."""
+FROZEN = ", frozen"
+"""Behind the name of a model whose vectors are not trained."""
 READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
+PIECE = 4096
+"""Tokens read at once. With larger tensors than these a processor reads half as many in a second."""
 RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
 MEASURES = {"accuracy": "accuracy", "macro_f1": "macro F1"}
 """The scores of a row and their names in tables."""
@@ -234,11 +235,16 @@ def own_lengths(text: str, lengths: Sequence[int], cut_by: Tokenizer, own: Token
 def means_of(model: lineartime.LanguageModel, ids: list[int], lengths: Sequence[int],
              window: int | None = None) -> list[np.ndarray]:
     """The mean of the states of the first tokens, for each of the lengths. window: its tokens, if they are read in
-    windows that do not see each other."""
-    parts = [ids[i : i + (window or len(ids))] for i in range(0, len(ids), window or len(ids))]
-    whole = [part for part in parts if len(part) == len(parts[0])]
-    batches = [whole, *([parts[-1]] for _ in parts[len(whole):])]
-    x_TD = torch.cat([model.hidden(torch.tensor(batch)).flatten(0, 1) for batch in batches]).double()
+    windows that do not see each other; otherwise the state is carried."""
+    assert PIECE % (window or 1) == 0, "pieces of whole windows"
+    state, parts = model.decoding_state(1), []
+    for piece in torch.tensor(ids).split(PIECE):
+        if window is None:
+            parts.append(model.extend(piece[None], torch.tensor([len(piece)]), state)[0])
+            continue
+        whole = piece[: len(piece) // window * window].view(-1, window)
+        parts += [model.hidden(rows).flatten(0, 1) for rows in (whole, piece[None, whole.numel() :]) if rows.numel()]
+    x_TD = torch.cat(parts).double()
     return [x_TD[: length + 1].mean(0).numpy() for length in lengths]
 
 
@@ -288,8 +294,7 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, st
     cells = [(name, seed, length, model, None) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
              for model in ("TF-IDF", *models)]
     cells += [(name, seed, length, model, reading) for reading, size in READINGS.items() for seed in SEEDS
-              for name in tasks for model, folder in frozen.items() for length in [lengths_read(name, folder, size)[-1]]
-              if size is None or length > size]
+              for name in tasks for model, folder in frozen.items() for length in lengths_read(name, folder, size)[-1:]]
     cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[4] != "whole", cell[1], cell[2]))
     sources: dict[str, list[Source]] = {}
     for i, (name, seed, length, model, reading) in enumerate(cells):
@@ -304,7 +309,8 @@ def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, st
         facts = {**key, "n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
         if reading:
             size = READINGS[reading]
-            lengths = [each for each in lengths_read(name, frozen[model], size) if each > (size or 0)]
+            lengths = [each for each in lengths_read(name, frozen[model], size)
+                       if not any((key | {"tokens": each}).items() <= row.items() for row in there)]
             for each, result in by_vectors(found, frozen[model], lengths, size, tokenizer).items():
                 append_json_lines(rows, [facts | {"tokens": each} | result | provenance()
                                          | {"command": command_of("frozen", model.removesuffix(FROZEN))}])
@@ -325,10 +331,11 @@ def command_of(option: str, name: str) -> str:
 
 
 def lengths_read(task: str, model: str, window: int | None) -> list[int]:
-    """The lengths of a task's passages that a model makes vectors of. window: tokens of windows, if it reads so."""
+    """The lengths of a task's passages that a model makes vectors of. A Transformer reads what is longer than the rows
+    of its training in windows alone. window: tokens of windows, if it reads so; a shorter passage has none."""
     config = lineartime.load_model(named_folder(model))[0].config
-    longest = config.context if config.chunk_size is None and window is None else FROZEN_LENGTH
-    return [each for each in TASKS[task].lengths if each <= min(longest, FROZEN_LENGTH)]
+    longest = config.context if config.chunk_size is None and window is None else max(TASKS[task].lengths)
+    return [each for each in TASKS[task].lengths if (window or 0) < each <= longest]
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:

@@ -77,6 +77,16 @@ def test_windows_do_not_see_each_other():
     assert abs(row - windows).max() > 1e-2
 
 
+def test_pieces_carry_the_state(monkeypatch):
+    """Read 64 tokens at a time, a passage has the vectors of one row, at each length; windows have theirs."""
+    model, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
+    ids = tokenizer.encode(BOOK[:4000])[:301]
+    expected = [study.means_of(model.eval(), ids, [40, 200, 300], window) for window in (None, 32)]
+    monkeypatch.setattr(study, "PIECE", 64)
+    for window, each in zip((None, 32), expected, strict=True):
+        np.testing.assert_allclose(study.means_of(model, ids, [40, 200, 300], window), each, atol=1e-5)
+
+
 def test_models_of_other_tokenizers_read_the_same_text():
     """A smaller vocabulary has more tokens for it; the passage's own tokenizer has as many as were cut."""
     _, own, _ = lineartime.load_model(lineartime.model_folder("small"))
