@@ -48,7 +48,7 @@ from lineartime.documents.classify import logits_of  # noqa: E402
 from lineartime.documents.examples import Fields  # noqa: E402
 from lineartime.documents.pooling import read_means  # noqa: E402
 from lineartime.plot import COLOURS, Line, Panel, Picture, draw  # noqa: E402
-from lineartime.recall.report import spread  # noqa: E402
+from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
 from lineartime.reproduce.memory import difference_text, differences  # noqa: E402
 
@@ -348,7 +348,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
             continue
         sides = sorted(dict.fromkeys((row["model"], row.get("reading", "whole")) for row in own),
                        key=lambda side: (side[0] != "TF-IDF", side))
-        accuracies = [[*side, *(spread([*by_seed(own, *side, length).values()]) for length in task.lengths)]
+        accuracies = [[*side, *(spread_text([*by_seed(own, *side, length).values()]) for length in task.lengths)]
                       for side in sides]
         less = [[*side, label, *(difference_text(differences(by_seed(own, *side, length, score),
                                                              by_seed(own, *sides[0], length, score)))

@@ -15,7 +15,6 @@ import functools
 import math
 import random
 import shutil
-import statistics
 import sys
 import time
 from collections import Counter
@@ -44,6 +43,7 @@ from lineartime.documents.finetune import LabelledDocuments  # noqa: E402
 from lineartime.documents.labelled import Documents  # noqa: E402
 from lineartime.documents.pooling import padded, row_states  # noqa: E402
 from lineartime.model import DocumentClassifier, LanguageModel  # noqa: E402
+from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
 from lineartime.run import Run, read_metrics  # noqa: E402
 from lineartime.run_config import RunConfig  # noqa: E402
@@ -206,9 +206,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         own = [row for row in rows if (row["steps"], row["model"]) == (steps, name)]
         best = min((row for row in own if row["seed"] == SEEDS[0]), key=lambda row: row["curve"][-1][1])
         values = [row["accuracy"] for row in own if row["learning_rate"] == best["learning_rate"]]
-        spread = f"{statistics.fmean(values):.3f}" + (f" ({min(values):.3f}-{max(values):.3f})" if values[1:] else "")
         lines.append([name, f"{best['n_parameters']:,}", f"{steps:,}", f"{best['learning_rate']:g}", str(len(values)),
-                      spread])
+                      spread_text(values, 3)])
     first, operator = rows[0], rules[0]["accuracy"]
     return "\n\n".join([
         f"{first['n_train'] // first['steps']} expressions a step, each read once; {first['n_test']:,} to test. "

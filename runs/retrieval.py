@@ -39,7 +39,7 @@ from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.data.tokenizer import Tokenizer  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
-from lineartime.recall.report import spread  # noqa: E402
+from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
 from lineartime.reproduce.memory import difference_text, differences  # noqa: E402
 
@@ -136,7 +136,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     found = {(name, length): {row["seed"]: row["accuracy"] for row in rows
                               if (row["model"], row["tokens"]) == (name, length)}
              for name in names for length in LENGTHS}
-    accuracies = [[name, *(spread([*found[name, length].values()]) for length in LENGTHS)] for name in names]
+    accuracies = [[name, *(spread_text([*found[name, length].values()]) for length in LENGTHS)] for name in names]
     less = [[name, *(difference_text(differences(found[name, length], found["TF-IDF", length])) for length in LENGTHS)]
             for name in names[1:]]
     lengths = [f"{length:,} tokens of a half" for length in LENGTHS]

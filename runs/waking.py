@@ -35,7 +35,7 @@ from lineartime.cli.terminal import Terminal, say_stopping  # noqa: E402
 from lineartime.data.prepare import prepare  # noqa: E402
 from lineartime.recall.measure import OnStep, Row  # noqa: E402
 from lineartime.recall.measure import measure as measured  # noqa: E402
-from lineartime.recall.report import spread  # noqa: E402
+from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.recall.study import config_of, training  # noqa: E402
 from lineartime.recall.tasks import TASKS  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
@@ -174,12 +174,12 @@ def table(rows: Sequence[Row]) -> str:
             if not own:
                 continue
             if task == "articles":
-                told = ["", "", "", spread([row["held_out"]["loss"] for row in own], 3)]
+                told = ["", "", "", spread_text([row["held_out"]["loss"] for row in own], 3)]
             else:
                 at = [[statistics.fmean(row["accuracy"][str(times * row["length"])].values()) for row in own]
                       for times in (1, 8)]
                 told = [", ".join(f"{row['passed']:,}" if row["passed"] else "never" for row in own),
-                        *map(spread, at), ""]
+                        *map(spread_text, at), ""]
             lines.append([task, model, variant, str(len(own)), *told])
     return markdown(["task", "model", "training", "runs", "learned from step", "accuracy, trained length",
                      "eight times the length", "nats per token"], lines, 5)

@@ -27,7 +27,7 @@ from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.cli.terminal import Terminal, say_stopping  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
 from lineartime.recall.measure import OnStep, Recall, Row, asked, learn, passed  # noqa: E402
-from lineartime.recall.report import spread  # noqa: E402
+from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.recall.study import best_rate, config_of, training  # noqa: E402
 from lineartime.recall.tasks import TASKS  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
@@ -113,7 +113,7 @@ def table(rows: Sequence[Row]) -> str:
         rate = rate_of(model, rows)
         own = [row for row in rows if (row["model"], row["learning_rate"]) == (model, rate)]
         steps = ", ".join(f"{row['passed']:,}" if row["passed"] else "never" for row in own)
-        lines.append([model, f"{rate:g}", steps, *(spread([row["test"][f"{length}:{n_pairs}"] for row in own])
+        lines.append([model, f"{rate:g}", steps, *(spread_text([row["test"][f"{length}:{n_pairs}"] for row in own])
                                                   for length, n_pairs in TESTED)])
     head = ["model", "rate", "learned from step", *(f"{length:,}: {n_pairs}" for length, n_pairs in TESTED)]
     return markdown(head, lines, 3)

@@ -33,7 +33,6 @@ from lineartime.ops.dispatch import (
     use_windows,
 )
 from lineartime.ops.memory import HeadOptions
-from lineartime.ops.reference import mixed_chunk_attention, quadratic_attention
 from lineartime.settings import require
 
 if HAS_TRITON:
@@ -51,8 +50,6 @@ __all__ = [
     "gated_quadratic_attention",
     "head_decode_step",
     "linear_cross_entropy",
-    "mixed_chunk_attention",
-    "quadratic_attention",
 ]
 
 

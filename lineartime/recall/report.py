@@ -78,7 +78,7 @@ def line(row: Row) -> str:
     return f"{begin}{when}; {right}"
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
+def spread_text(values: Sequence[float], digits: int = 2) -> str:
     """A mean, and from which to which seed where they differ: `.97 (.95-.99)`."""
     def text(value: float) -> str:
         return f"{value:.{digits}f}"
@@ -96,8 +96,8 @@ def grid(rows: Sequence[Row], task: str) -> list[list[str]]:
               *(f"{length} tokens" for length in lengths[1:])]]
     for each in learned(rows, task):
         lines.append([each.model, ", ".join("never" if step is None else f"{step:,}" for step in each.passed),
-                      *(spread(each.accuracy(lengths[0], n)) for n in n_facts),
-                      *(spread(each.accuracy(length)) for length in lengths[1:])])
+                      *(spread_text(each.accuracy(lengths[0], n)) for n in n_facts),
+                      *(spread_text(each.accuracy(length)) for length in lengths[1:])])
     return lines
 
 
