@@ -535,9 +535,9 @@ class LineartimeForMaskedLM(LineartimeModel):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
         """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
 
-        labels: the target tokens, -100
-        elsewhere. The loss is their mean in nats, or their sum over `num_items_in_batch`, and 0 without targets. In
-        training with labels no logits are returned, which would take most of the memory."""
+        labels: the target tokens, -100 elsewhere. The loss is their mean in nats, or their sum over
+        `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned, which would take
+        most of the memory."""
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds, position_ids=position_ids,
                                        output_hidden_states=output_hidden_states, **kwargs)
         logits_BTV = loss = None
@@ -593,11 +593,12 @@ class LineartimeForSequenceClassification(LineartimeModel):
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
-                output_hidden_states: bool | None = None, **kwargs: Any) -> SequenceClassifierOutput:
+                output_hidden_states: bool | None = None, num_items_in_batch: Tensor | int | None = None,
+                **kwargs: Any) -> SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
-        labels: `[B]`, classes or numbers, or `[B, num_labels]`, 1 for each class of several. The loss is the mean in
-        nats, or of the squared error."""
+        labels: `[B]`, classes or numbers, or `[B, num_labels]`, 1 for each class of several, or numbers. The loss is
+        the mean in nats, or of the squared error, or the sum over `num_items_in_batch`."""
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds,
                                        output_hidden_states=output_hidden_states, **kwargs)
         valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
@@ -609,12 +610,14 @@ class LineartimeForSequenceClassification(LineartimeModel):
         loss = None
         if labels is not None:
             wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
+            n_labels: Tensor | int = labels.numel()
             if kind == "multi_label_classification":
-                loss = F.binary_cross_entropy_with_logits(wide_BL, labels.to(wide_BL.dtype))
+                total = F.binary_cross_entropy_with_logits(wide_BL, labels.to(wide_BL.dtype), reduction="sum")
             elif kind == "regression" or (kind is None and wide_BL.shape[1] == 1):
-                loss = F.mse_loss(wide_BL.squeeze(1), labels.to(wide_BL.dtype))
+                total = F.mse_loss(wide_BL, labels.to(wide_BL.dtype).view_as(wide_BL), reduction="sum")
             else:
-                loss = F.cross_entropy(wide_BL, labels)
+                total, n_labels = F.cross_entropy(wide_BL, labels, reduction="sum"), (labels != -100).sum()
+            loss = mean_of(total, n_labels, num_items_in_batch)
         return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
 
 

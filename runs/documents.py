@@ -61,7 +61,7 @@ READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 PIECE = 4096
 """Tokens read at once. With larger tensors than these a processor reads half as many in a second."""
-RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
+RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 10, 2048, 5
 MEASURES = {"accuracy": "accuracy", "macro_f1": "macro F1"}
 """The scores of a row and their names in tables."""
 EQUAL_SIZES = (("FLASH of 1.2 M, frozen", "whole"), ("Transformer++ of 1.1 M, frozen", "whole"))
@@ -260,7 +260,7 @@ def by_model(found: Passages, model: str, seed: int, length: int, out: Path) -> 
         named_folder(model), (out / "train.jsonl",), (out / "validation.jsonl",), out / "run", fields=Fields(),
         learning_rates=(RATE,), context=context, epochs=EPOCHS, patience=SCORES,
         settings={"seed": seed, "steps": steps, "eval_every": steps // SCORES, "tokens_per_step": n_rows * context,
-                  "micro_batch_tokens": 4 * context if context < 1024 else 2 * context})
+                  "precision": "bfloat16", "micro_batch_tokens": 4 * context if context < 1024 else 2 * context})
     lineartime.finetune_documents(plan, device="cpu", on_step=show)
     classifier, tokenizer, _ = lineartime.load_classifier(out / "run")
     truth, rows = [label for _, label in found["test"]], []
@@ -288,11 +288,12 @@ def show(record: dict[str, Any]) -> None:
 
 
 def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, str], tasks: Iterable[str],
-            rows: Path) -> None:
-    """Every task, seed, length and model that has no row yet, the shortest first. models, frozen: folders by name."""
+            tuned: Sequence[int], rows: Path) -> None:
+    """Every task, seed, length and model that has no row yet, the shortest first. models, frozen: folders by name.
+    tuned: the lengths of passages to fine-tune on, by default all."""
     _, tokenizer, _ = lineartime.load_model(named_folder("small"))
     cells = [(name, seed, length, model, None) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
-             for model in ("TF-IDF", *models)]
+             for model in ("TF-IDF", *models) if model == "TF-IDF" or not tuned or length in tuned]
     cells += [(name, seed, length, model, reading) for reading, size in READINGS.items() for seed in SEEDS
               for name in tasks for model, folder in frozen.items() for length in lengths_read(name, folder, size)[-1:]]
     cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[4] != "whole", cell[1], cell[2]))
@@ -416,6 +417,8 @@ def main() -> None:
     parser.add_argument("--model", action="append", default=[], help="a model, or NAME=RUN; may be given again")
     parser.add_argument("--frozen", action="append", default=[], help="a causal model, or NAME=RUN; may be given again")
     parser.add_argument("--task", action="append", choices=TASKS, help="by default all; may be given again")
+    parser.add_argument("--tokens", action="append", type=int, default=[],
+                        help="with --model: a length of passages, by default all; may be given again")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--into", type=Path, help="write the tables into this page")
     given = parser.parse_args()
@@ -423,7 +426,7 @@ def main() -> None:
         models, frozen = (dict((each.split("=", 1) if "=" in each else (each, each)) for each in names)
                           for names in (given.model, given.frozen))
         frozen = {name + FROZEN: folder for name, folder in frozen.items()}
-        measure(given.texts, given.out, models, frozen, given.task or TASKS, given.rows)
+        measure(given.texts, given.out, models, frozen, given.task or TASKS, given.tokens, given.rows)
     if given.into:
         rows = read_json_lines(given.rows, dict, "a row")
         image = ROOT / "docs" / "images" / "documents.png"

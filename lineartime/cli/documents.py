@@ -185,16 +185,16 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", fil
             stop.check("nothing is read yet")
 
         piped = WaitingInput(lambda: stop.check(saved))
-        check_examples(files, fields, checked)
         examples = read_examples(files, fields, stdin=cast("StdinKind", stdin), source=piped)
+        check_examples(files, fields, checked)
         if out is None:
-            write(examples, lambda row: print(json.dumps(row, ensure_ascii=False), flush=True))
+            write(examples, lambda row: print(json.dumps(row), flush=True))
         else:
             results_are_files()
             description = description_of(model, tokenizer, files, {
                 "verb": verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
                 "precision": reading.precision})
-            with unfinished_rows(out, description, schema) as (n_done, add):
+            with unfinished_rows(out, description, schema) as (n_done, n_cut, add):
                 if n_done:
                     note(f"going on behind {n_done:,} documents that are there")
                 write(itertools.islice(examples, n_done, None), add)

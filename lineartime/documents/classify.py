@@ -1,7 +1,7 @@
 """Labels of documents: one class, several, or a number, read from the mean of a document's last hidden states."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,13 +38,19 @@ def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[st
 
     model, tokenizer: of `load_classifier`. max_tokens: cut longer documents to this many. batch_rows: rows read at
     once, which changes only rounding. precision: "float32" or "bfloat16". progress is called with the number of tokens
-    read. Raises UsageError for wrong values and another model, DataError for a text that is white space or that the
-    tokenizer lacks."""
+    read. Raises UsageError for wrong values, another model, and one text for a model of pairs; DataError for a text
+    that is white space or that the tokenizer lacks."""
     require(isinstance(model, DocumentClassifier), "this model has no labels", type(model).__name__,
             "see load_classifier")
     reading = Reading(max_tokens, batch_rows, precision)
-    return [predict(model, mean) for _, mean in named_means(model, tokenizer, text_examples(texts), reading,
-                                                            progress=progress)]
+
+    def examples() -> Iterator[Example]:
+        for example in text_examples(texts):
+            require(example.second is not None or not model.head.pairs, "this model learned from pairs of texts",
+                    example.where, "give it a pair")
+            yield example
+
+    return [predict(model, mean) for _, mean in named_means(model, tokenizer, examples(), reading, progress=progress)]
 
 
 @torch.inference_mode()

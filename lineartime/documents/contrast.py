@@ -137,13 +137,21 @@ def contrastive_losses(first_BD: Tensor, second_BD: Tensor, same_B2: Tensor) -> 
     """-ln p of finding each text's partner among all, `[B, 2]`: the second texts for a first one, and the reverse.
     same_B2: equal for equal texts, which are not counted as wrong."""
     first_BD, second_BD = (F.normalize(at_least_float32(x_BD), dim=-1) for x_BD in (first_BD, second_BD))
+    partner_B = torch.arange(len(first_BD), device=first_BD.device)
     with torch.autocast(first_BD.device.type, enabled=False):  # which would round cosines to 1/256
         logits_BB = first_BD @ second_BD.T / TEMPERATURE
-    same_BB = (same_B2[:, None] == same_B2[None]).any(-1)
-    same_BB.fill_diagonal_(False)
-    logits_BB = logits_BB.masked_fill(same_BB, -torch.inf)
-    partner_B = torch.arange(len(logits_BB), device=logits_BB.device)
+    logits_BB = logits_BB.masked_fill(no_negatives(same_B2, partner_B), -torch.inf)
     return torch.stack([F.cross_entropy(each, partner_B, reduction="none") for each in (logits_BB, logits_BB.T)], -1)
+
+
+def no_negatives(same_N2: Tensor, rows_R: Tensor, side: int = 0) -> Tensor:
+    """Which texts of the other side do not count as wrong for the texts `rows_R` of this side, without their partners:
+    bool `[R, N]`. They are copies of the text itself, copies of its partner, and the partners of its copies.
+
+    same_N2: `Pairs.same_N2`. side: 0 for the first texts of pairs, 1 for the second."""
+    same_R2 = same_N2[rows_R]
+    found_RN = (same_R2[:, None] == same_N2).any(-1) | (same_R2[:, None, side] == same_N2[:, 1 - side])
+    return found_RN.scatter(1, rows_R[:, None], False)
 
 
 class PairedDocuments:
@@ -208,16 +216,14 @@ def score_pairs(first_ND: Tensor, second_ND: Tensor, same_N2: np.ndarray) -> tup
     same = torch.from_numpy(same_N2)
     ranks: list[int] = []
     loss = 0.0
-    for a_ND, b_ND, is_first in ((first_ND, second_ND, True), (second_ND, first_ND, False)):
+    for side, (a_ND, b_ND) in enumerate(((first_ND, second_ND), (second_ND, first_ND))):
         for start in range(0, len(a_ND), BLOCK):
             rows = torch.arange(start, min(start + BLOCK, len(a_ND)))
             cosine_RN = a_ND[rows] @ b_ND.T
             own_R1 = cosine_RN.gather(1, rows[:, None])
-            equal_RN = (same[rows][:, None] == same[None]).any(-1)
-            equal_RN[torch.arange(len(rows)), rows] = False
-            cosine_RN = cosine_RN.masked_fill(equal_RN, -torch.inf)
+            cosine_RN = cosine_RN.masked_fill(no_negatives(same, rows, side), -torch.inf)
             loss += F.cross_entropy(cosine_RN / TEMPERATURE, rows, reduction="sum").item()
-            if is_first:
+            if side == 0:
                 # A tie, to rounding, counts against it: vectors that are all equal find nothing.
                 ranks += (cosine_RN >= own_R1 - 1e-9).sum(1).tolist()
     inverse_N = 1 / np.array(ranks)

@@ -8,6 +8,7 @@ is the name of the folder that holds it, the first below the given one. `hub:NAM
 import csv
 import functools
 import io
+import itertools
 import logging
 import math
 import os
@@ -98,29 +99,35 @@ def read_examples(names: Iterable[Path | str], fields: Fields | None = None, lab
 
     names: files, folders, `hub:NAME/SPLIT`, or `-` for stdin. labels: the kind of their labels; None: none is read.
     stdin: what stdin has. source: stdin, if the caller asks it whether it is idle. Raises UsageError for an input of an
-    unknown kind, DataError, with its place, for a document without text or label, a field that is missing, and files
-    that cannot be read."""
-    fields = fields or Fields()
+    unknown kind: at once for what names alone tell. Raises DataError, with its place, for a document without text or
+    label, a field that is missing, and files that cannot be read."""
+    inputs, fields = [str(name) for name in names], fields or Fields()
     require_name("kind of stdin", stdin, get_args(Stdin))
     if labels is not None:
         require_name("kind of labels", labels, get_args(Labels))
-    for name in map(str, names):
-        if name == STDIN and stdin == "jsonl":
-            lines = json_lines(cast("IO[bytes]", source or WaitingInput()), ON_STDIN)
-            yield from of_records(((where, record) for _, where, record in lines), ON_STDIN, fields, labels)
-        elif name == STDIN:
-            if labels is not None:
-                raise UsageError("a document of stdin has no label", name, "name a file")
-            if fields.pair is not None:
-                raise UsageError("a document of stdin is no pair of texts", name, "it may be JSON lines: --stdin jsonl")
-            pieces = cut(text_blocks(cast("IO[bytes]", source or WaitingInput()), ON_STDIN, Place()))
-            yield Example(ON_STDIN, 1, ON_STDIN, not_blank(pieces, ON_STDIN), None, None)
-        elif name.startswith(ON_HUB):
-            yield from of_records(hub_rows(name), name, fields, labels)
-        elif Path(name).is_dir():
-            yield from of_folder(Path(name), fields, labels)
-        else:
-            yield from of_file(Path(name), fields, labels, None)
+    if STDIN in inputs and stdin == "text":
+        require(labels is None, "a document of stdin has no label", STDIN, "name a file")
+        require(fields.pair is None, "a document of stdin is no pair of texts", STDIN,
+                "it may be JSON lines: --stdin jsonl")
+    for name in inputs:
+        if name.startswith(ON_HUB):
+            on_hub(name)
+    return itertools.chain.from_iterable(of_input(name, fields, labels, stdin, source) for name in inputs)
+
+
+def of_input(name: str, fields: Fields, labels: Labels | None, stdin: Stdin,
+             source: "WaitingInput | None") -> Iterator[Example]:
+    """The documents of one input, see `read_examples`."""
+    if name == STDIN:
+        file = cast("IO[bytes]", source or WaitingInput())
+        if stdin == "jsonl":
+            records = ((where, record) for _, where, record in json_lines(file, ON_STDIN))
+            return of_records(records, ON_STDIN, fields, labels)
+        pieces = cut(text_blocks(file, ON_STDIN, Place()))
+        return iter([Example(ON_STDIN, 1, ON_STDIN, not_blank(pieces, ON_STDIN), None, None)])
+    if name.startswith(ON_HUB):
+        return of_records(hub_rows(name), name, fields, labels)
+    return of_folder(Path(name), fields, labels) if Path(name).is_dir() else of_file(Path(name), fields, labels, None)
 
 
 def of_folder(folder: Path, fields: Fields, labels: Labels | None) -> Iterator[Example]:
@@ -175,6 +182,10 @@ def check_examples(names: Iterable[Path | str], fields: Fields, progress: Callab
 def of_file(path: Path, fields: Fields, labels: Labels | None, folder: str | None) -> Iterator[Example]:
     """The documents of one file. folder: the name that is the label of a file that is one document."""
     ending = next((each for each in PLAIN + RECORDS if path.name.lower().endswith(each)), None)
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # results name the file
+        raise DataError("a file whose name is not valid UTF-8", ascii(str(path)), "rename it") from None
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError("not a regular file", path)
@@ -389,11 +400,18 @@ def warn_once(line: str) -> None:
     logger.warning(line)
 
 
-def hub_rows(name: str) -> Iterator[tuple[str, Any]]:
-    """The records of `hub:NAME/SPLIT` or `hub:NAME:CONFIGURATION/SPLIT`, streamed, with their places."""
+def on_hub(name: str) -> tuple[str, str | None, str]:
+    """The data set, the configuration and the split of `hub:NAME/SPLIT` or `hub:NAME:CONFIGURATION/SPLIT`. Raises
+    UsageError."""
     of, _, split = name.removeprefix(ON_HUB).rpartition("/")
     data, _, config = of.partition(":")
-    if not data or not split:
-        raise UsageError("no such name on the hub", name, "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train")
-    for row, (_, record) in enumerate(hub_records(hub_library(), data, config or None, [split]), 1):
+    require(bool(data and split), "no such name on the hub", name,
+            "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train")
+    return data, config or None, split
+
+
+def hub_rows(name: str) -> Iterator[tuple[str, Any]]:
+    """The records of a data set of the hub, streamed, with their places. name: see `on_hub`."""
+    data, config, split = on_hub(name)
+    for row, (_, record) in enumerate(hub_records(hub_library(), data, config, [split]), 1):
         yield f"{name}, row {row}", record

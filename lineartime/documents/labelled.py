@@ -120,8 +120,10 @@ def documents_of(head: Head, targets: np.ndarray) -> np.ndarray:
 
 
 def class_weights(head: Head, targets: np.ndarray) -> list[float]:
-    """Weights by which every class counts the same: of its documents, or of several classes of its being there."""
+    """Weights by which every class counts the same: of its documents, or of several classes of its being there. A
+    class that all documents have, or none, keeps 1."""
     count_L = documents_of(head, targets)
     if head.problem_type == ONE:
         return (len(targets) / (len(head.labels) * count_L)).tolist()
-    return ((len(targets) - count_L) / count_L.clip(min=1)).tolist()
+    one_sided_L = (count_L == 0) | (count_L == len(targets))
+    return np.where(one_sided_L, 1.0, (len(targets) - count_L) / count_L.clip(min=1)).tolist()

@@ -9,6 +9,7 @@ import torch
 
 from lineartime.config_json import Head
 from lineartime.documents.classify import NUMBER, ONE, label_losses, probabilities
+from lineartime.documents.labelled import documents_of
 from lineartime.errors import UsageError
 
 N_BINS = 10
@@ -28,8 +29,8 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
     """The scores of N documents. "score" is what the best model has the most of: macro F1, or R^2 of numbers.
 
     "loss" is the mean of `classify.label_losses`. Of classes there are "accuracy" (all classes of a document right),
-    "macro_f1" and "calibration_error"; of numbers "r2", "mean_absolute_error" and "root_mean_squared_error". Raises
-    UsageError as `scikit` does."""
+    "macro_f1", the mean over the classes that some document has or is said to have, and "calibration_error"; of numbers
+    "r2", "mean_absolute_error" and "root_mean_squared_error". Raises UsageError as `scikit` does."""
     metrics = scikit()
     loss = label_losses(head, torch.from_numpy(logits_NL), torch.from_numpy(targets)).mean().item()
     if head.problem_type == NUMBER:
@@ -39,8 +40,10 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
                 "mean_absolute_error": float(metrics.mean_absolute_error(targets, found_N)),
                 "root_mean_squared_error": float(metrics.root_mean_squared_error(targets, found_N)),
                 "n_documents": len(targets)}
-    true, found, names = for_scikit(head, logits_NL, targets)
-    f1 = float(metrics.f1_score(true, found, labels=names, average="macro", zero_division=0))
+    true, found, _ = for_scikit(head, logits_NL, targets)
+    seen_L = documents_of(head, targets) + documents_of(head, found_classes(head, logits_NL)) > 0
+    f1_L = np.array([f1 for _, _, _, f1, _ in by_class(head, logits_NL, targets)])
+    f1 = float(f1_L[seen_L].mean()) if seen_L.any() else 0.0
     return {"loss": loss, "score": f1, "accuracy": float(metrics.accuracy_score(true, found)), "macro_f1": f1,
             "calibration_error": calibration_error(*confidences(head, logits_NL, targets)),
             "n_documents": len(targets)}

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from lineartime.atomic_io import replaced
+from lineartime.config import to_dict
 from lineartime.documents.examples import ON_HUB, STDIN, files_of
 from lineartime.errors import DataError, ResourceError, UsageError
 from lineartime.settings import require
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 1024
 BEGINS = b'{"weights": "'
 """How a description begins."""
+CUT = b'"cut": true'
+"""What only the row of a cut document has: in JSON text a quotation mark has a backslash in front."""
 VECTOR = "embedding"
 """The field of a row that a `.npy` holds."""
 
@@ -51,7 +54,7 @@ def weights_sha256(model: "LanguageModel") -> str:
 
 def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterable[str],
                    settings: dict[str, Any]) -> dict[str, Any]:
-    """What rows are made from: the weights, the tokenizer, the files as they are now, and settings. Text on stdin is
+    """What rows are made from: the model, the tokenizer, the files as they are now, and settings. Text on stdin is
     never the same twice. Raises DataError for a file that is not there."""
     files: list[list[Any]] = []
     for name in names:
@@ -61,7 +64,11 @@ def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterab
             found = path.stat()
             files.append([str(path), found.st_size, found.st_mtime_ns])
         files += [[name]] if name.startswith(ON_HUB) else [[name, time.time_ns()]] if name == STDIN else []
-    return {"weights": weights_sha256(model), "tokenizer": tokenizer.sha256, "files": files, **settings}
+    from lineartime.model import DocumentClassifier
+
+    head = model.head.fields() if isinstance(model, DocumentClassifier) else {}
+    return {"weights": weights_sha256(model), "model": to_dict(model.config) | head, "tokenizer": tokenizer.sha256,
+            "files": files, **settings}
 
 
 def part_of(out: Path) -> Path:
@@ -71,9 +78,10 @@ def part_of(out: Path) -> Path:
 
 @contextlib.contextmanager
 def unfinished_rows(out: Path, description: dict[str, Any],
-                    schema: Callable[[], "pyarrow.Schema"]) -> Iterator[tuple[int, Callable[[dict[str, Any]], None]]]:
-    """Yields the number of rows that are there already, and a function that adds one; at the end of the block the rows
-    become `out`. After an error they stay.
+                    schema: Callable[[], "pyarrow.Schema"]
+                   ) -> Iterator[tuple[int, int, Callable[[dict[str, Any]], None]]]:
+    """Yields the number of rows that are there already, that of cut documents among them, and a function that adds a
+    row; at the end of the block the rows become `out`. After an error they stay.
 
     description: what the rows are made from. schema: the columns of a `.parquet`. Raises UsageError for a file of
     other rows, ResourceError for the disk and a file that another process writes."""
@@ -84,13 +92,13 @@ def unfinished_rows(out: Path, description: dict[str, Any],
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ResourceError("another process is writing this file", out, "wait for it") from None
-            n_done = rows_of(file, first, path)
+            n_done, n_cut = rows_of(file, first, path)
 
             def add(row: dict[str, Any]) -> None:
                 file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 file.flush()
 
-            yield n_done, add
+            yield n_done, n_cut, add
             os.fsync(file.fileno())
             file.seek(len(first))
             with replaced(out) as whole:
@@ -100,17 +108,17 @@ def unfinished_rows(out: Path, description: dict[str, Any],
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
 
 
-def rows_of(file: IO[bytes], first: bytes, path: Path) -> int:
-    """The number of whole rows of an open file; what is behind them is cut off, and a file of ours without rows gets
-    its first line anew. Raises UsageError for any other file."""
+def rows_of(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int]:
+    """The number of whole rows of an open file, and of cut documents among them; what is behind them is cut off, and a
+    file of ours without rows gets its first line anew. Raises UsageError for any other file."""
     file.seek(0)
-    begun, n_rows, end = file.readline(), 0, len(first)
+    begun, n_rows, n_cut, end = file.readline(), 0, 0, len(first)
     is_ours = begun[: len(BEGINS)] == BEGINS[: len(begun)]
     if is_ours and not file.readline().endswith(b"\n"):  # of a process that ended before its first row
         file.truncate(0)
         file.write(first)
         file.flush()
-        return 0
+        return 0, 0
     if begun != first:
         raise UsageError("a file of other documents, or of another model, is unfinished", path,
                          "delete it, or choose another --out")
@@ -118,9 +126,9 @@ def rows_of(file: IO[bytes], first: bytes, path: Path) -> int:
     for line in file:
         if not line.endswith(b"\n"):
             break
-        n_rows, end = n_rows + 1, end + len(line)
+        n_rows, n_cut, end = n_rows + 1, n_cut + (CUT in line), end + len(line)
     file.truncate(end)
-    return n_rows
+    return n_rows, n_cut
 
 
 def write_rows(rows: IO[bytes], file: IO[bytes], ending: str, schema: Callable[[], "pyarrow.Schema"]) -> None:

@@ -82,14 +82,19 @@ def test_the_class_of_a_row_does_not_depend_on_its_batch(ours, folder, tmp_path)
     (None, [2, 0, 1], F.cross_entropy),
     ("multi_label_classification", [[1, 0, 1], [0, 0, 0], [1, 1, 1]], F.binary_cross_entropy_with_logits),
     ("regression", [[0.5, 1, 2], [0, 0, 1], [3, 2, 1]], F.mse_loss),
-    ("regression of one", [0.5, -1, 2], F.mse_loss)])
+    ("regression of one", [0.5, -1, -100], F.mse_loss)])
 def test_losses_of_rows(folder, kind, labels, loss):
+    """Trainer gives the number of labels of all its micro-batches; labels `[B]` and `[B, 1]` are the same."""
     one = kind == "regression of one"
     how = {"num_labels": 1} if one else {"num_labels": 3, "problem_type": kind}
     hf = AutoModelForSequenceClassification.from_pretrained(folder, **how)
     output, labels = hf(**padded(TEXTS, True), labels=torch.tensor(labels)), torch.tensor(labels)
     labels = labels if kind is None else labels.float()
-    assert torch.equal(output.loss, loss(output.logits[:, 0] if one else output.logits, labels))
+    assert torch.allclose(output.loss, loss(output.logits[:, 0] if one else output.logits, labels))
+    shared = hf(**padded(TEXTS, True), labels=labels, num_items_in_batch=torch.tensor(2 * labels.numel())).loss
+    assert torch.allclose(shared, output.loss / 2)
+    if one:
+        assert torch.equal(hf(**padded(TEXTS, True), labels=labels[:, None]).loss, output.loss)
     output.loss.backward()
     assert hf.score.weight.grad.abs().sum() > 0 and 0 < hf.score.weight.std() < 0.04
 

@@ -122,6 +122,9 @@ def test_a_model_of_pairs_asks_for_them(folder, tmp_path, call):
     for model in (tmp_path / "out", tmp_path / "out" / "best"):
         assert_refused(*call("classify", model, rows)[::2], 2, "learned from pairs of texts", "--pair-field")
     assert len(call("classify", tmp_path / "out", rows, "--pair-field", "second")[1].splitlines()) == 8
+    model, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
+    with pytest.raises(UsageError, match="learned from pairs of texts: text 2"):
+        lineartime.classify(model, tokenizer, [("a", "b"), "a"])
 
 
 def test_a_copy_of_the_best_weights_under_another_name_is_not_called_damaged(done, tmp_path, call):
@@ -329,6 +332,7 @@ def test_weights_make_every_class_count_the_same():
     assert [weights[i] * n for i, n in enumerate((6, 3, 1))] == pytest.approx([10 / 3] * 3)
     several = class_weights(SEVERAL, targets_of(SEVERAL, [("a", "b"), ("a",), ("a",), ("c",)]))
     assert several == pytest.approx([1 / 3, 3, 3])
+    assert class_weights(SEVERAL, targets_of(SEVERAL, [("a", "b"), ("a",), ("a",)])) == pytest.approx([1, 2, 1])
 
 
 def test_classes_are_in_order():
@@ -353,6 +357,8 @@ def test_scores():
     logits_NL = np.array([[2, 0, 0], [0, 3, 0], [0, 1, 0], [0, 0, 9]], np.float64)
     scores = metrics.score_labels(ONE, logits_NL, targets_of(ONE, ["a", "b", "c", "c"]))
     assert scores["accuracy"] == 0.75 and scores["macro_f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+    without_c = metrics.score_labels(ONE, logits_NL[:2], targets_of(ONE, ["a", "b"]))
+    assert without_c["macro_f1"] == 1  # a class that no document has, nor is said to have, does not count
     p = np.exp(logits_NL).max(1) / np.exp(logits_NL).sum(1)
     p_right = [(p[0], 1), (p[1], 1), (p[2], 0), (p[3], 1)]  # 0.79, 0.91, 0.58 and 1.00: the second and the last share
     gap = abs(p_right[0][0] - 1) + abs(p_right[2][0]) + 2 * abs((p[1] + p[3]) / 2 - 1)

@@ -95,6 +95,19 @@ def test_scores_are_those_of_all_pairs_at_once(monkeypatch):
     assert score_pairs(a_ND, b_ND, same_N2)[1] == [1] * 9
 
 
+def test_a_text_that_is_first_and_second_is_not_its_own_negative(monkeypatch):
+    """Pairs that are listed both ways: vectors that are right find all, and the loss is that of two pairs."""
+    monkeypatch.setattr(contrast, "BLOCK", 3)
+    a, b, c, d = torch.eye(4, dtype=torch.float64)
+    b, d = a + 0.3 * b, c + 0.3 * d
+    first_ND, second_ND = torch.stack([a, b, c, d]), torch.stack([b, a, d, c])
+    same_N2 = np.array([[0, 1], [1, 0], [2, 3], [3, 2]])
+    scores, ranks = score_pairs(first_ND, second_ND, same_N2)
+    assert ranks == [1, 1, 1, 1]
+    losses_B2 = contrastive_losses(first_ND, second_ND, torch.from_numpy(same_N2))
+    assert losses_B2.max() < 1e-5 and scores["loss"] == pytest.approx(losses_B2.mean().item())
+
+
 def test_vectors_that_are_all_equal_find_nothing():
     """A tie counts against a text: an encoder that has collapsed is not the best."""
     scores, ranks = score_pairs(*torch.ones(2, 50, 8, dtype=torch.float64), np.arange(100).reshape(50, 2))

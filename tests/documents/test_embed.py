@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,13 +23,23 @@ from tiny_checkpoints import random_model, write_checkpoint
 
 TEXTS = ["once upon a time", "there was", "a document that is longer than a row of the model, by far. " * 6, "end"]
 
+MODEL = {"n_layers": 2, "d_model": 16, "vocab_size": 257, "context": 96, "end_of_document": 256, "query_key_dim": 8,
+         "chunk_size": 4}
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed(*arguments):
+    raise Killed
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, and the same documents as files and as records."""
     folder = tmp_path_factory.mktemp("embed")
-    config = model_config("flash", n_layers=2, d_model=16, vocab_size=257, context=96, end_of_document=256,
-                          query_key_dim=8, chunk_size=4)
+    config = model_config("flash", **MODEL)
     (folder / "model").mkdir()
     write_checkpoint(folder / "model", random_model(config), byte_tokenizer())
     (folder / "texts").mkdir()
@@ -69,15 +80,28 @@ def test_a_cut_is_said(folder, call):
     assert "cut      1 documents to 17 tokens" in err
 
 
+def test_documents_cut_before_a_kill_are_counted(folder, tmp_path, call, monkeypatch):
+    out, asked = tmp_path / "v.npy", ("embed", folder / "model", folder / "texts", "--max-tokens", 17, "--out")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(results, "write_rows", killed)
+        call(*asked, out)
+    code, _, err = call(*asked, out)
+    assert code == 0 and "behind 4 documents" in err and "cut      1 documents to 17 tokens" in err
+
+
+def test_names_of_files(folder, tmp_path, call):
+    """JSON on stdout is ASCII; a name that is not UTF-8 is refused before the model reads."""
+    (tmp_path / "\x96é.txt").write_text("hello")
+    (line,) = call("embed", folder / "model", tmp_path)[1].splitlines()
+    assert line.isascii() and json.loads(line)["file"] == str(tmp_path / "\x96é.txt")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_text("hello")
+    assert_refused(*call("embed", folder / "model", tmp_path)[::2], 3, "a file whose name is not valid UTF-8",
+                   "rename it")
+
+
 def test_a_file_that_is_half_written_goes_on(folder, vectors, tmp_path, call, monkeypatch):
     """A kill is a copy of the unfinished file as it was then, whatever its length."""
     out, asked = tmp_path / "v.npy", ("embed", folder / "model", folder / "texts.jsonl", "--out")
-    class Killed(BaseException):
-        pass
-
-    def killed(*arguments):
-        raise Killed
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(results, "write_rows", killed)
         call(*asked, out)
@@ -94,6 +118,10 @@ def test_a_file_that_is_half_written_goes_on(folder, vectors, tmp_path, call, mo
     results.part_of(tmp_path / "w.npy").write_bytes(whole)
     for more in (["--max-tokens", 5], ["--precision", "bfloat16"]):
         assert_refused(*call(*asked, tmp_path / "w.npy", *more)[::2], 2, "unfinished", "w.npy.part")
+    other = model_config("flash", **{**MODEL, "rope_base": 500.0})  # the same weights
+    (tmp_path / "other").mkdir()
+    write_checkpoint(tmp_path / "other", random_model(other), byte_tokenizer())
+    assert_refused(*call("embed", tmp_path / "other", *asked[2:], tmp_path / "w.npy")[::2], 2, "unfinished")
     (folder / "texts.jsonl").touch()
     assert_refused(*call(*asked, tmp_path / "w.npy")[::2], 2, "unfinished", "w.npy.part")
     for text in ("my notes", "my notes\n", "my notes\nand more\n"):

@@ -16,8 +16,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
 )
@@ -101,6 +103,18 @@ def test_accelerate_and_trainer_resume_with_the_same_bits(tmp_path):
     assert losses(again, str(tmp_path / "whole/checkpoint-2")) == expected
     for (name, own), resumed in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(own, resumed), name
+
+
+def test_accelerate_and_trainer_learn_labels(tmp_path):
+    """Classes, with micro-batches that share a step, whose losses are those of the step."""
+    found = []
+    for more in ({}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}):
+        torch.manual_seed(0)
+        model, tokenizer = AutoModelForSequenceClassification.from_pretrained(SMALL, num_labels=3), opened()[1]
+        rows = [{"input_ids": tokenizer(text).input_ids, "labels": i % 3} for i, text in enumerate(TEXTS)]
+        found.append(losses(Trainer(model, arguments(TrainingArguments, tmp_path, max_steps=12, **more),
+                                    train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer))))
+    assert found[0][-1] < found[0][0] - 0.5 and found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 def test_accelerate_launches_two_processes(tmp_path):
