@@ -473,7 +473,7 @@ class TrainConfig:
 
     @property
     def decay_from(self) -> int:
-        """The first step at which "wsd" lowers the learning rate; at least one step does."""
+        """The last step at which "wsd" has the whole learning rate, before it falls."""
         return self.steps - max(round(self.decay_share * self.steps), 1)
 
     @property

@@ -32,6 +32,8 @@ Row = TypeVar("Row")
 
 XZ_LIMIT_BYTES = 1 << 22
 """Text up to this size is compared with `xz` after training. On longer text `xz` takes longer than a small model."""
+MOST_CONTEXT = 1 << 26
+"""The longest row that is scored: beyond any use, and small enough for its sums."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +193,7 @@ def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
     context = model.config.context if context is None else context
     require(context >= 1 and (batch_rows is None or batch_rows >= 1), "wrong value",
             f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
+    require(context <= MOST_CONTEXT, "the context is too long", f"context = {context}", f"at most {MOST_CONTEXT:,}")
     model.check_length(context)
     return context, min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
 

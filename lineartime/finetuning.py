@@ -28,6 +28,7 @@ from lineartime.settings import replace_fields, require
 
 LEARNING_RATES = (1e-4, 7e-5, 5e-5)
 ROWS_PER_STEP, EPOCHS, WARMUP_SHARE = 32, 5, 0.1
+MOST_EPOCHS = 10**6
 BEST = "best"
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapp
             ", ".join(f"{rate:g}" for rate in learning_rates))
     for rate in learning_rates:
         require(math.isfinite(rate) and rate > 0, "wrong value", f"learning_rate = {rate}", "it takes numbers above 0")
-    require(math.isfinite(epochs) and epochs > 0, "wrong value", f"epochs = {epochs}", "it takes numbers above 0")
+    require(0 < epochs <= MOST_EPOCHS, "wrong value", f"epochs = {epochs}",
+            f"it takes numbers above 0, up to {MOST_EPOCHS:,}")
     require(not settings.get("shard"), "a fine-tuning is not sharded", "shard = true", "leave it out")
     require("learning_rate" not in settings, "several learning rates are tried", "learning_rate",
             "give --learning-rates")
@@ -122,6 +124,7 @@ def train_config(settings: Mapping[str, Any], learning_rate: float, *, n_rows: i
     after each tenth and at least each 500 steps, five scores, and `clip`. n_rows: rows to train on, of `context`
     tokens. Raises UsageError for wrong values."""
     given = {name: value for name, value in settings.items() if name in TRAIN_FIELDS}
+    require(context >= 1, "wrong value", f"context = {context}", "it takes whole numbers from 1")
     tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
     require(tokens_per_step >= context and tokens_per_step % context == 0,
             "tokens_per_step must be a multiple of context",

@@ -114,7 +114,7 @@ class Run:
         of its old end is removed. Raises UsageError if the learning rate has fallen already."""
         done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
-        if train.schedule in ("linear", "cosine") or (train.schedule == "wsd" and done > train.decay_from):
+        if train.schedule in ("linear", "cosine") or (train.schedule == "wsd" and done - 1 > train.decay_from):
             why = (f"its learning rate has already fallen, by schedule = {train.schedule}. Give another --out, and "
                    f"begin anew with --from {self.out}")
         if why is not None:
@@ -336,7 +336,9 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
     if not all(has_numbers(scores, "score", "best_step") if documents else has_numbers(scores, "exact_match", "f1")
                for scores in [*rates.values(), *([] if documents else [result.get("word_overlap")])]):
         raise CheckpointError("damaged", path, "its scores are missing or not numbers")
-    if not isinstance(result.get("fine_tuning"), dict):
+    settings = result.get("fine_tuning")
+    trained = settings.get("train") if isinstance(settings, dict) else None
+    if not (isinstance(trained, dict) and all(isinstance(each, dict) for each in trained.values())):
         raise CheckpointError("damaged", path, "its settings are missing")
     return result
 

@@ -7,6 +7,7 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
@@ -30,6 +31,11 @@ def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[st
     if device.type == "cpu":
         chosen["allocator"] = choose_allocator(give_back)
     return chosen
+
+
+def is_picked(device: torch.device | str | None) -> TypeGuard[torch.device]:
+    """Whether `device` is a processor or one GPU, and nothing is left to `pick_device`."""
+    return isinstance(device, torch.device) and (device.type == "cpu" or device.index is not None)
 
 
 def pick_device(device: torch.device | str | None = None, *, tell: bool = False,

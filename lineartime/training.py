@@ -58,7 +58,7 @@ from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import Run, Wanted, read_result, result_or_none
 from lineartime.run_config import RunConfig
-from lineartime.runtime import available_bytes, peak_bytes, pick_device
+from lineartime.runtime import available_bytes, is_picked, peak_bytes, pick_device
 from lineartime.weights.folder import tokenizer_files
 from lineartime.weights.start import check_shapes, find_weights, first_weights
 
@@ -103,10 +103,11 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     batch: the tensors of `Objective.batch`, split into micro-batches of `n_rows` rows, which are weighted by their
     numbers of targets and added as `distributed.ordered` does, so that the result does not depend on the number of
     ranks. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm returned is
-    the mean of their norms; with "global" the average is clipped. parts: what this rank updates, by default all;
-    `part.own.grad` is set. twins: of `tiles.twins_of`, one for each further tile of a row that this rank has.
-    n_windows: windows of a row, see `distributed.windows`; more than one for `NextToken` and one tile.
-    reduce_scatter: of a sharded model, `shard_model`'s. between is called before each micro-batch, and may raise.
+    the mean of their norms; with "global", and of a sharded model, the average is clipped, and the norm is its own.
+    parts: what this rank updates, by default all; `part.own.grad` is set. twins: of `tiles.twins_of`, one for each
+    further tile of a row that this rank has. n_windows: windows of a row, see `distributed.windows`; more than one for
+    `NextToken` and one tile. reduce_scatter: of a sharded model, `shard_model`'s. between is called before each
+    micro-batch, and may raise.
     Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
     """
     parts = list(parts or parts_of(model))
@@ -116,6 +117,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     counts = torch.tensor([objective.n_targets(*micro_batch) for micro_batch in micro_batches])
     n_targets = max(int(gather(counts, ranks.in_column).sum()), 1)
     losses, norms, is_sharded = [], [], reduce_scatter is not None and ranks.size > 1
+    is_local = config.clip_scope == "local" and not config.shard  # a rank has no micro-batch's gradient of its own
     autocast = partial(torch.autocast, batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
     models = [(model, parameters), *((twin, [p for p in twin.parameters() if p.requires_grad]) for twin in twins)]
 
@@ -149,7 +151,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
             gradient = tree_sum(gradient for _, gradient in tiles)
             if not is_sharded:
                 sum_over_row(gradient, ranks.in_row)
-            if config.clip_scope == "local":
+            if is_local:
                 norms.append(clip_(gradient, config.clip))
             losses.append(torch.stack([loss for loss, _ in tiles]) * share)
             if share != 1 and not is_sharded:
@@ -159,10 +161,10 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     total = tree_sum(gradients())
     if not is_sharded:
         total = exchange(total, ranks)
-    if config.clip_scope == "global":
+    if not is_local:
         norm = norm_of(total, parts, ranks)
         scale_to(total, norm, config.clip)
-    else:  # of local clipping, which no sharded model has
+    else:
         norm = gather(torch.stack(norms).cpu(), ranks.in_column).mean()
     forget(parameters)
     for part, g in zip(parts, total, strict=True):
@@ -408,7 +410,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     file; first and patience are those of `fit`. Raises as `in_rows`, `connected`, `require_fitting`, `Run`,
     `checkpoint.lock` and `fit` do."""
     out = Path(config.out)
-    picked = device if isinstance(device, torch.device) else pick_device(device, give_back=config.train.shard)
+    picked = device if is_picked(device) else pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel
     require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, in_rows(launched(), n_in_row))
     with (connected(picked.type, rank_timeout, n_in_row) as ranks,

@@ -68,8 +68,9 @@ def evaluate(
         raise UsageError("too much is named", "evaluate", "--document-tokens goes with --contexts")
     if (recurrence and questions) or (chunk is not None and not recurrence):
         raise UsageError("too much is named", "evaluate", "--chunk goes with --recurrence, and --questions does not")
-    if out is not None and not out.parent.is_dir():
-        raise ResourceError("cannot write", out, "there is no such folder")
+    for path in (out, predictions):
+        if path is not None and not path.parent.is_dir():
+            raise ResourceError("cannot write", path, "there is no such folder")
     lengths = whole_numbers(contexts) if contexts is not None else []
     if shipped is not None and run is not None:
         raise UsageError("two models are named", f"{run} and --model {shipped}", "leave one out")
@@ -80,12 +81,17 @@ def evaluate(
         if data is not None or (run is None) == (score is None) or (score is not None and predictions is not None):
             raise UsageError("too much or too little is named", "evaluate --questions",
                              "name a run, or a file of answers with --score")
+        if score is not None and (context is not None or stride is not None or batch_rows is not None):
+            raise UsageError("too much is named", "evaluate --score",
+                             "leave out --context, --stride and --batch-rows: no model reads")
         options = {"context": context, "stride": stride, "max_answer_tokens": max_answer_tokens,
                    "batch_rows": batch_rows or 8, "precision": precision}
         evaluate_questions(run, questions, evidence, options, predictions, score, as_json, strict, device)
     elif run is None or data is None or score is not None or predictions is not None:
         raise UsageError("too much or too little is named", "evaluate",
                          "name a run and --data, or --questions for a fine-tuned run")
+    elif evidence is not None or stride is not None:
+        raise UsageError("too much is named", "evaluate", "--evidence and --stride go with --questions")
     elif lengths:
         evaluate_contexts(run, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
     elif recurrence:
@@ -169,6 +175,9 @@ def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path |
     if launched().size > 1:
         raise UsageError("questions are answered in one process", "evaluate --questions", "leave out torchrun")
     asked = list(read_questions(questions, evidence))
+    if predictions is None and not any(question.accepted for question in asked):
+        raise UsageError("no question has an answer to compare with", ", ".join(map(str, questions)),
+                         "--predictions FILE writes answers without scoring them")
     if scored is not None:
         result = score_answers(asked, check_predictions(read_json(scored), str(scored)))
     else:
@@ -183,9 +192,6 @@ def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path |
         result = facts | scores
         if predictions is not None:
             write_json(predictions, answers, ascii_only=False)
-    if "f1" not in result and predictions is None:
-        raise UsageError("no question has an answer to compare with", ", ".join(map(str, questions)),
-                         "--predictions FILE writes answers without scoring them")
     if as_json:
         print(json.dumps(result))
         return

@@ -46,13 +46,14 @@ def sized_config(given: dict[str, Any], *, is_whole: bool, device: str | None) -
 
 
 def stored_sizes(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a size has, of the run in the folder `out` that has the same preset and task; without one none.
+    """The fields that a size has, of the run in the folder `out` that has the same preset and task; none without one,
+    and for one that has saved nothing yet, which the next overwrites.
 
     Raises CheckpointError for a damaged description."""
-    from lineartime.data.run_settings import RUN_FILE
+    from lineartime.data.run_settings import saved_run
     from lineartime.run import read_run
 
-    if not (Path(given["out"]) / RUN_FILE).exists():
+    if not saved_run(Path(given["out"])):
         return {}
     run = read_run(Path(given["out"]))
     preset = given.get("model", run["preset"])

@@ -37,23 +37,30 @@ def tracked(name: str, config: RunConfig) -> Iterator[Callable[[dict[str, Any]],
     opened: list[tuple[Write, Callable[[], None]]] = []
     failed = False
 
-    def on_step(record: dict[str, Any]) -> None:
+    @contextmanager
+    def at_most_a_warning() -> Iterator[None]:
         nonlocal failed
+        try:
+            yield
+        except Exception as e:  # of a library that is not ours
+            if not failed:
+                logger.warning(f"{name} does not go on: {type(e).__name__}: {e}; the metrics are in metrics.jsonl")
+            failed = True
+
+    def on_step(record: dict[str, Any]) -> None:
         if failed:
             return
-        try:
+        with at_most_a_warning():
             if not opened:
                 opened.append(OPEN[name](config, record))
             opened[0][0](numbers_of(record), record)
-        except Exception as e:  # of a library that is not ours
-            failed = True
-            logger.warning(f"{name} does not go on: {type(e).__name__}: {e}; the metrics are in metrics.jsonl")
 
     try:
         yield on_step
     finally:
         for _, close in opened:
-            close()
+            with at_most_a_warning():
+                close()
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:

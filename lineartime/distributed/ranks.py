@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import RankError, ResourceError, UsageError
+from lineartime.settings import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 WITH_RANKS = ("train", "finetune", "evaluate")
 """The verbs whose work `torchrun` divides; `benchmark step` measures it."""
-TIMEOUT_S = 300
-"""Seconds after which a rank that does not answer is lost."""
+TIMEOUT_S, MOST_SECONDS = 300, 10**7
+"""Seconds after which a rank that does not answer is lost, and the most that may be asked for."""
 SIGN_OF_LIFE_S = 0.5
 """Seconds between two signs of life of a rank."""
 SILENCE_S = 3.0
@@ -111,6 +112,8 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
     does not answer for `timeout_s` seconds; ResourceError for an address that cannot be used; and as `in_rows`."""
     import torch.distributed as dist
 
+    require(0 < timeout_s <= MOST_SECONDS, "wrong value", f"rank_timeout = {timeout_s}",
+            f"it takes numbers above 0, up to {MOST_SECONDS:,}")
     ranks = in_rows(launched(), n_in_row)
     if ranks.size == 1:
         yield ALONE

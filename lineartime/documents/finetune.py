@@ -38,7 +38,7 @@ from lineartime.finetuning import BEST, copy_weights, require_folder, try_rates,
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE, Run, load_model
 from lineartime.run_config import RunConfig
-from lineartime.runtime import pick_device
+from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 from lineartime.weights.folder import tokenizer_files
@@ -114,7 +114,7 @@ def finetune_documents(plan: DocumentTuning, *, device: torch.device | str | Non
     require_folder(plan.out)
     if plan.task == "classify":
         metrics.scikit()
-    if not isinstance(device, torch.device):
+    if not is_picked(device):
         device = pick_device(device, tell=True)
     pretrained, tokenizer, _ = load_model(plan.model, strict=plan.strict)
     require(isinstance(pretrained, DocumentEncoder) or type(pretrained) is LanguageModel,

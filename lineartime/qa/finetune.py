@@ -53,14 +53,14 @@ from lineartime.qa.spans import (
 )
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, Run, load_model
 from lineartime.run_config import RunConfig
-from lineartime.runtime import pick_device
+from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal, fit_once
 from lineartime.weights.folder import tokenizer_files
 
 CONTEXT, CHUNK_SIZE = 4096, 128
 NEGATIVES = 0.25
-CHANGEABLE = ("context", "chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
+CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
 """Fields of the pretrained model's configuration that fine-tuning may change."""
 PREDICTIONS_FILE = "predictions.json"
 
@@ -78,6 +78,7 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
             "pretrain with causal = false (masked language modelling); a causal model goes on with `lineartime train "
             "--from RUN`")
     for name in changes:
+        require(name != "context", "the context is no setting", name, "give --context")
         require(name in CHANGEABLE, "the pretrained model decides this", name,
                 f"fine-tuning may change {', '.join(CHANGEABLE)}")
     fields: dict[str, Any] = {}
@@ -188,7 +189,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     fine-tuning, DataError for wrong questions, Stopped after saving, and as `fit` does."""
     stop = stop or StopSignal()
     require_folder(plan.out)
-    if not isinstance(device, torch.device):
+    if not is_picked(device):
         device = pick_device(device, tell=True)
     pretrained, tokenizer, facts = load_model(plan.run, strict=plan.strict)
     separator = separator_of(tokenizer)

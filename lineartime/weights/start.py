@@ -17,8 +17,17 @@ from lineartime.data.pretrained import named_folder
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
-from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE, check_shared, is_exported, newest_checkpoint
+from lineartime.run import (
+    CONFIG_FILE,
+    SHARDS_FILE,
+    WEIGHTS,
+    WEIGHTS_FILE,
+    check_shared,
+    is_exported,
+    newest_checkpoint,
+)
 from lineartime.run_config import Source
+from lineartime.settings import require
 
 VOCABULARY = ("embed.weight", "head_bias")
 """The parameters that have a row for each token."""
@@ -29,6 +38,8 @@ def find_weights(source: Source) -> tuple[Path, dict[str, Any]]:
 
     Raises UsageError and CheckpointError as `load_model` does."""
     folder = named_folder(source.name).resolve()  # `latest` is a link
+    require((folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists(), "weights in several files",
+            str(folder), "save them in one: save_pretrained(..., max_shard_size='1TB')")
     if is_exported(folder):
         check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
     elif checkpoint.has_manifest(folder):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.benchmark import plan
 from lineartime.cli import outlook
-from lineartime.cli.outlook import Pace, duration, fitting_size, sized_config
+from lineartime.cli.outlook import Pace, duration, fitting_size, sized_config, stored_sizes
 from lineartime.cli.terminal import Terminal
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data.tokens import read_manifest
@@ -98,6 +99,10 @@ def test_the_bare_command_goes_on_with_the_run_that_is_there(data: Path, tmp_pat
     assert "d_model" not in err
     code, _, err = call(*bare, *more, "--size", "tiny")
     assert_refused(code, err, 2, "d_model: 16 -> 192")
+    for name in ("result.json", "latest", *(path.name for path in (tmp_path / "run").glob("step-*"))):
+        path = tmp_path / "run" / name
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    assert stored_sizes({"model": "flash", "out": str(tmp_path / "run")}) == {}  # what has saved nothing is overwritten
 
 
 def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:

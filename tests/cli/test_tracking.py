@@ -65,6 +65,21 @@ def test_a_library_that_fails_is_said_once(caplog: pytest.LogCaptureFixture, mon
                                "metrics.jsonl"]
 
 
+def test_what_fails_at_the_end_is_said_once_too(monkeypatch: pytest.MonkeyPatch,
+                                                caplog: pytest.LogCaptureFixture) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    library = types.SimpleNamespace(init=lambda **how: None, log=lambda *_, **__: None, finish=full)
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    for log in (library.log, full):
+        caplog.clear()
+        monkeypatch.setattr(library, "log", log)
+        with tracked("trackio", run_config({"model": "flash", "data": "d", "out": "o"})) as on_step:
+            on_step(LINE)
+        assert caplog.messages == ["trackio does not go on: OSError: no space left; the metrics are in metrics.jsonl"]
+
+
 def test_tensorboard_shows_a_resumed_run_without_what_was_written_twice(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -21,7 +21,7 @@ from lineartime.config import model_config
 from lineartime.errors import CheckpointError, Stopped, UsageError
 from lineartime.finetuning import check_rates, name_of
 from lineartime.model import LanguageModel, SpanModel
-from lineartime.qa import finetune
+from lineartime.qa import finetune, spans
 from lineartime.qa.finetune import FineTuning, Questions
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
@@ -329,9 +329,12 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
     refuse(2, "wrong value", more=["--learning-rates", "1e-3,x"])
     refuse(2, "twice", more=["--learning-rates", "1e-3,0.001"])
     refuse(2, "context", more=["--context", "8"])
+    refuse(2, "context = 0", more=["--context", "0"])
+    refuse(2, "give --context", more=["--set", "context=32"])
     refuse(2, "negatives", more=["--negatives", "2"])
     refuse(2, "epochs", more=["--epochs", "0"])
     refuse(2, "epochs = inf", more=["--epochs", "inf"])
+    refuse(2, "epochs = 1e+300", more=["--epochs", "1e300"])
     refuse(2, "wrong value: nan", more=["--learning-rates", "nan"])
     refuse(2, "stride", more=["--stride", "0"])
     refuse(3, "missing.json", more=["--questions", folder / "missing.json"])
@@ -350,7 +353,7 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys):
+def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, monkeypatch):
     dev, doc = folder / "dev.json", tmp_path / "doc.txt"
     doc.write_text("Ada.")
     refused(capsys, ["evaluate", folder / "pretrained", "--questions", dev], 2, "not fine-tuned")
@@ -361,8 +364,13 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys):
     refused(capsys, ["evaluate", done, "--questions", dev, "--score", dev], 2, "--score")
     refused(capsys, ["evaluate", "--questions", dev, "--score", dev], 3, "a prediction is not a string")
     refused(capsys, ["evaluate", done, "--questions", tmp_path / "none.json"], 3, "none.json")
-    refused(capsys, ["evaluate", done, "--questions", squad(tmp_path, answers=[])], 2, "--predictions")
-    refused(capsys, ["evaluate", done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], 6, "p.json")
+    with monkeypatch.context() as patch:  # before the model answers
+        patch.setattr(spans, "evaluate_questions", None)
+        refused(capsys, ["evaluate", done, "--questions", squad(tmp_path, answers=[])], 2, "--predictions")
+        refused(capsys, ["evaluate", done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], 6,
+                "p.json")
+    refused(capsys, ["evaluate", "--questions", dev, "--score", dev, "--context", 9], 2, "no model reads")
+    refused(capsys, ["evaluate", done, "--data", folder / "prepared", "--stride", 9], 2, "go with --questions")
     refused(capsys, ["generate", done, "x"], 2, "lineartime answer")
     ask = ["answer", done, "--question", "Who?"]
     refused(capsys, ask, 2, "--document")
@@ -384,7 +392,8 @@ def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, capsys)
     shutil.copytree(done, out, symlinks=True)
     ask = ["answer", out, "--question", "?", "--document", folder / "dev.json"]
     whole = json.loads((out / "result.json").read_text())
-    for text in ("", "{", "{}", json.dumps({**whole, "best": "lr-1"}), json.dumps({**whole, "word_overlap": None})):
+    for text in ("", "{", "{}", json.dumps({**whole, "best": "lr-1"}), json.dumps({**whole, "word_overlap": None}),
+                 json.dumps({**whole, "fine_tuning": {}}), json.dumps({**whole, "fine_tuning": {"train": {"a": 5}}})):
         (out / "result.json").write_text(text)
         refused(capsys, ask, 4, "damaged", "result.json")
         with pytest.raises(CheckpointError, match="damaged"):

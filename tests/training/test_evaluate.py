@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lineartime.config import model_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, eval_rows, open_split
-from lineartime.errors import NumericsError
+from lineartime.errors import NumericsError, UsageError
 from lineartime.evaluation import by_position, evaluate, xz_bits_per_byte
 from lineartime.model import LanguageModel
 
@@ -105,6 +105,11 @@ def test_loss_by_position_covers_the_context_once() -> None:
     blocks = by_position(nll_T, count_T)
     assert [(a, b) for a, b, _ in blocks] == [(1, 32), (33, 64), (65, 100)]
     assert sum(x * (b - a + 1) for a, b, x in blocks) == pytest.approx(nll_T.sum())
+
+
+def test_a_context_beyond_any_use_is_refused(stream: TokenStream) -> None:
+    with pytest.raises(UsageError, match=f"the context is too long: context = {10**20}; at most 67,108,864"):
+        evaluate(tiny_flash(stream, 32), stream, context=10**20)
 
 
 def test_a_loss_that_is_not_finite_is_refused(stream: TokenStream) -> None:
