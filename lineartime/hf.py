@@ -406,10 +406,11 @@ class LineartimeModel(PreTrainedModel):
                         state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Save weights by their names in `LanguageModel`, with or without a given `state_dict`."""
         own_names = {name.removeprefix("model."): value for name, value in (state_dict or self.state_dict()).items()}
-        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
         folder = Path(save_directory)
-        if is_main_process:
-            (folder / CODE_FILE).write_text(CODE)
+        if is_main_process and not folder.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CODE_FILE).write_text(CODE)  # before `push_to_hub` uploads the folder
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
         if is_main_process and has_manifest(folder) and not has_optimizer(folder):
             (folder / MANIFEST).unlink()  # of an export whose files were replaced
 
@@ -495,10 +496,13 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
                                       *args: Any, **kwargs: Any) -> Any:
         """Give `generate` a `LineartimeCache` instead of its key-value cache."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            kind = generation_config.cache_implementation
+            require(kind in (None, "dynamic"), "this model has a cache of its own", f"cache_implementation = {kind}",
+                    "leave it out")
+            generation_config.cache_implementation = None
             cache = model_kwargs["past_key_values"] = LineartimeCache()
             if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
                 cache.activate_past_recording()  # versions before 5.17 do not
-                generation_config.cache_implementation = None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
     def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> LogitsProcessorList:
@@ -567,7 +571,7 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         the loss is 0."""
         require((start_positions is None) == (end_positions is None), "an answer has two ends",
                 "start_positions, end_positions", "give both or none")
-        x_BTD, _, _ = self.hidden(input_ids, attention_mask, **kwargs)
+        x_BTD, _, states = self.hidden(input_ids, attention_mask, **kwargs)
         assert isinstance(self.model, SpanModel)
         logits_BT2 = self.model.span_head(x_BTD)
         if attention_mask is not None:
@@ -577,13 +581,13 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         if start_positions is not None and end_positions is not None:
             valid_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             loss = (place_loss(start_BT, start_positions, valid_BT) + place_loss(end_BT, end_positions, valid_BT)) / 2
-        return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT)
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT, hidden_states=states)
 
 
 class LineartimeForSequenceClassification(LineartimeModel):
     """A class, classes or a number for each row: a linear layer, `score`, on the mean over the row's tokens.
 
-    `config.problem_type` is that of transformers: by default a number for one label, else one class. A number that
+    `config.problem_type` is that of transformers: by default a number for one label, else by the labels. A number that
     `lineartime finetune` has learned is the output times `config.label_std`, plus `config.label_mean`."""
 
     def __init__(self, config: LineartimeConfig):
@@ -597,8 +601,9 @@ class LineartimeForSequenceClassification(LineartimeModel):
                 **kwargs: Any) -> SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
-        labels: `[B]`, classes or numbers, or `[B, num_labels]`, 1 for each class of several, or numbers. The loss is
-        the mean in nats, or of the squared error, or the sum over `num_items_in_batch`."""
+        labels: classes or numbers `[B]`, or `[B, num_labels]`, 1 for each class of several, or numbers. Without
+        `problem_type` whole numbers are classes, and others several. The loss is the mean in nats, or of the squared
+        error, or the sum over `num_items_in_batch`."""
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds,
                                        output_hidden_states=output_hidden_states, **kwargs)
         valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
@@ -611,12 +616,14 @@ class LineartimeForSequenceClassification(LineartimeModel):
         if labels is not None:
             wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
             n_labels: Tensor | int = labels.numel()
+            if kind is None and wide_BL.shape[1] > 1 and labels.is_floating_point():
+                kind = "multi_label_classification"
             if kind == "multi_label_classification":
                 total = F.binary_cross_entropy_with_logits(wide_BL, labels.to(wide_BL.dtype), reduction="sum")
             elif kind == "regression" or (kind is None and wide_BL.shape[1] == 1):
                 total = F.mse_loss(wide_BL, labels.to(wide_BL.dtype).view_as(wide_BL), reduction="sum")
             else:
-                total, n_labels = F.cross_entropy(wide_BL, labels, reduction="sum"), (labels != -100).sum()
+                total, n_labels = F.cross_entropy(wide_BL, labels.view(-1), reduction="sum"), (labels != -100).sum()
             loss = mean_of(total, n_labels, num_items_in_batch)
         return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
 

@@ -76,10 +76,15 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
         except UnicodeDecodeError as e:
             raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
 
-    texts = [decode(sys.stdin.buffer.read(MAX_BYTES + 1), "stdin") if text == "-" else
-             decode(os.fsencode(text), "the command line") for text in prompts]
-    if any(len(text) > MAX_BYTES for text in texts):
-        raise UsageError("the prompt is too long", "stdin", f"it takes {MAX_BYTES:,} bytes")
+    if prompts.count("-") > 1:
+        raise UsageError("stdin is read once", "-", "name it once")
+    texts = []
+    for text in prompts:
+        name = "stdin" if text == "-" else "the command line"
+        data = sys.stdin.buffer.read(MAX_BYTES + 1) if text == "-" else os.fsencode(text)
+        if len(data) > MAX_BYTES:
+            raise UsageError("the prompt is too long", name, f"it takes {MAX_BYTES:,} bytes")
+        texts.append(decode(data, name))
     for path in files:
         try:
             texts.append(decode(read_bytes(path), str(path)))

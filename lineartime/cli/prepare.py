@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lineartime.atomic_io import scratch_folder
 from lineartime.cli.terminal import Terminal, results_are_files, say
 from lineartime.errors import DataError, UsageError
 
@@ -56,6 +56,9 @@ def prepare(
         if more:
             raise UsageError("--join takes the folders of the parts and --out", f"--{', --'.join(more)}",
                              "leave it out: the parts know it")
+    if tokenizer != "train" and getattr(given.get_parameter_source("vocab_size"), "name", "DEFAULT") != "DEFAULT":
+        raise UsageError("this tokenizer has its vocabulary", f"--tokenizer {tokenizer} --vocab-size {vocab_size}",
+                         "leave out --vocab-size")
     from lineartime.data.prepare import join, prepare
 
     with Terminal(stay=True) as terminal, saved_stdin(inputs or [], out) as inputs:
@@ -78,10 +81,8 @@ def saved_stdin(inputs: list[Path], out: Path) -> Iterator[list[Path]]:
         return
     if inputs.count(Path("-")) > 1:
         raise UsageError("stdin is read once", "-", "name it once")
-    parent = Path(os.path.realpath(out)).parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".lineartime-stdin-", dir=parent) as folder:
-        path = Path(folder) / "stdin.txt"
+    with scratch_folder(Path(os.path.realpath(out))) as folder:
+        path = folder / "stdin.txt"
         with path.open("wb") as file:
             while block := (b"" if sys.stdin is None else sys.stdin.buffer.read(1 << 20)):
                 if b"\0" in block:  # and not the endless copy of a device

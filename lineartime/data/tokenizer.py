@@ -170,12 +170,13 @@ def _beginning(end_of_document: int) -> str:
 def _cuts_as_gpt2(json: str) -> bool:
     """Whether a tokenizer is byte-level BPE that cuts text by GPT-2's expression and changes nothing before that."""
     content = json_module.loads(json)
-    model, cuts = content["model"], content["pre_tokenizer"] or {}
+    model, cuts = content["model"], content.get("pre_tokenizer") or {}
     plain = all(not model.get(name) for name in ("dropout", "unk_token", "continuing_subword_prefix",
                                                  "end_of_word_suffix", "fuse_unk", "byte_fallback"))
-    return (content["normalizer"] is None and model.get("type") == "BPE" and plain and cuts.get("type") == "ByteLevel"
-            and cuts.get("use_regex", True) is True and cuts.get("add_prefix_space") is False
-            and all(token["special"] for token in content["added_tokens"]))
+    return (content.get("normalizer") is None and model.get("type") == "BPE" and plain
+            and cuts.get("type") == "ByteLevel" and cuts.get("use_regex", True) is True
+            and cuts.get("add_prefix_space") is False
+            and all(token["special"] for token in content.get("added_tokens", [])))
 
 
 @contextlib.contextmanager

@@ -111,14 +111,18 @@ def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_
         return []
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
-    open_rows = set(range(len(prompts)))
+    rows = list(range(len(prompts)))
+    """Those of the state, of which some have ended."""
+    open_rows = set(rows)
     with packed_weights(model):
         logits_BV, state = prefill(model, prompts, on_prompt)
         step = CapturedStep(model, state) if capture else partial(decode_step, model, state=state)
         for n_done in range(1, max_new_tokens + 1):
-            ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generators=generators)
-            for row in sorted(open_rows):
-                token = int(ids_B[row])
+            ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,
+                           generators=[generators[row] for row in rows])
+            for row, token in zip(rows, ids_B.tolist(), strict=True):
+                if row not in open_rows:
+                    continue
                 if token == model.config.end_of_document:
                     open_rows.remove(row)
                     continue
@@ -129,5 +133,9 @@ def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_
                     open_rows.remove(row)
             if not open_rows or n_done == max_new_tokens:
                 break
+            if len(open_rows) < len(rows) and model.config.max_len is not None and not capture:
+                kept = [i for i, row in enumerate(rows) if row in open_rows]  # the others would reach the table's end
+                state.select(torch.tensor(kept))
+                ids_B, rows = ids_B[kept], [rows[i] for i in kept]
             logits_BV = step(ids_B)
     return new

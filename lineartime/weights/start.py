@@ -81,7 +81,8 @@ def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
 def first_weights(folder: Path, source: ModelConfig, tokenizer: Tokenizer,
                   wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
     """`checkpoint.read_parts` of the weights in `folder`. Rows of the vocabulary that they lack are the means of the
-    rows of the tokens that they were written with before: those of the new token's text in the old tokenizer.
+    rows of the tokens that they were written with before: those of the new token's text in the old tokenizer, or of
+    all where it has none.
 
     tokenizer: that of the data. Raises CheckpointError as `read_parts` does."""
     old = load_tokenizer(folder / TOKENIZER_FILE)
@@ -95,6 +96,6 @@ def first_weights(folder: Path, source: ModelConfig, tokenizer: Tokenizer,
         whole = torch.zeros(*shape)
         whole[: len(rows)] = rows
         for token, text in new.items():
-            whole[token] = rows[old.encode(text)].mean(0)
+            whole[token] = rows[old.encode(text) or slice(None)].mean(0)
         found[name] = whole.flatten()[start:stop]
     return found

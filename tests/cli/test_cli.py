@@ -112,6 +112,8 @@ def test_prepare_reads_stdin_and_says_what_it_held_out(tmp_path: Path, call: Cal
     assert code == 0 and "which training needs: prepare with --held-out" in out and "next" not in out
     code, _, err = call("prepare", "-", "-", "--out", tmp_path / "twice", stdin=TEXT)
     assert_refused(code, err, 2, "stdin is read once")
+    code, _, err = call(*prepare, "--vocab-size", 500, stdin=TEXT)
+    assert_refused(code, err, 2, "this tokenizer has its vocabulary", "leave out --vocab-size")
 
 
 def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> None:
@@ -130,6 +132,7 @@ def test_generate_from_arguments_file_and_stdin(run: Path, tmp_path: Path, call:
     assert code == 0 and one.startswith("The quick")
     assert call("generate", run, "--prompt-file", tmp_path / "prompt.txt", *how)[1] == one
     assert call("generate", run, "-", *how, stdin="The quick")[1] == one
+    assert_refused(*call("generate", run, "-", "-", *how, stdin="The quick")[::2], 2, "stdin is read once")
     several = call("generate", run, "The quick", "A much longer prompt than the other", *how)[1]
     assert several.startswith("== 1\n" + one.rstrip("\n")) and "== 2\nA much longer" in several
     assert call("generate", run, "The", "--seed", 5)[1] == call("generate", run, "The", "--seed", 5)[1]

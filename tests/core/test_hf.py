@@ -80,6 +80,15 @@ def said():
     logger.removeHandler(handler)
 
 
+def test_another_cache_is_refused_in_words_of_our_own(hf):
+    ids = torch.tensor([[EOD, 5, 6]])
+    plain = hf.generate(ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(hf.generate(ids, max_new_tokens=3, do_sample=False, cache_implementation="dynamic"), plain)
+    for kind in ("static", "offloaded", "quantized"):
+        with pytest.raises(UsageError, match=f"a cache of its own: cache_implementation = {kind}"):
+            hf.generate(ids, max_new_tokens=3, cache_implementation=kind)
+
+
 def packed_ids(n_rows=2, length=30):
     ids_BT = torch.randint(EOD, (n_rows, length), generator=torch.Generator().manual_seed(1))
     ids_BT[0, 0] = ids_BT[0, 11] = ids_BT[1, 17] = EOD

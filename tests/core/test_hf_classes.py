@@ -7,7 +7,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing h
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
@@ -80,6 +85,7 @@ def test_the_class_of_a_row_does_not_depend_on_its_batch(ours, folder, tmp_path)
 
 @pytest.mark.parametrize("kind, labels, loss", [
     (None, [2, 0, 1], F.cross_entropy),
+    (None, [[1.0, 0, 1], [0, 0, 0], [1, 1, 1]], F.binary_cross_entropy_with_logits),
     ("multi_label_classification", [[1, 0, 1], [0, 0, 0], [1, 1, 1]], F.binary_cross_entropy_with_logits),
     ("regression", [[0.5, 1, 2], [0, 0, 1], [3, 2, 1]], F.mse_loss),
     ("regression of one", [0.5, -1, -100], F.mse_loss)])
@@ -89,14 +95,24 @@ def test_losses_of_rows(folder, kind, labels, loss):
     how = {"num_labels": 1} if one else {"num_labels": 3, "problem_type": kind}
     hf = AutoModelForSequenceClassification.from_pretrained(folder, **how)
     output, labels = hf(**padded(TEXTS, True), labels=torch.tensor(labels)), torch.tensor(labels)
-    labels = labels if kind is None else labels.float()
+    classes = kind is None and not labels.is_floating_point()
+    labels = labels if classes else labels.float()
     assert torch.allclose(output.loss, loss(output.logits[:, 0] if one else output.logits, labels))
     shared = hf(**padded(TEXTS, True), labels=labels, num_items_in_batch=torch.tensor(2 * labels.numel())).loss
     assert torch.allclose(shared, output.loss / 2)
-    if one:
+    if one or classes:
         assert torch.equal(hf(**padded(TEXTS, True), labels=labels[:, None]).loss, output.loss)
     output.loss.backward()
     assert hf.score.weight.grad.abs().sum() > 0 and 0 < hf.score.weight.std() < 0.04
+
+
+def test_the_code_is_there_before_the_folder_is_uploaded(folder, tmp_path, monkeypatch):
+    def whole(self, directory, **how):
+        assert (tmp_path / "new" / "modeling_lineartime.py").exists()
+
+    hf = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", whole)
+    hf.save_pretrained(tmp_path / "new")
 
 
 def test_classes_of_tokens(ours, folder, tmp_path):

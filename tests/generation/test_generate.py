@@ -57,6 +57,19 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert draw(LOGITS.flip(0), top_p=0.5).tolist() == [0, 0, 0, 1]
 
 
+def test_a_row_that_has_ended_does_not_end_the_others() -> None:
+    """The first prompt is near the end of the position table; it stops at once, and the second goes on to the end."""
+    torch.manual_seed(1)
+    model = LanguageModel(model_config("transformer", n_layers=2, d_model=16, n_heads=2, context=32, vocab_size=23,
+                                       end_of_document=END)).double().eval()
+    with torch.no_grad():
+        model.head_bias[END] = -100.0
+    prompts = [[1 + i % 20 for i in range(29)], [3, 4]]
+    (alone,) = generate(model, prompts[1:], max_new_tokens=20, temperature=0.0)
+    first, second = generate(model, prompts, max_new_tokens=20, temperature=0.0, stop=lambda row, new: row == 0)
+    assert len(first) == 1 and second == alone and len(alone) == 20
+
+
 def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: LanguageModel) -> None:
     prompts = [[1, 2, 3], [4] * 20, [5]]
     together = generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=3)
