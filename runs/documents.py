@@ -61,7 +61,7 @@ READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 PIECE = 4096
 """Tokens read at once. With larger tensors than these a processor reads half as many in a second."""
-RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 10, 2048, 5
+RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
 MEASURES = {"accuracy": "accuracy", "macro_f1": "macro F1"}
 """The scores of a row and their names in tables."""
 EQUAL_SIZES = (("FLASH of 1.2 M, frozen", "whole"), ("Transformer++ of 1.1 M, frozen", "whole"))
@@ -260,7 +260,7 @@ def by_model(found: Passages, model: str, seed: int, length: int, out: Path) -> 
         named_folder(model), (out / "train.jsonl",), (out / "validation.jsonl",), out / "run", fields=Fields(),
         learning_rates=(RATE,), context=context, epochs=EPOCHS, patience=SCORES,
         settings={"seed": seed, "steps": steps, "eval_every": steps // SCORES, "tokens_per_step": n_rows * context,
-                  "precision": "bfloat16", "micro_batch_tokens": 4 * context if context < 1024 else 2 * context})
+                  "micro_batch_tokens": 4 * context if context < 1024 else 2 * context})
     lineartime.finetune_documents(plan, device="cpu", on_step=show)
     classifier, tokenizer, _ = lineartime.load_classifier(out / "run")
     truth, rows = [label for _, label in found["test"]], []
