@@ -110,9 +110,13 @@ def test_differences_are_paired_by_seed():
     assert "| one | whole | macro F1 | +0.050 |" in text and "| task |" not in text
     assert "| TF-IDF | whole | 0.70 (0.50-0.90) |" in text
     assert "Less the score" not in study.tables([row("TF-IDF", 0, 0.5)])
-    (flash, _), (transformer, _) = study.EQUAL_SIZES
-    text = study.tables([row(flash, 0, 0.5), row(flash, 1, 0.7), row(transformer, 1, 0.5), row(transformer, 2, 0.9)])
-    assert "| source | accuracy | +0.200 | - |" in text  # the seed that both have
+    flash, transformer = study.EQUAL_SIZES
+    rows = [row(flash, 0, 0.5), row(flash, 1, 0.7), row(transformer, 1, 0.5), row(transformer, 2, 0.9)]
+    rows += [row(flash, 0, 0.8) | {"tokens": 8192},
+             row(transformer, 0, 0.9) | {"tokens": 8192, "reading": "windows of 512"}]
+    text = study.tables(rows)
+    assert "| source | accuracy | +0.200 | - | -0.100 | - |" in text  # the seed that both have
+    assert "2,048 tokens | 8,192 tokens, windows of 512 |" in text
 
 
 def test_the_page_shows_the_rows():
