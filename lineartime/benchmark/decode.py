@@ -22,6 +22,7 @@ from lineartime.generation.onednn import packed_weights
 from lineartime.info import decoding_bytes, mib
 from lineartime.model import LanguageModel
 from lineartime.runtime import choose_settings, peak_bytes
+from lineartime.settings import require
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
@@ -122,6 +123,8 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                         cases.append(DecodeCase(label, model, n, how, state, check, captured))
                         cases[-1].decode(FEW, {})
                         progress(f"{label}, {precision}: {n:,} tokens {how}")
+        require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
+                "raise --quadratic-up-to for models whose cache grows")
         for repeat in range(repeats):
             progress(f"block {repeat + 1} of {repeats}")
             for piece, case in measure.in_turn(cases, range(PIECES)):

@@ -62,6 +62,7 @@ def benchmark_ranks(cases: Sequence[StepCase], *, context_parallel: int = 1, rep
         require(case.n_rows % launched_ranks.in_column.size == 0, "rows cannot be shared out equally",
                 f"{case.n_rows} rows, {launched_ranks.in_column.size} ranks or groups of ranks", "raise --tokens")
         require(case.label.model != peers.PEER, "a peer runs in one process", case.label.text, "leave it out")
+        require(not case.label.windowed, "windows are measured in one process", case.label.text, "leave out :windowed")
         check_context_parallel(case.config, context_parallel)
     rows: list[Row] = []
     with connected(device, n_in_row=context_parallel) as ranks:

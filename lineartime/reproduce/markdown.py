@@ -63,7 +63,9 @@ def step_speedup_texts(results: Results, reference: str | None) -> Texts:
 
 def finetune_speedups(results: Results) -> pd.Series:
     ms = spread(results.finetuned.step_ms)["mean"].unstack("row")
-    return ms.rdiv(ms.get(results.table.reference), axis=0).stack().swaplevel()
+    if results.table.reference not in ms:  # not yet fine-tuned
+        return ms.stack().swaplevel().iloc[:0]
+    return ms.rdiv(ms[results.table.reference], axis=0).stack().swaplevel()
 
 
 def n_parameters(results: Results) -> pd.Series:

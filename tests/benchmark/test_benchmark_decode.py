@@ -41,6 +41,11 @@ def rows():
         return decode()
 
 
+def test_nothing_to_measure_is_said():
+    with pytest.raises(UsageError, match="nothing to measure: 128 tokens; raise --quadratic-up-to"):
+        decode({"flash-quad": QUAD}, (128,))
+
+
 def test_a_row_per_model_and_context(rows):
     assert [(row["label"], row["context_tokens"], row["context"]) for row in rows] == [
         ("flash", 32, "filled"), ("flash", 32, "read"), ("flash", 64, "filled"), ("flash", 128, "filled"),

@@ -50,6 +50,7 @@ def test_ranks_with_rows_of_their_own(ranks, tmp_path):
     (["step", "flash", "--contexts", "32", "--tokens", "96"], "rows cannot be shared out equally: 3 rows, 2 ranks"),
     (["step", "transformer++", "--contexts", "32", "--context-parallel", "2"], "context_parallel is for mixed chunk"),
     (["step", "flash", "--contexts", "48", "--context-parallel", "2"], "equally many whole chunks"),
+    (["step", "flash:windowed", "--contexts", "64", "--tokens", "128"], "windows are measured in one process"),
     (["decode", "flash"], "this verb runs in one process: benchmark decode")])
 def test_what_ranks_cannot_measure_is_refused(ranks, arguments, error):
     assert ranks.run(2, ["benchmark", *arguments, *SETS]) == [2, 2]

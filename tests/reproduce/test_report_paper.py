@@ -236,6 +236,15 @@ def test_cost_counts_the_tokens_of_a_step_and_not_of_a_micro_batch():
     assert 800 * costs(results).seconds["FLASH", "512"] == pytest.approx(800 * 2 * 0.1)
 
 
+def test_fine_tuned_models_without_the_reference_have_no_speed_up(tmp_path):
+    """A table that is not finished is shown as far as it goes."""
+    rows = [row for row in made_rows("triviaqa")
+            if row["kind"] != "finetune" or row["settings"]["model"] != TABLES["triviaqa"].reference.lower()]
+    results = results_of("triviaqa", "cpu", read_records(written(tmp_path, rows)))
+    assert results.table.reference not in results.finetuned.index.get_level_values("row")
+    assert not len(MEASURES["by_finetuning"].texts(results))
+
+
 def test_a_gap_is_taken_seed_by_seed():
     rows = [row for name, first in (("FLASH-Quad", 3.0), ("FLASH", 3.1)) for row in trained(
         cell_of("lm_wiki40b", name, "2048"), [(800, first)], [(800, first + (0.3 if name == "FLASH" else 0.1))])]
