@@ -98,7 +98,8 @@ class ModelConfig:
     linear_rope: bool = True
     """Whether RoPE turns the linear half's queries and keys."""
     linear_gate: bool = False
-    """Each linear key is multiplied by a learned gate of its token and head, sigmoid(w z + b)."""
+    """Each linear key is multiplied by a learned gate of its token and head, sigmoid(w z + b) of what the key
+    is made from."""
     linear_norm: bool = False
     """What is read from the linear half is divided by its root mean square and has a learned gain."""
     linear_divisor: float | None = None
@@ -225,7 +226,7 @@ class ModelConfig:
 
     @property
     def least_parameters(self) -> int:
-        """Parameters in the largest matrices: a lower bound of the model's, found without building it."""
+        """Parameters in large matrices: a lower bound of the model's, found without building it."""
         n_matrices = 2 if self.ffn == "mlp" or (self.ffn == "gau" and not self.gate) else 3
         attention = 0 if self.ffn == "gau" else 4 * self.d_model**2
         return self.vocab_size * self.d_model + self.n_layers * (n_matrices * self.d_model * self.d_inner + attention)
@@ -247,8 +248,7 @@ class ModelConfig:
 
     @property
     def scale_len(self) -> int:
-        """n of relu(q k / n + b)^2: the chunk size, or without chunks `attn_scale_len` or `context`. It also decides
-        the form of the position bias."""
+        """n of relu(q k / n + b)^2: the chunk size, or without chunks `attn_scale_len` or `context`."""
         if self.chunk_size is not None:
             return self.chunk_size
         return self.attn_scale_len or self.context

@@ -26,7 +26,7 @@ def gau_config(config: ModelConfig | None, fields: dict[str, object]) -> ModelCo
 
 
 class GatedAttentionUnit(ResidualLayer):
-    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are scales and offsets of z (Eqs. 3-5).
+    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are scales and offsets of z, rotated (Eqs. 3-5).
 
     Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk size, A is the same
     inside a chunk (n = chunk_size) plus linear attention across chunks. The arguments are a `ModelConfig`, or fields

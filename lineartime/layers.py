@@ -220,8 +220,8 @@ class ResidualLayer(nn.Module):
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
     def forward(self, x_BTD: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """x + f(norm(x)): `[B, T, D]`, floating, T of any length. info: positions and documents; by default each row
-        is one document that starts at position 0. Raises UsageError for wrong segment ids."""
+        """x + f(norm(x)): `[B, T, D]`, floating, T at most `config.max_len`. info: positions and documents; by
+        default each row is one document that starts at position 0. Raises UsageError for wrong segment ids."""
         if info is not None and info.segment_ids_BT is not None:
             check_segment_ids(info.segment_ids_BT)
             if self.config.by_document and info.cu_seqlens is None:

@@ -63,7 +63,7 @@ class MultiHeadAttention(ResidualLayer):
         self.key_conv = KeyConv(config) if config.key_conv else None
         self.linear_gate = WriteGate(config) if config.linear_gate else None
         self.linear_norm = ReadNorm(config) if config.linear_norm else None
-        with torch.random.fork_rng(devices=[]):  # the model's own draws do not depend on those of its layers
+        with torch.random.fork_rng(devices=[]):  # these draws do not move the generator
             self.init_weights(config.init_std)
 
     @torch.no_grad()

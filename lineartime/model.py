@@ -28,7 +28,8 @@ from lineartime.settings import require
 class LanguageModel(nn.Module):
     """Tokens to logits, for every preset of `config.PRESETS`.
 
-    The token `config.end_of_document` starts a new document in a row; attention does not cross documents."""
+    The token `config.end_of_document` starts a new document in a row; attention does not cross documents,
+    unless `document_mask` is "paper"."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -261,10 +262,12 @@ def init_weights(model: LanguageModel) -> None:
     | parameter | value |
     |---|---|
     | weight matrices, embeddings | normal(0, `init_std`), the paper's 0.02 unless set |
-    | GAU scales, position bias | normal(0, 0.02) |
-    | biases, GAU offsets | 0 |
+    | scales of heads, position bias | normal(0, 0.02) |
+    | biases, offsets of heads | 0 |
     | norm scales | 1 |
     | ScaledSin's scalar | d^-1/2 |
+
+    Options beyond the paper begin as `memory.py` says; `linear_scale_init` and `local_scale_init` set scales.
     """
     model.init_outer_weights()
     for layer in model.residual_layers():

@@ -12,7 +12,7 @@ less for the backward pass; `impl` selects:
 
 `dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once. In
 `torch.compile` a call of FLASH's attention of few tokens takes the reference (`dispatch.compile_reference`).
-Inputs without a token (B or T of 0) go to the reference."""
+Attention over rows without a token (B or T of 0) goes to the reference."""
 
 from collections.abc import Sequence
 from types import ModuleType

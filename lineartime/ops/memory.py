@@ -20,7 +20,8 @@ class HeadOptions(NamedTuple):
     n_after: int = 0
     """How many of the K tokens come after a token."""
     near: tuple[int, ...] = ()
-    """The heads that are made from the convolution: 3, the linear half's key, and with `local_key_conv` 1."""
+    """The heads that are made from the convolution: 3, the linear half's key,
+    and with `local_key_conv` 1; without chunks 1."""
     gate_S: Tensor | None = None
     """Weights of the gate on the linear half's key, attention heads side by side (`linear_gate`)."""
     gate_bias_H: Tensor | None = None
