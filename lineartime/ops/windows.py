@@ -2,9 +2,9 @@
 
 The operations of `ops/reference.py` keep scores, heads and activations until the backward pass, three times what the
 layer itself needs. Here a row is read in windows of chunks. Kept are the projection, what attention returns before the
-gate, the state that enters each chunk, and heads that were given made. The backward pass goes through the windows from
-the last to the first, makes activations, heads and scores of one window again, and lets them go. Scores that the causal
-mask hides are not computed.
+gate, the state that enters each chunk, and heads where the caller gives them. The backward pass goes through the
+windows from the last to the first, makes activations, heads and scores of one window again, and lets them go. Scores
+that the causal mask hides are not computed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
