@@ -27,7 +27,7 @@ EXAMPLES = {
     "config": ["config", "config transformer++ --size tiny", "config flash --task c4"],
     "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],
     "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS", "reproduce --plan"],
-    "report": ["report lm_pg19", "report speed", "report --html report.html"],
+    "report": ["report lm_pg19", "report speed", "report --into page.md --images images"],
     "benchmark decode": ["benchmark decode flash transformer++ --lengths 2048,8192"],
     "benchmark step": ["benchmark step flash:compile transformer++ --contexts 512,2048,8192"],
     "benchmark memory": ["benchmark memory flash transformer++ --contexts 2048,4096"],

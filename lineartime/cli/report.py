@@ -25,17 +25,16 @@ def report(
     rows: Annotated[Path | None, typer.Option(
         help="Rows of `lineartime reproduce`, or for speed of `lineartime benchmark --json`; by default "
              "the package's.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Page that gets all tables and their pictures in one file.")] = None,
     into: Annotated[list[Path] | None, typer.Option(
         help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, <!-- speed: begin --> or "
              "<!-- recall pairs: begin -->; may be given again.")] = None,
     images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
 ) -> None:
-    """The paper's numbers beside ours, as Markdown or one HTML page; or `speed`, or `recall`.
+    """The paper's numbers beside ours, as Markdown; or `speed`, or `recall`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
-    given = {"TABLE": table, "--scale": scale, "--html": html}
+    given = {"TABLE": table, "--scale": scale}
     what = table if table in WRITERS else "--into, whose places name their tables,"
-    for name in ("--scale", "--html") if table in WRITERS else given if into else ():
+    for name in ("--scale",) if table in WRITERS else given if into else ():
         require(not given[name], "arguments that do not go together", f"{what} takes no {name}", "leave one out")
     require_name("table", table or SPEED, [*TABLES, *WRITERS])
     require_name("scale", scale or "cpu", SCALE_NAMES)
@@ -76,10 +75,4 @@ def report(
         from lineartime.reproduce.markdown import table_section, tables_shown
 
         shown = tables_shown(measured, [table] if table else [], [cast(ScaleName, scale)] if scale else [])
-        if html is None:
-            print("\n".join(map(table_section, shown)), end="")
-        else:
-            from lineartime.report.html import write_page
-
-            write_page(shown, html)
-            say(f"written  {html}")
+        print("\n".join(map(table_section, shown)), end="")

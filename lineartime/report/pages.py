@@ -21,7 +21,7 @@ from lineartime.recall.report import section as recall_section
 from lineartime.recall.study import read_study
 from lineartime.reproduce.figures import pictures_of
 from lineartime.reproduce.markdown import table_section
-from lineartime.reproduce.results import Results, results_of
+from lineartime.reproduce.results import results_of
 from lineartime.reproduce.tables import SCALE_NAMES, TABLES, ScaleName
 from lineartime.settings import require, require_name
 
@@ -43,14 +43,10 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str], show: Show) -> str:
         return recall_section(rows, name, show)
     require_name("table", name, TABLES)
     require_name("scale", scale, SCALE_NAMES)
+    results = results_of(name, cast(ScaleName, scale), rows)
     # One heading below that of the question it answers.
-    return "#" + illustrated(results_of(name, cast(ScaleName, scale), rows), show)
-
-
-def illustrated(results: Results, show: Show) -> str:
-    """The section of one of the paper's tables with its pictures."""
-    return table_section(results, [(picture.caption, show(name, picture))
-                                   for name, picture in pictures_of(results).items()])
+    return "#" + table_section(results, [(picture.caption, show(file, picture))
+                                         for file, picture in pictures_of(results).items()])
 
 
 def filled(text: str, page: Path, images: Path, kind: Kind, rows: Sequence[Any]) -> tuple[str, dict[str, Picture]]:

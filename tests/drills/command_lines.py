@@ -45,7 +45,7 @@ FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_k
           "precision", "norm", "chunk_parts", "prefix_sum", "end_of_document", "attn_scale_len", "no_such_field", "",
           "clip_scope", "schedule", "decay_share", "size", "from"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
-OUTPUTS = {"out", "html", "png", "images", "predictions", "into"}
+OUTPUTS = {"out", "png", "images", "predictions", "into"}
 """Options whose path is written; of `benchmark` and `reproduce` the rows too."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
 LONG = {"train", "finetune", "generate", "answer", "embed", "classify", "reproduce", "report", "benchmark"}
@@ -89,7 +89,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "models": [[]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],
     "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
-    "report": [["--rows", "quality.jsonl"], ["speed", "--rows", "speed.jsonl"], ["lm_wiki40b", "--html", "new.html"],
+    "report": [["--rows", "quality.jsonl"], ["speed", "--rows", "speed.jsonl"], ["lm_wiki40b"],
                ["--into", "odd/page.md", "--images", "new"]],
     "reproduce": [["lm_wiki40b", "--plan"], ["gap", "--out", "new", "--texts", "folder"],
                   ["gap", "--plan", "--rows", "quality.jsonl"]],

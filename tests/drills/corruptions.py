@@ -124,8 +124,7 @@ SUBJECTS = [
         "plot": command("plot", "{it}")}),
     Subject("quality.jsonl", "quality2.jsonl", {
         "report": command("report", "--rows", "{it}"),
-        "report a table": command("report", "lm_wiki40b", "--scale", "cpu", "--rows", "{it}", "--html",
-                                  "{out}/page.html"),
+        "report a table": command("report", "lm_wiki40b", "--scale", "cpu", "--rows", "{it}"),
         "reproduce --plan": command("reproduce", "lm_wiki40b", "--plan", "--rows", "{it}")}),
     Subject("speed.jsonl", "speed2.jsonl", {
         "report speed": command("report", "speed", "--rows", "{it}")}),

@@ -68,7 +68,8 @@ SCENARIOS: dict[str, Scenario] = {
         "--predictions", "{out}/predictions.json")),
     "plot": Scenario(command("plot", "{out}/it"), "run"),
     "plot, side by side": Scenario(command("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
-    "report": Scenario(command("report", "lm_wiki40b", "--rows", "{made}/quality.jsonl", "--html", "{out}/page.html")),
+    "report": Scenario(command("report", "--rows", "{made}/quality.jsonl", "--into", "{out}/it/page.md", "--images",
+                               "{out}/images"), "page"),
     "rows": Scenario(append_rows),
 }
 OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]

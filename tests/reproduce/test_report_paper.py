@@ -492,10 +492,6 @@ def test_the_command(tmp_path):
     done = command("gau_ablation", "--rows", rows)
     assert done.returncode == 0
     assert done.stdout == table_section(results_of("gau_ablation", "cpu", made_rows("gau_ablation")))
-    done = command("gau_ablation", "--rows", rows, "--html", tmp_path / "page.html")
-    assert done.stdout == f"written  {tmp_path / 'page.html'}\n"
-    page = (tmp_path / "page.html").read_text()
-    assert page.count("data:image/png;base64,") == 1 and "single-head -&gt; multi-head" in page
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
