@@ -1,6 +1,6 @@
 """Decode without PyTorch: the decode step of a model as ONNX, run by onnxruntime, with the text that PyTorch gives.
 
-    pip install "lineartime[onnx]"
+    pip install '.[onnx]'
     python examples/onnx_decode.py [MODEL [PROMPT]]
 """
 

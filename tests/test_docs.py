@@ -117,7 +117,15 @@ def test_examples_run(page: Path) -> None:
 def test_there_are_pages() -> None:
     assert {page.name for page in PAGES} >= {"README.md", "guide.md", "paper.md", "walk.md"}
     assert len(NAME.findall((ROOT / "docs" / "paper.md").read_text(encoding="utf-8"))) > 100
-    assert (ROOT / "README.md").stat().st_size <= 10_000
+
+
+def test_nothing_says_to_install_us_by_name() -> None:
+    """No index has the package: whoever registered its name would be run. Of all tracked files but the change log."""
+    by_name = re.compile(r"""(?:pip install|uv add|uv pip install)\b[^\n;,]*[\s"'`]lineartime(?![\w/])""")
+    assert by_name.search("pip install -U 'lineartime[x]'") and not by_name.search("pip install '.[x]'")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = {name: (ROOT / name).read_bytes().decode(errors="replace") for name in listed if name != "CHANGELOG.md"}
+    assert [name for name, text in texts.items() if name != "tests/test_docs.py" and by_name.search(text)] == []
 
 
 def test_every_module_is_in_the_reference() -> None:

@@ -100,7 +100,7 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
                 layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
     require(importlib.util.find_spec("flash_pytorch") is not None, "a peer is not installed", label.model,
-            "pip install 'lineartime[peers]'")
+            "pip install 'FLASH-pytorch>=0.1.9'")
     peer = build_flash_pytorch(config)
     with torch.no_grad():
         for parameter in peer.parameters():

@@ -39,7 +39,7 @@ def report(
     require_name("table", table or SPEED, [*TABLES, *WRITERS])
     require_name("scale", scale or "cpu", SCALE_NAMES)
     if find_spec("pandas") is None:
-        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'lineartime[report]'")
+        raise UsageError("pandas is not installed", "tables are made with it", "pip install 'pandas>=3'")
     path = rows or Path(__file__).parents[1] / "results" / (f"{table}.jsonl" if table in WRITERS else "quality.jsonl")
     measured: Sequence[Any]
     if table == SPEED:

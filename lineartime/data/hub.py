@@ -1,4 +1,4 @@
-"""Records of data sets on the Hugging Face hub, read by `datasets` (`pip install 'lineartime[hub]'`)."""
+"""Records of data sets on the Hugging Face hub, read by `datasets`."""
 
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ def hub_library() -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError as e:
-        raise UsageError("a package is missing that reads the hub", str(e), "pip install 'lineartime[hub]'") from None
+        raise UsageError("a package is missing that reads the hub", str(e), "pip install datasets") from None
 
 
 def hub_records(library: Any, name: str, config: str | None, splits: Iterable[str],

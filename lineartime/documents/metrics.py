@@ -1,4 +1,4 @@
-"""Scores of labels, by scikit-learn (`pip install 'lineartime[documents]'`)."""
+"""Scores of labels, by scikit-learn."""
 
 import importlib
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def scikit() -> Any:
     try:
         return importlib.import_module("sklearn.metrics")
     except ImportError as e:
-        raise UsageError("a package is missing that scores labels", str(e), "pip install 'lineartime[documents]'"
+        raise UsageError("a package is missing that scores labels", str(e), "pip install 'scikit-learn>=1.6'"
                          ) from None
 
 

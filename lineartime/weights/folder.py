@@ -9,9 +9,12 @@ from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZE
 
 MODULE = "modeling_lineartime"
 CODE_FILE = f"{MODULE}.py"
-CODE = '''"""The classes are in the package: pip install lineartime."""
+CODE = '''"""The classes are in the package `lineartime`."""
 
-from lineartime.hf import *  # noqa: F403
+try:  # or transformers would say to install it from an index, where it is not
+    from lineartime.hf import *  # noqa: F403
+except ImportError as e:
+    raise ImportError(f"{e}: install lineartime from its repository or a wheel, see its README") from e
 '''
 CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
            "AutoModelForCausalLM": "LineartimeForCausalLM", "AutoModelForMaskedLM": "LineartimeForMaskedLM",

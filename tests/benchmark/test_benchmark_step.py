@@ -63,7 +63,7 @@ def test_a_label_is_a_model_and_how_it_runs():
 
 def test_a_peer_that_is_not_installed_is_one_line_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"not installed: flash-pytorch; pip install 'lineartime\[peers\]'"):
+    with pytest.raises(UsageError, match=r"not installed: flash-pytorch; pip install 'FLASH-pytorch"):
         build(parse_label("flash-pytorch"), tiny("flash"))
     build(parse_label("flash"), tiny("flash"))
 

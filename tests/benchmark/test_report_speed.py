@@ -355,7 +355,7 @@ def test_without_pandas_it_is_an_error_of_one_line(monkeypatch):
     with pytest.raises(UsageError) as raised:
         report("speed")
     assert str(raised.value) == ("pandas is not installed: tables are made with it; "
-                                 "pip install 'lineartime[report]'")
+                                 "pip install 'pandas>=3'")
 
 
 def test_a_report_of_text_needs_no_torch(tmp_path):

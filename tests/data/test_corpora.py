@@ -441,7 +441,7 @@ def test_an_article_of_the_hub_without_markers(tmp_path: Path, hub: Hub) -> None
 def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     code, _, err = call("prepare", "--task", "pg19", "--hub", "--out", tmp_path / "data")
-    assert_refused(code, err, 2, "datasets", "pip install 'lineartime[hub]'")
+    assert_refused(code, err, 2, "datasets", "pip install datasets")
     assert not list(tmp_path.iterdir())
 
 

@@ -256,7 +256,7 @@ def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="cannot read from the hub: mandarjoshi/trivia_qa; ConnectionError"):
         list(read_questions(["hub:rc.wikipedia/train"]))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="pip install 'lineartime"):
+    with pytest.raises(UsageError, match="pip install datasets"):
         list(read_questions(["hub:rc.wikipedia/train"]))
 
 

@@ -19,6 +19,7 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.dynamic_module_utils import get_imports
 
 import lineartime
 import lineartime.hf
@@ -124,6 +125,15 @@ def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) 
     assert not (saved / "hf.py").exists()
     again, _, _ = lineartime.load_model(saved)
     assert torch.equal(again.head_bias, lineartime.load_model(exported)[0].head_bias)
+
+
+def test_without_the_package_it_says_where_to_find_it(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would say to install by name what a file imports outside of `try`; no index has the name."""
+    code = exported / "modeling_lineartime.py"
+    assert get_imports(code) == []
+    monkeypatch.setitem(sys.modules, "lineartime.hf", None)
+    with pytest.raises(ImportError, match="install lineartime from its repository or a wheel, see its README"):
+        exec(code.read_text())
 
 
 def test_the_cards_scores_are_of_what_is_in_the_folder(card: str, exported: Path, data: Path, call: Call) -> None:

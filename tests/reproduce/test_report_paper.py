@@ -341,7 +341,7 @@ def test_a_table_of_which_most_was_not_run_is_a_line_with_what_was():
 
 def test_without_pandas_a_report_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(cli_report, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=re.escape("pip install 'lineartime[report]'")) as raised:
+    with pytest.raises(UsageError, match=re.escape("pip install 'pandas>=3'")) as raised:
         cli_report.report()
     assert "\n" not in str(raised.value)
 
