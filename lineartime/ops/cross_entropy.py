@@ -1,11 +1,15 @@
 """Linear cross-entropy: the head and the loss in one op, with logits in memory for one chunk of tokens at a time."""
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.ops.dispatch import have_tangent
 from lineartime.ops.dtypes import at_least_float32, matmul_dtype
+from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 
 @torch.compiler.disable
@@ -21,13 +25,15 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
 
     Losses are nearly always summed or averaged. So the forward pass also computes the gradients of the plain sum, and a
     backward pass with equal weights of all losses only scales them. A backward pass with other weights, or a second
-    backward pass, recomputes the logits. `torch.compile` does not trace into this op. Raises RuntimeError in a backward
-    pass with create_graph=True: there is no second derivative.
+    backward pass, recomputes the logits. `torch.compile` does not trace into this op. For a second derivative, and in a
+    transform of `torch.func`, the logits of all tokens are in memory at once.
 
     PyTorch from 2.13 has `F.linear_cross_entropy`, which cannot replace this op: losses per token cost another matmul,
     autocast does not affect it, and it returns losses of bfloat16 in bfloat16."""
     dtype = matmul_dtype(x_ND)
     chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight_VD), x_ND.device)
+    if torch._C._are_functorch_transforms_active() or have_tangent(x_ND, weight_VD, bias_V):
+        return all_at_once(x_ND, weight_VD, bias_V, targets_N, dtype)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_ND, weight_VD, bias_V)):
         return LinearCrossEntropy.apply(x_ND, weight_VD, bias_V, targets_N, dtype, chunk_tokens)
     return chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, dtype, chunk_tokens)[0]
@@ -37,6 +43,13 @@ def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk. CPU: 1024, whatever the vocabulary; fewer under-use the matmul, more overflow the cache. GPU:
     2^27 logits, to limit kernel launches and gradient accumulations."""
     return 1024 if device.type == "cpu" else max(2**27 // vocab_size, 1024)
+
+
+def all_at_once(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reference of `linear_cross_entropy`, with matmuls in `dtype`."""
+    with torch.autocast(x_ND.device.type, enabled=False):
+        logits_NV = F.linear(x_ND.to(dtype), weight_VD.to(dtype), bias_V.to(dtype))
+        return F.cross_entropy(at_least_float32(logits_NV), targets_N, reduction="none")
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -52,11 +65,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` accepts it for a constant gradient_N
-            raise RuntimeError("the loss has no second derivative: linear_cross_entropy (a model's targets=); "
-                               "take F.cross_entropy of the model's logits, or leave out create_graph=True")
         x_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
         (dtype, chunk, wanted), gradients = ctx.how, ctx.gradients_of_sum
+        if must_be_followed(gradient_N):
+            definition = partial(all_at_once, targets_N=targets_N, dtype=dtype)
+            return *reference_gradients(definition, (x_ND, weight_VD, bias_V), gradient_N, wanted), None, None, None
         ctx.gradients_of_sum = None  # scaled in place below, so they cannot be used twice
         scale = gradient_N[:1].sum()
         if gradients is None or not all_equal(gradient_N):

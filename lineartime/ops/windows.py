@@ -4,7 +4,7 @@ The operations of `ops/reference.py` keep scores, heads and activations until th
 layer itself needs. Here a row is read in windows of chunks. Kept are the projection, what attention returns before the
 gate, the state that enters each chunk, and heads where the caller gives them. The backward pass goes through the
 windows from the last to the first, makes activations, heads and scores of one window again, and lets them go. Scores
-that the causal mask hides are not computed.
+that the causal mask hides are not computed. A backward pass that is itself differentiated is the reference's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lineartime.ops import reference
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 silu_backward = torch.ops.aten.silu_backward.grad_input
 WINDOW_TOKENS = 2048
@@ -231,7 +231,7 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Keep the inputs and what `attend_rows` returns for the backward pass."""
-    *tensors, ctx.documents, ctx.chunk_size = inputs
+    *tensors, ctx.documents, ctx.chunk_size, ctx.definition = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *output[1:])
 
@@ -241,7 +241,8 @@ class GatedHeadAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(uv_BTF: Tensor, q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, w: Tensor,
-                documents: Documents, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+                documents: Documents, chunk_size: int,
+                definition: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         heads = q_quad, k_quad, q_lin, k_lin
         return attend_rows(uv_BTF, q_quad.shape[-1], lambda rows, at: (x[rows, at] for x in heads), w, documents,
                            chunk_size)
@@ -249,9 +250,11 @@ class GatedHeadAttention(torch.autograd.Function):
     setup_context = staticmethod(keep)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        uv_BTF, *heads, w, attended_BTE, kv_BGSE = ctx.saved_tensors
+        *inputs, attended_BTE, kv_BGSE = ctx.saved_tensors
+        if must_be_followed(dout_BTE):
+            return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
+        uv_BTF, *heads, w = inputs
         duv_BTF, all_dheads = torch.empty_like(uv_BTF), [torch.empty_like(x) for x in heads]
 
         def take_gradient(rows: slice, at: slice, dheads: list[Tensor]) -> None:
@@ -260,7 +263,7 @@ class GatedHeadAttention(torch.autograd.Function):
 
         dw = differentiate_rows(dout_BTE, uv_BTF, lambda rows, at: (x[rows, at] for x in heads), w, attended_BTE,
                                 kv_BGSE, ctx.documents, ctx.chunk_size, duv_BTF, take_gradient)
-        return duv_BTF, *all_dheads, dw, None, None
+        return duv_BTF, *all_dheads, dw, None, None, None
 
 
 def rotate(x_4BTS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
@@ -277,7 +280,8 @@ class GatedChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                documents: Documents, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+                documents: Documents, chunk_size: int,
+                definition: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         s = gamma_4S.shape[-1]
         return attend_rows(uvz_BTF[..., :-s], s, partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
                            documents, chunk_size)
@@ -285,9 +289,11 @@ class GatedChunkAttention(torch.autograd.Function):
     setup_context = staticmethod(keep)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        uvz_BTF, gamma_4S, beta_4S, sin, cos, w, attended_BTE, kv_BGSE = ctx.saved_tensors
+        *inputs, attended_BTE, kv_BGSE = ctx.saved_tensors
+        if must_be_followed(dout_BTE):
+            return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
+        uvz_BTF, gamma_4S, beta_4S, sin, cos, w = inputs
         s, duvz_BTF = gamma_4S.shape[-1], torch.empty_like(uvz_BTF)
         dgamma_4S, dbeta_4S = torch.zeros_like(gamma_4S), torch.zeros_like(beta_4S)
 
@@ -304,7 +310,7 @@ class GatedChunkAttention(torch.autograd.Function):
         dw = differentiate_rows(
             dout_BTE, uvz_BTF[..., :-s], partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
             attended_BTE, kv_BGSE, ctx.documents, ctx.chunk_size, duvz_BTF[..., :-s], take_gradient)
-        return duvz_BTF, dgamma_4S, dbeta_4S, None, None, dw, None, None
+        return duvz_BTF, dgamma_4S, dbeta_4S, None, None, dw, None, None, None
 
 
 def heads_from_z(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, rows: slice,
@@ -334,7 +340,9 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows."""
     assert causal and exchange is None
     documents = lay_out_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling)
-    return GatedChunkAttention.apply(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, documents, chunk_size)[0]
+    definition = partial(reference.gated_chunk_attention, chunk_size=chunk_size, causal=True,
+                         segment_ids_BT=segment_ids_BT, pooling=pooling)
+    return GatedChunkAttention.apply(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, documents, chunk_size, definition)[0]
 
 
 def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
@@ -345,4 +353,11 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     assert causal and exchange is None
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
     documents = lay_out_documents(segment_ids_BT, uv_BTF, chunk_size, pooling)
-    return GatedHeadAttention.apply(uv_BTF, *heads, w, documents, chunk_size)[0]
+
+    def definition(uv_BTF: Tensor, *heads_and_w: Tensor) -> Tensor:
+        *heads, w = heads_and_w
+        return reference.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=True,
+                                              segment_ids_BT=segment_ids_BT,
+                                              pooling="mean" if pooling == "mean" else "sum")
+
+    return GatedHeadAttention.apply(uv_BTF, *heads, w, documents, chunk_size, definition)[0]

@@ -1,0 +1,165 @@
+"""Derivatives of derivatives: what runs by default on a processor gives the numbers of the reference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernel_law import random
+from lineartime import ops
+from lineartime.gau import GatedAttentionUnit
+from lineartime.layers import one_document_info
+from lineartime.model import LanguageModel
+from lineartime.ops import reference
+from lineartime.ops.memory import HeadOptions
+from tiny_models import CONFIGS, random_ids, random_model
+
+B, T, E, S, C = 2, 10, 6, 4, 4
+SIN, COS = reference.rotary(torch.arange(T)[None], S, torch.float64)
+IDS = torch.tensor([[0] * 3 + [1] * 6 + [2], [0] * 7 + [-1] * 3])
+TARGETS = torch.tensor([3, 0, 6, 2, 2])
+
+
+def made(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [random(*shape, seed=i).double() / 2 for i, shape in enumerate(shapes)]
+
+
+UVZ = (B, T, 2 * E + S)
+Op = Callable[..., Tensor]
+OPS: dict[str, tuple[Op, list[Tensor]]] = {
+    "chunks": (lambda impl, uvz, gamma, beta, w: ops.gated_chunk_attention(
+        uvz, gamma, beta, SIN, COS, w, chunk_size=C, causal=True, impl=impl), made(UVZ, (4, S), (4, S), (2 * C - 1,))),
+    "chunks, documents": (lambda impl, uvz, gamma, beta, w: ops.gated_chunk_attention(
+        uvz, gamma, beta, SIN, COS, w, chunk_size=C, causal=True, segment_ids_BT=IDS, pooling="sum", impl=impl),
+        made(UVZ, (4, S), (4, S), (2 * C - 1,))),
+    "heads": (lambda impl, uv, *rest: ops.gated_head_attention(
+        uv, rest[:4], rest[4], chunk_size=C, causal=True, segment_ids_BT=IDS, impl=impl),
+        made((B, T, 2 * E), *[(B, T, S)] * 4, (2 * C - 1,))),
+    "one tensor as two heads": (lambda impl, uv, q, k, w: ops.gated_head_attention(
+        uv, (q, k, q, k), w, chunk_size=C, causal=True, impl=impl),
+        made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,))),
+    "heads, written": (lambda impl, uv, q, k, w, gate: ops.gated_head_attention(
+        uv, (q, k, q, k * gate.sigmoid()[..., None]), w, chunk_size=C, causal=True, pooling="written",
+        gate_BT=gate.sigmoid(), impl=impl), made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,), (B, T))),
+    "memory": (lambda impl, uvz, gamma, beta, w, taps, gate, bias: ops.gated_memory_attention(
+        uvz, gamma, beta, SIN, COS, w, HeadOptions(taps, near=(3,), gate_S=gate, gate_bias_H=bias, linear_rope=False),
+        chunk_size=C, causal=True, segment_ids_BT=IDS, pooling="written", impl=impl),
+        made(UVZ, (4, S), (4, S), (2 * C - 1,), (3, S), (S,), (1,))),
+    "quadratic": (lambda impl, uvz, gamma, beta, w: ops.gated_quadratic_attention(
+        uvz, gamma, beta, SIN, COS, w, scale_len=T, causal=True, segment_ids_BT=IDS, impl=impl),
+        made(UVZ, (2, S), (2, S), (2 * T - 1,))),
+    "carried": (lambda impl, uvz, gamma, beta, w, kv: ops.carried_chunk_attention(
+        uvz[:, :8], gamma, beta, SIN[:, :8], COS[:, :8], w, (kv, torch.full((B,), 5.0)), chunk_size=C, impl=impl)[0],
+        made(UVZ, (4, S), (4, S), (2 * C - 1,), (B, S, E))),
+    "norm": (lambda impl, x, delta, weight, bias: ops.add_norm(x, delta, weight, bias, impl=impl)[1],
+             made((B, T, E), (B, T, E), (E,), (E,))),
+    "loss": (lambda impl, x, weight, bias: ops.linear_cross_entropy(x, weight, bias, TARGETS, chunk_tokens=2)
+             if impl is None else F.cross_entropy(F.linear(x, weight, bias), TARGETS, reduction="none"),
+             made((5, 6), (7, 6), (7,)))}
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        error, size = (float(x.detach().norm()) for x in (a - b, b))
+        assert size > 0 and error <= 1e-12 * size
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_gradient_penalty_of_an_op(name: str) -> None:
+    """`autograd.grad` of the penalty, `backward`, and finite differences of the first derivative."""
+    op, inputs = OPS[name]
+    found: dict[str | None, list[Tensor]] = {}
+    for impl in (None, "reference"):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        first = torch.autograd.grad(op(impl, *leaves).square().sum(), leaves, create_graph=True)
+        penalty = sum(g.square().sum() for g in first)
+        second = torch.autograd.grad(penalty, leaves, retain_graph=True)
+        penalty.backward()
+        found[impl] = [*first, *second, *(x.grad for x in leaves)]
+    assert_equal(found[None], found["reference"])
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    assert torch.autograd.gradgradcheck(lambda *x: op(None, *x), leaves, random(*op(None, *leaves).shape, seed=7)
+                                        .double(), atol=1e-6, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_batch_of_gradients_of_an_op(name: str) -> None:
+    """`is_grads_batched`, and `jacobian(vectorize=True)`, also of a jacobian."""
+    op, inputs = OPS[name]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = op(None, *leaves)
+    given = random(3, *out.shape, seed=8).double()
+    each = [torch.autograd.grad(out, leaves, g, retain_graph=True) for g in given]
+    together = torch.autograd.grad(out, leaves, given, is_grads_batched=True)
+    assert_equal(list(together), [torch.stack(gradients) for gradients in zip(*each, strict=True)])
+    ours, theirs = (torch.autograd.functional.hessian(lambda w, impl=impl: op(impl, *inputs[:-1], w).square().sum(),
+                                                      inputs[-1], vectorize=impl is None)
+                    for impl in (None, "reference"))
+    assert_equal([ours], [theirs])
+
+
+MODELS = ["flash", "flash+", "flash long memory", "flash-quad", "mc-tfm++", "transformer++"]
+
+
+def loss_of(model: LanguageModel, impl: str | None, ids: Tensor) -> Tensor:
+    """By the model's own loss, which by default is `linear_cross_entropy`; the reference by logits."""
+    model.set_impl(impl)
+    if impl is None:
+        return model(ids[:, :-1], targets=ids[:, 1:]).mean()
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hessian_and_maml_of_a_model(name: str) -> None:
+    """The Hessian of a bias and of a scale; and the gradient of the loss after a step of gradient descent. Of torch's
+    fused softmax attention there is no second derivative, so a Transformer takes the plain one."""
+    model, ids = random_model(CONFIGS[name]), random_ids(2, 11)
+    parameters = dict(model.named_parameters())
+    with sdpa_kernel(SDPBackend.MATH):
+        check_hessian_and_maml(model, ids, parameters)
+
+
+def check_hessian_and_maml(model: LanguageModel, ids: Tensor, parameters: dict[str, Tensor]) -> None:
+    def loss_at(impl: str | None, **changed: Tensor) -> Tensor:
+        return torch.func.functional_call(Objective(model, impl), {f"model.{key}": value for key, value
+                                                                   in {**parameters, **changed}.items()}, (ids,))
+
+    for key in ("head_bias", next(name for name in parameters if name.endswith(("gamma", "norm.weight")))):
+        both = [torch.autograd.functional.hessian(
+            lambda x, impl=impl, key=key: loss_at(impl, **{key: x}), parameters[key].detach(), vectorize=vectorize)
+            for impl, vectorize in ((None, False), (None, True), ("reference", False))]
+        assert_equal(both[:2], [both[2]] * 2)
+    outer = []
+    for impl in (None, "reference"):
+        first = torch.autograd.grad(loss_at(impl), list(parameters.values()), create_graph=True)
+        moved = {key: p - 0.3 * g for (key, p), g in zip(parameters.items(), first, strict=True)}
+        outer.append(torch.autograd.grad(loss_at(impl, **moved), list(parameters.values())))
+    assert_equal(*map(list, outer))
+
+
+class Objective(torch.nn.Module):
+    def __init__(self, model: LanguageModel, impl: str | None):
+        super().__init__()
+        self.model, self.impl = model, impl
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return loss_of(self.model, self.impl, ids)
+
+
+@pytest.mark.parametrize("fields", [{"chunk_size": 4}, {}], ids=["FLASH", "FLASH-Quad"])
+def test_a_layer_with_frozen_weights(fields: dict[str, int]) -> None:
+    """A penalty on the gradient of the input vectors, as in a gradient penalty of a GAN."""
+    torch.manual_seed(0)
+    layer = GatedAttentionUnit(d_model=8, query_key_dim=4, **fields).double().requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.5)
+    x_BTD, found = random(2, 10, 8, seed=1).double(), []
+    for impl in (None, "reference"):
+        layer.impl, leaf = impl, x_BTD.clone().requires_grad_()
+        first, = torch.autograd.grad(layer(leaf, one_document_info(leaf, layer.config)).square().sum(), leaf,
+                                     create_graph=True)
+        found.append(torch.autograd.grad((first.norm() - 1).square(), leaf))
+    assert_equal(*map(list, found))
