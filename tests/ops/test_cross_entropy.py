@@ -144,6 +144,7 @@ def test_backward_twice_is_twice_the_same(reduce):
         close(c, b, 1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
 @pytest.mark.parametrize("reduce", [Tensor.sum, Tensor.mean, lambda losses: losses.square().sum()])
 def test_transforms_of_torch_func(reduce):
     """Also where the gradient of the losses is constant, as that of a mean is."""
