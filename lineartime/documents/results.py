@@ -1,14 +1,18 @@
 """A file of what was found of each document, written as it comes: a process that was stopped or killed goes on with it.
 
-Until it is whole it is `OUT.part`: a line that says how it is made, then a JSON object a line."""
+Until it is whole it is `OUT.part`: a first line with the hash of what the rows are made from, then a row as JSON on each
+line behind a checksum, of the row and of the checksum before it."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import os
-import shutil
+import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from lineartime.atomic_io import replaced
+from lineartime.atomic_io import MAX_BYTES, replaced
 from lineartime.config import to_dict
 from lineartime.documents.examples import ON_HUB, STDIN, files_of
 from lineartime.errors import DataError, ResourceError, UsageError
@@ -28,9 +32,15 @@ if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
     from lineartime.model import LanguageModel
 
+logger = logging.getLogger(__name__)
+
 ROWS_AT_ONCE = 1024
-BEGINS = b'{"weights": "'
-"""How a description begins."""
+BEGINS = b'{"lineartime_rows": "'
+FIRST_LINE = BEGINS + b'%s"}\n'
+N_FIRST, N_CHECKSUM = len(FIRST_LINE % bytes(64)), 16
+"""Bytes of the first line, and of a checksum."""
+WHOLE = b"whole\n"
+"""The last line once the output is written: all that is left to do is to rename one file and to remove the other."""
 CUT = b'"cut": true'
 """What only the row of a cut document has: in JSON text a quotation mark has a backslash in front."""
 VECTOR = "embedding"
@@ -38,8 +48,15 @@ VECTOR = "embedding"
 
 
 def check_out(out: Path, endings: tuple[str, ...]) -> None:
-    """Raise UsageError for a file that cannot be written, or is there already."""
+    """Raise UsageError for a file that cannot be written, or is there already. The unfinished file goes if a process
+    was killed between renaming the output and removing it."""
     require(out.suffix in endings, "unknown kind of file", str(out), f"it takes {', '.join(endings)}")
+    if os.path.lexists(out):
+        with contextlib.suppress(OSError), opened_part(part_of(out), "r+b") as file:
+            is_ours = is_first_line(file.read(N_FIRST))
+            file.seek(-len(WHOLE), os.SEEK_END)
+            if is_ours and file.read() == WHOLE:
+                part_of(out).unlink()
     require(not os.path.lexists(out), "the output is there already", str(out), "choose another or delete it")
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
@@ -77,68 +94,119 @@ def part_of(out: Path) -> Path:
 
 
 @contextlib.contextmanager
+def opened_part(path: Path, mode: str) -> Iterator[IO[bytes]]:
+    """Open and lock the unfinished file. Raises OSError for a link, a file of two names and what is no regular file,
+    BlockingIOError for a file that another process has."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is a link, or no regular file", str(path))
+    with open(path, mode, opener=lambda name, flags: os.open(
+            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        n_names = os.fstat(file.fileno()).st_nlink
+        if n_names > 1:
+            raise OSError(errno.EMLINK, "it has a second name", str(path))
+        if not n_names:  # the other process has just ended, and removed it
+            raise BlockingIOError
+        yield file
+
+
+def is_first_line(line: bytes) -> bool:
+    return re.fullmatch(FIRST_LINE.replace(b"%s", b"[0-9a-f]{64}"), line) is not None
+
+
+@contextlib.contextmanager
 def unfinished_rows(out: Path, description: dict[str, Any],
                     schema: Callable[[], "pyarrow.Schema"]
-                   ) -> Iterator[tuple[int, int, Callable[[dict[str, Any]], None]]]:
+                    ) -> Iterator[tuple[int, int, Callable[[dict[str, Any]], None]]]:
     """Yields the number of rows that are there already, that of cut documents among them, and a function that adds a
     row; at the end of the block the rows become `out`. After an error they stay.
 
     description: what the rows are made from. schema: the columns of a `.parquet`. Raises UsageError for a file of
     other rows, ResourceError for the disk and a file that another process writes."""
-    path, first = part_of(out), json.dumps(description).encode() + b"\n"
+    path = part_of(out)
+    first = FIRST_LINE % hashlib.sha256(json.dumps(description).encode()).hexdigest().encode()
     try:
-        with path.open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ResourceError("another process is writing this file", out, "wait for it") from None
-            n_done, n_cut = rows_of(file, first, path)
+        with opened_part(path, "a+b") as file:
+            n_done, n_cut, last = rows_there(file, first, path)
+            n_rows = n_done
 
             def add(row: dict[str, Any]) -> None:
-                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                nonlocal n_rows, last
+                line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                n_rows, last = n_rows + 1, checksum(last, line)
+                file.write(last + line)
                 file.flush()
 
             yield n_done, n_cut, add
             os.fsync(file.fileno())
-            file.seek(len(first))
             with replaced(out) as whole:
-                write_rows(file, whole, out.suffix, schema)
-        path.unlink()
+                write_rows(all_rows(file, first, n_rows, path), n_rows, whole, out.suffix, schema)
+                file.write(WHOLE)
+                file.flush()
+            path.unlink(missing_ok=True)
+    except BlockingIOError:
+        raise ResourceError("another process is writing this file", out, "wait for it") from None
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
 
 
-def rows_of(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int]:
-    """The number of whole rows of an open file, and of cut documents among them; what is behind them is cut off, and a
-    file of ours without rows gets its first line anew. Raises UsageError for any other file."""
+def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, bytes]:
+    """The number of rows of an open file up to the first that is damaged, that of cut documents among them, and the
+    last checksum; what is behind them is cut off. A file of ours without rows, or an empty one, gets its first line
+    anew. Raises UsageError for any other file."""
     file.seek(0)
-    begun, n_rows, n_cut, end = file.readline(), 0, 0, len(first)
-    is_ours = begun[: len(BEGINS)] == BEGINS[: len(begun)]
-    if is_ours and not file.readline().endswith(b"\n"):  # of a process that ended before its first row
+    begun, n_rows, n_cut, end, last = file.read(N_FIRST), 0, 0, N_FIRST, first
+    has_rows = file.readline(MAX_BYTES).endswith(b"\n")
+    is_half = begun.startswith(BEGINS) and first.startswith(begun)  # of a kill in its first write
+    if begun and not is_half and (has_rows or not is_first_line(begun)):
+        raise UsageError("an unfinished file of other documents, of another model or of another version", path,
+                         "delete it, or choose another --out")
+    if begun != first:
         file.truncate(0)
         file.write(first)
         file.flush()
-        return 0, 0
-    if begun != first:
-        raise UsageError("a file of other documents, or of another model, is unfinished", path,
-                         "delete it, or choose another --out")
-    file.seek(len(first))
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        n_rows, n_cut, end = n_rows + 1, n_cut + (CUT in line), end + len(line)
+    for last, row in sound_rows(file, first):
+        n_rows, n_cut, end = n_rows + 1, n_cut + (CUT in row), end + N_CHECKSUM + len(row)
+    file.seek(end)
+    rest = file.readline(MAX_BYTES)
+    if rest.endswith(b"\n") and rest != WHOLE:  # a kill leaves less than a line
+        logger.warning(f"damaged: {path}; its first {n_rows:,} documents are kept, the others are read again")
     file.truncate(end)
-    return n_rows, n_cut
+    return n_rows, n_cut, last
 
 
-def write_rows(rows: IO[bytes], file: IO[bytes], ending: str, schema: Callable[[], "pyarrow.Schema"]) -> None:
-    """Copy rows of JSON into a file of another kind."""
+def checksum(before: bytes, row: bytes) -> bytes:
+    """The checksum of a row, given that of the row before it."""
+    return hashlib.sha256(before + row).hexdigest()[:N_CHECKSUM].encode()
+
+
+def sound_rows(file: IO[bytes], first: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The rows of an open file with their checksums, up to the first that is damaged."""
+    file.seek(len(first))
+    last = first
+    while line := file.readline(MAX_BYTES):
+        before, last, row = last, line[:N_CHECKSUM], line[N_CHECKSUM:]
+        if last != checksum(before, row):
+            break
+        yield last, row
+
+
+def all_rows(file: IO[bytes], first: bytes, n_rows: int, path: Path) -> Iterator[bytes]:
+    """The rows of an open file. Raises ResourceError if they are not as many as were written."""
+    n_sound = 0
+    for n_sound, (_, row) in enumerate(sound_rows(file, first), 1):
+        yield row
+    if n_sound != n_rows:
+        raise ResourceError("another process has changed this file", path, "run the same command again")
+
+
+def write_rows(rows: Iterator[bytes], n_rows: int, file: IO[bytes], ending: str,
+               schema: Callable[[], "pyarrow.Schema"]) -> None:
+    """Write rows of JSON to a file of any kind."""
     if ending == ".jsonl":
-        shutil.copyfileobj(rows, file)
+        file.writelines(rows)
     elif ending == ".npy":
-        begin, n_rows = rows.tell(), sum(1 for _ in rows)
-        rows.seek(begin)
-        vectors = (np.array(json.loads(line)[VECTOR], "<f4") for line in rows)
+        vectors = (np.array(json.loads(row)[VECTOR], "<f4") for row in rows)
         one = next(vectors, np.empty(0, "<f4"))
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False,
                                                     "shape": (n_rows, len(one))})
@@ -150,5 +218,5 @@ def write_rows(rows: IO[bytes], file: IO[bytes], ending: str, schema: Callable[[
 
         columns = schema()
         with parquet.ParquetWriter(file, columns) as writer:
-            while batch := [json.loads(line) for line in itertools.islice(rows, ROWS_AT_ONCE)]:
+            while batch := [json.loads(row) for row in itertools.islice(rows, ROWS_AT_ONCE)]:
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=columns))
