@@ -1,7 +1,7 @@
 """A file of what was found of each document, written as it comes: a process that was stopped or killed goes on with it.
 
-Until it is whole it is `OUT.part`: a first line with the hash of what the rows are made from, then a row as JSON on each
-line behind a checksum, of the row and of the checksum before it."""
+Until it is whole it is `OUT.part`: a first line with the hash of what the rows are made from, then a line for each row,
+its checksum and its JSON; a checksum is of the row and of the checksum before it."""
 
 import contextlib
 import errno
@@ -165,8 +165,8 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, byt
         file.truncate(0)
         file.write(first)
         file.flush()
-    for last, row in sound_rows(file, first):
-        n_rows, n_cut, end = n_rows + 1, n_cut + (CUT in row), end + N_CHECKSUM + len(row)
+    for own, row in sound_rows(file, first):
+        last, n_rows, n_cut, end = own, n_rows + 1, n_cut + (CUT in row), end + N_CHECKSUM + len(row)
     file.seek(end)
     rest = file.readline(MAX_BYTES)
     if rest.endswith(b"\n") and rest != WHOLE:  # a kill leaves less than a line
@@ -194,7 +194,8 @@ def sound_rows(file: IO[bytes], first: bytes) -> Iterator[tuple[bytes, bytes]]:
 def all_rows(file: IO[bytes], first: bytes, n_rows: int, path: Path) -> Iterator[bytes]:
     """The rows of an open file. Raises ResourceError if they are not as many as were written."""
     n_sound = 0
-    for n_sound, (_, row) in enumerate(sound_rows(file, first), 1):
+    for _, row in sound_rows(file, first):
+        n_sound += 1
         yield row
     if n_sound != n_rows:
         raise ResourceError("another process has changed this file", path, "run the same command again")

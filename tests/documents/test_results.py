@@ -12,7 +12,7 @@ import pytest
 from lineartime.documents import results
 from lineartime.documents.embed import embedded_schema
 from lineartime.documents.results import check_out, part_of, unfinished_rows
-from lineartime.errors import LineartimeError, ResourceError, UsageError
+from lineartime.errors import ResourceError, UsageError
 
 MADE_OF = {"weights": "0" * 64, "files": [["texts.jsonl", 1, 2]]}
 ENDINGS = (".jsonl", ".npy", ".parquet")
