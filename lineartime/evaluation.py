@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split
+from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, words_and_bytes
 from lineartime.distributed.ordered import gather_rows
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError, UsageError
@@ -46,8 +46,8 @@ class Evaluation:
     """Sum of -ln p over the scored tokens."""
     n_words: int
     n_bytes: int
-    """Words and bytes of the scored text. If only part of a split was scored, its counts are scaled in proportion. For
-    a published split of PG-19 the number of words is the published one."""
+    """Words and bytes of the scored text: of a whole split those of its manifest, or of a published split of PG-19 the
+    published number of words; of a part those of the text that its tokens decode to. Masked tokens are no text: 0."""
     loss_by_position: list[tuple[int, int, float]]
     """Mean loss at positions first..last of the context, in blocks that double."""
     n_read: int | None = None
@@ -140,9 +140,11 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     n_tokens, nll = int(count_T.sum()), float(nll_T.sum())
     if not math.isfinite(nll):
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
-    share = n_tokens / stream.n_tokens
-    return Evaluation(n_tokens, nll, round(stream.n_words * share), round(stream.n_bytes * share),
-                      by_position(nll_T, count_T), None if causal else n_read, stream.word_count)
+    n_words, n_bytes, word_count = stream.n_words, stream.n_bytes, stream.word_count
+    if n_tokens < stream.n_tokens:
+        (n_words, n_bytes), word_count = words_and_bytes(stream, n_tokens) if causal else (0, 0), "counted"
+    return Evaluation(n_tokens, nll, n_words, n_bytes, by_position(nll_T, count_T), None if causal else n_read,
+                      word_count)
 
 
 def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_tokens: int | None = None,

@@ -39,6 +39,8 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
 
 Between letters, digits, signs and spaces of ASCII the cuts are all of GPT-2's. The last alternative takes what has
 other characters, up to a space before a word (`read_text.cut` says why that is a cut)."""
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""The token of a byte in a vocabulary of characters ("byte_fallback")."""
 NO_PROCESSOR = re.compile(r'("post_processor":\s*)null')
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
@@ -151,6 +153,18 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self, token: int, begins: bool) -> bytes:
+        """The bytes of UTF-8 that an id gives a text, as its first id or after others: also the parts of a character
+        that several ids make together."""
+        alone = self.decode([token])
+        if "\ufffd" in alone:
+            name, of_bytes = self._inner.id_to_token(token), _byte_characters()
+            if found := BYTE_TOKEN.fullmatch(name):
+                return bytes.fromhex(found[1])
+            if {*name} <= {*of_bytes}:
+                return bytes(map(of_bytes.index, name))
+        return (alone if begins else self.decode([token, token])[len(alone):]).encode()
 
     def stream(self) -> Callable[[int], str]:
         """A function that takes ids one by one and returns the text that each completes, at constant cost."""

@@ -8,6 +8,7 @@ A split is one stream
 
 in which every token but the first is a target once; document i lies between the positions i and i + 1."""
 
+import codecs
 import contextlib
 import dataclasses
 import fcntl
@@ -27,7 +28,7 @@ from lineartime.atomic_io import hash_of, read_bytes, read_json, write_json
 from lineartime.config import LARGEST
 from lineartime.data.corpora import published_words
 from lineartime.data.mixture import place_of, read_mixture
-from lineartime.data.tokenizer import TOKENIZER_FILE
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import CheckpointError, DataError, ResourceError
 from lineartime.settings import require
 
@@ -200,6 +201,29 @@ class TokenStream:
             ids[at - start:at - start + len(part)] = part
             at += len(part)
         return ids
+
+
+COUNTED_AT_ONCE = 1 << 20
+
+
+@functools.lru_cache(maxsize=64)
+def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
+    """Words and bytes of the text to which the first `n_tokens` targets decode, counted once and then remembered.
+
+    They are those of `Split` if the tokenizer keeps the text. Of a character that is cut, its bytes count so far."""
+    bytes_of = functools.cache(load_tokenizer(stream.folder / TOKENIZER_FILE).token_bytes)
+    end, decoder = stream.end_of_document, codecs.getincrementaldecoder("utf-8")("replace")
+    words, n_bytes, last = 0, 0, "\n"
+    for start in range(0, n_tokens, COUNTED_AT_ONCE):
+        ids_N = stream.read(start, min(start + COUNTED_AT_ONCE, n_tokens) + 1)
+        begins_N = ids_N[:-1] == end
+        text = b"".join(b"\n" if token == end else bytes_of(token, begins)
+                        for token, begins in zip(ids_N[1:].tolist(), begins_N.tolist(), strict=True))
+        n_bytes += len(text) - int((ids_N[1:] == end).sum())
+        characters = last + decoder.decode(text)
+        words += len(characters.split()) - (not last.isspace())
+        last = characters[-1]
+    return words, n_bytes
 
 
 def require_mask(mask: int | None, data_dir: Path | str) -> None:

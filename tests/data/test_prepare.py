@@ -81,6 +81,21 @@ def test_streams_and_counts_are_those_of_the_text(tmp_path):
     assert bytes(stream.read(first + 1, second).tolist()) == a and bytes(stream.read(second + 1, last).tolist()) == b
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+def test_words_and_bytes_of_the_first_tokens(tmp_path, monkeypatch, at_once):
+    """Of any number of tokens: here a byte is a token, and a character may be cut."""
+    monkeypatch.setattr(tokens, "COUNTED_AT_ONCE", at_once)
+    texts = ["One book,\n naïve.\n", "Another\u3000東京\xa0book", "Short"]
+    make(tmp_path, {"a.jsonl": texts})
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes")
+    stream = open_split(tmp_path / "out", "train")
+    for n in range(1, stream.n_tokens + 1):
+        first = bytes(0 if i == EOD else i for i in stream.read(1, n + 1).tolist())  # no text has a 0
+        words = first.decode(errors="ignore").replace("\0", " ").split()
+        assert tokens.words_and_bytes(stream, n) == (len(words), len(first.replace(b"\0", b""))), n
+    assert tokens.words_and_bytes(stream, stream.n_tokens) == (stream.n_words, stream.n_bytes)
+
+
 def test_every_format_gives_the_same_tokens(tmp_path):
     texts = ["The first.\n", "   ", "The second " * 9, "The third, naïve and 東京."]
     make(tmp_path, {"a.jsonl": texts, "b.jsonl.gz": texts, "c.json.gz": texts, "d.parquet": texts,

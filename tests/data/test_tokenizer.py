@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lineartime.data.tokenizer import (
     END_OF_DOCUMENT,
@@ -41,6 +41,17 @@ def foreign_tokenizer() -> tokenizers.Tokenizer:
     return inner
 
 
+def characters_and_bytes() -> tokenizers.Tokenizer:
+    """As SentencePiece writes them: spaces are "▁", with one before a text; other characters are tokens of bytes."""
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁t"]
+    inner = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [("▁", "t")],
+                                            unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                       decoders.Strip(" ", 1, 0)])
+    return inner
+
+
 @given(ANY_TEXT)
 def test_bytes_are_the_ids(text):
     assert bytes(BYTES.encode(text)) == text.encode()
@@ -53,6 +64,21 @@ def test_trained_tokenizer_keeps_any_text(text):
     ids = TRAINED.encode(text)
     assert TRAINED.decode(ids) == text
     assert all(0 <= i < TRAINED.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("tokenizer", [TRAINED, BYTES, Tokenizer(characters_and_bytes().to_str())],
+                         ids=["bpe", "bytes", "characters and bytes"])
+@given(text=ANY_TEXT)
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
+    parts = [tokenizer.token_bytes(token, i == 0) for i, token in enumerate(tokenizer.encode(text))]
+    assert b"".join(parts) == text.encode()
+
+
+def test_the_bytes_of_tokens_that_change_the_text_are_those_of_the_changed_text():
+    tokenizer = Tokenizer(foreign_tokenizer().to_str())
+    ids = tokenizer.encode("It  Was bests")
+    assert tokenizer.decode(ids) == "it was best ##s"  # it has no decoder
+    assert [tokenizer.token_bytes(token, i == 0) for i, token in enumerate(ids)] == [b"it", b" was", b" best", b" ##s"]
 
 
 ODD = ["the", " it", "a", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\xa0", "\u3000",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from lineartime.config import model_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, eval_rows, open_split
 from lineartime.errors import NumericsError, UsageError
-from lineartime.evaluation import by_position, evaluate, xz_bits_per_byte
+from lineartime.evaluation import Evaluation, by_position, evaluate, mixed, xz_bits_per_byte
 from lineartime.model import LanguageModel
 
 TEXTS = ["It was a dark night. " * 9, "The rain fell in torrents, " * 12 + "except at intervals.", "Short."]
@@ -71,6 +72,35 @@ def test_no_more_rows_are_computed_than_are_asked_for(stream: TokenStream) -> No
     model, calls = tiny_flash(stream, 32), []
     model.register_forward_hook(lambda *_: calls.append(1))
     assert evaluate(model, stream, context=32, batch_rows=1, max_tokens=64).n_tokens == 64 and len(calls) == 2
+
+
+@pytest.mark.parametrize("max_tokens", [256, 960, 10**6])
+def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens: int) -> None:
+    """English, of about a byte a token with these tokens, then Russian, of two."""
+    english, russian = "It was a dark night. ", "Съешь же ещё этих булок. "
+    vocabulary = {character: i for i, character in enumerate(sorted({*english, *russian}))}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    inner.decoder = tokenizers.decoders.Fuse()
+    inner.save(str(tmp_path / "characters.json"))
+    text = {"train": english + russian, "validation": 40 * english + 40 * russian}
+    for split in text:
+        (tmp_path / "text" / split).mkdir(parents=True)
+        (tmp_path / "text" / split / "a.txt").write_text(text[split])
+    prepare([tmp_path / "text"], tmp_path / "data", tokenizer=tmp_path / "characters.json")
+    stream = open_split(tmp_path / "data", "validation")
+    result = evaluate(tiny_flash(stream, 32), stream, context=32, batch_rows=1, max_tokens=max_tokens)
+    scored = text["validation"][:result.n_tokens]
+    assert result.n_tokens == min(max_tokens, len(text["validation"]) + 1)
+    assert (result.n_words, result.n_bytes) == (len(scored.split()), len(scored.encode()))
+    assert result.bits_per_byte == result.nll / math.log(2) / len(scored.encode())
+
+
+def test_a_mixture_has_its_words_and_bytes_by_weight() -> None:
+    """A token of the first has 4 bytes and 2 / 5 words, of the second 2 bytes and 1 / 3; three of four are the first's.
+    """
+    both = mixed([Evaluation(10, 20.0, 4, 40, []), Evaluation(30, 90.0, 10, 60, [])], (3, 1))
+    assert both == Evaluation(40, pytest.approx(40 * 2.25), round(40 * (0.3 + 1 / 12)), 40 * 3.5, [])
+    assert both.bits_per_byte == pytest.approx(2.25 / math.log(2) / 3.5)
 
 
 def test_batch_rows_change_nothing(stream: TokenStream) -> None:
