@@ -466,17 +466,18 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns unless it is 0.
 
         labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding is ignored
-        too, and so is what stands behind padding, which nothing predicts. The loss is the mean in nats, or the sum over
-        `num_items_in_batch`, and 0 without labels to learn. In training the logits, which would take most of the
-        memory, are returned only for a `logits_to_keep` other than 0."""
+        too, whatever its id, and so is what stands behind it, which nothing predicts. The loss is the mean in nats, or
+        the sum over `num_items_in_batch`, and 0 without labels to learn. In training the logits, which would take most
+        of the memory, are returned only for a `logits_to_keep` other than 0."""
         x_BTD, cache, states = self.hidden(input_ids, attention_mask, past_key_values, use_cache, inputs_embeds,
                                            position_ids, output_hidden_states, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = loss = None
         if labels is not None:
             valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
-            labels_BT = labels[:, 1:].masked_fill((labels[:, 1:] == self.padding) | ~valid_BT[:, :-1], -100)
-            loss = mean_loss(self.model, x_BTD[:, :-1], labels_BT, num_items_in_batch)
+            learned_BT = valid_BT[:, 1:] & valid_BT[:, :-1] & (labels[:, 1:] != self.padding)
+            loss = mean_loss(self.model, x_BTD[:, :-1], labels[:, 1:].masked_fill(~learned_BT, -100),
+                             num_items_in_batch)
         if labels is None or not self.training or kept != slice(0, None):
             logits_BTV = self.model.logits(x_BTD[:, kept])
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states)
@@ -539,14 +540,15 @@ class LineartimeForMaskedLM(LineartimeModel):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
         """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
 
-        labels: the target tokens, -100 elsewhere. The loss is their mean in nats, or their sum over
-        `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned, which would take
-        most of the memory."""
+        labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is their mean in nats, or
+        their sum over `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned,
+        which would take most of the memory."""
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds, position_ids=position_ids,
                                        output_hidden_states=output_hidden_states, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
-            loss = mean_loss(self.model, x_BTD, labels, num_items_in_batch)
+            valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
+            loss = mean_loss(self.model, x_BTD, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
         if labels is None or not self.training:
             logits_BTV = self.model.logits(x_BTD)
         return MaskedLMOutput(loss=loss, logits=logits_BTV, hidden_states=states)
@@ -642,13 +644,15 @@ class LineartimeForTokenClassification(LineartimeModel):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> TokenClassifierOutput:
         """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
-        labels: the class of each token, -100 elsewhere. The loss is their mean in nats, or their sum over
-        `num_items_in_batch`, and 0 without labels."""
+        labels: the class of each token, -100 elsewhere; those of padding are ignored. The loss is their mean in nats,
+        or their sum over `num_items_in_batch`, and 0 without labels."""
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds, position_ids=position_ids,
                                        output_hidden_states=output_hidden_states, **kwargs)
         logits_BTL = self.score(x_BTD)
         loss = None
         if labels is not None:
+            valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
+            labels = labels.masked_fill(~valid_BT, -100)
             total = F.cross_entropy(at_least_float32(logits_BTL).flatten(0, 1), labels.flatten(), reduction="sum")
             loss = mean_of(total, (labels != -100).sum(), num_items_in_batch)
         return TokenClassifierOutput(loss=loss, logits=logits_BTL, hidden_states=states)

@@ -222,17 +222,17 @@ def test_padding_anywhere_changes_nothing(ours, hf64):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_loss_of_a_row_does_not_depend_on_those_beside_it(hf64, side):
-    """With padding on either side: nothing is predicted from padding."""
+    """With padding on either side, whose id is a token's: it is not predicted, and nothing is predicted from it."""
     rows = [[EOD, 1, 2, 3], [EOD, 4, 5, 6, 7, 8, 9]]
     ids_BT, mask_BT = torch.full((2, 7), 3), torch.zeros(2, 7, dtype=torch.long)
     for row, ids in enumerate(rows):
         where = slice(7 - len(ids), 7) if side == "left" else slice(len(ids))
         ids_BT[row, where], mask_BT[row, where] = torch.tensor(ids), 1
-    labels_BT = ids_BT.masked_fill(mask_BT == 0, -100)
     with torch.no_grad():
-        together = hf64(ids_BT, attention_mask=mask_BT, labels=labels_BT, num_items_in_batch=1).loss
+        together, learned = (hf64(ids_BT, attention_mask=mask_BT, labels=labels_BT, num_items_in_batch=1).loss
+                             for labels_BT in (ids_BT, ids_BT.masked_fill(mask_BT == 0, -100)))
         alone = [hf64(torch.tensor([ids]), labels=torch.tensor([ids]), num_items_in_batch=1).loss for ids in rows]
-    assert abs(together - sum(alone)) < 1e-11
+    assert abs(together - sum(alone)) < 1e-11 and together == learned
 
 
 def test_greedy_tokens_are_those_of_our_generate(ours, hf, said):
@@ -445,6 +445,10 @@ def test_positions_say_what_the_mask_says_or_where_documents_begin(hf64):
         changed_BT[:, 3] = 9
         output = hf64(changed_BT, position_ids=begins).logits
         assert torch.equal(output[:, 12:], packed[:, 12:]) and not torch.equal(output[:, 3:12], packed[:, 3:12])
+        # A document begins where either says so: positions, or an end-of-document token inside.
+        ended_BT = ids_BT.index_fill(1, torch.tensor([20]), EOD)
+        segments_BT = torch.tensor([[0] * 12 + [1] * 8 + [2] * 10] * 2)
+        assert torch.equal(hf64(ended_BT, position_ids=begins).logits, hf64.model(ended_BT, segments_BT))
         hf64(ids_BT[:1], position_ids=begins[:1], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=18,
              max_length_k=18)
         for wrong, more in ((begins + 1, {}), (begins * 2, {}), (begins, {"use_cache": True}),

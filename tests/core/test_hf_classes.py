@@ -124,6 +124,7 @@ def test_classes_of_tokens(ours, folder, tmp_path):
         alone = hf.score(ours.hidden(torch.tensor(TEXTS[:1])))[0]
     assert torch.allclose(output.logits[0, : len(TEXTS[0])], alone, atol=1e-5)
     assert torch.allclose(output.loss, F.cross_entropy(output.logits.flatten(0, 1), labels_BT.flatten()))
+    assert torch.equal(hf(**batch, labels=batch["input_ids"] % 5).loss, output.loss)  # padding has no class
     twice = hf(**batch, labels=labels_BT, num_items_in_batch=2 * (labels_BT != -100).sum()).loss
     assert torch.allclose(twice, output.loss / 2)
     assert hf(**batch, labels=torch.full_like(labels_BT, -100)).loss == 0

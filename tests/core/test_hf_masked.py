@@ -90,6 +90,11 @@ def test_the_loss_is_the_mean_over_labels(ours, folder):
     output = hf(ids_BT, labels=labels_BT)
     assert torch.allclose(output.loss, expected.mean(), rtol=1e-6)
     assert torch.allclose(hf(ids_BT, labels=labels_BT, num_items_in_batch=7).loss, expected.sum() / 7, rtol=1e-6)
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[0, 15:] = mask_BT[1, :2] = 0
+    learned, some = (hf(ids_BT, attention_mask=mask_BT, labels=each_BT).loss
+                     for each_BT in (ids_BT, ids_BT.masked_fill(mask_BT == 0, -100)))
+    assert torch.equal(learned, some)  # padding is no target, whatever its id
     output.loss.backward()
     gradient = {name: p.grad.abs().max() for name, p in hf.named_parameters() if p.grad is not None}
     assert len(gradient) == len(list(hf.parameters())) and all(g > 0 for g in gradient.values()), gradient
