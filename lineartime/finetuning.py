@@ -21,6 +21,7 @@ from lineartime.distributed.ranks import Ranks, connected, gather_json
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
+from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
 from lineartime.run import different, read_fine_tuning, result_or_none
 from lineartime.run_config import RunConfig
@@ -63,9 +64,9 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
     not have; these stay as they are.
 
     Weights of the same name and shape are copied. A position table is cut to a shorter context. A position bias for
-    another chunk size keeps its values by distance; greater distances get the value of the greatest. A GAU's queries
-    are scaled so that q k / n keeps its value. first_to_all adds heads. Raises CheckpointError with the names of
-    weights that do not fit."""
+    another chunk size keeps its values by distance; greater distances get the value of the greatest. Queries are
+    scaled so that q k / n keeps its value. first_to_all adds heads. Raises CheckpointError with the names of weights
+    that do not fit."""
     old = dict(pretrained.named_parameters())
     old_modules = dict(pretrained.named_modules())
     done: set[str] = set()
@@ -94,11 +95,26 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
         raise CheckpointError("the pretrained weights do not fit", checkpoint.first_five(wrong),
                               "keep more of the pretrained configuration")
     for name, module in model.named_modules():
-        before = old_modules.get(name)
-        if isinstance(module, GatedAttentionUnit) and isinstance(before, GatedAttentionUnit):
-            if module.config.attn_kernel == "relu2":
-                for part in (module.scale_offset.gamma, module.scale_offset.beta):
-                    part[0] *= module.config.scale_len / before.config.scale_len
+        if isinstance(module, GatedAttentionUnit | MultiHeadAttention):
+            scale_queries(module, old_modules[name].config)
+
+
+def scale_queries(layer: GatedAttentionUnit | MultiHeadAttention, old: ModelConfig) -> None:
+    """Keep q k / n of relu(q k / n + b)^2 in a layer with the weights of another n: inside chunks, and between chunks
+    that have learned weights. The linear half stays as it is."""
+    config = layer.config
+    ratio = config.scale_len / old.scale_len if config.attn_kernel == "relu2" else 1.0
+    if isinstance(layer, GatedAttentionUnit):
+        for part in layer.scale_offset.parameters():
+            part[0] *= ratio
+        if config.chunk_pooling == "attention":
+            for part in layer.get_submodule("chunk_scale_offset").parameters():
+                part[0] *= config.n_chunks / old.n_chunks
+    else:
+        for part in layer.in_proj.parameters():
+            part[: config.d_model] *= ratio
+        if config.attn_type == "mixed_chunk":
+            layer.scale_offset.gamma[0] /= ratio
 
 
 def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapping[str, Any]) -> None:

@@ -327,9 +327,9 @@ def test_an_answer_never_reaches_into_the_question_or_beyond_the_document():
 # From pretraining to fine-tuning
 
 
-def pretrained(seed=3, **changes):
-    torch.manual_seed(seed)
-    model = LanguageModel(replace(CONFIGS["flash"], cls_softmax=False, **changes)).eval()
+def pretrained(preset="flash", **changes):
+    torch.manual_seed(3)
+    model = LanguageModel(replace(CONFIGS[preset], cls_softmax=False, **changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
@@ -386,6 +386,22 @@ def test_another_chunk_size_keeps_what_two_tokens_of_a_chunk_are_to_each_other(o
         reach = old - 1 if old < 512 else new - 1
         assert torch.allclose(bias.at(torch.tensor([new - 1, 1 - new])),
                               before.layers[0].rel_pos_bias.at(torch.tensor([reach, -reach])))
+
+
+@pytest.mark.parametrize(("preset", "old", "new"), [
+    ("mc-tfm++", {"attn_kernel": "relu2"}, {"chunk_size": 4}),
+    ("mc-tfm++", {"attn_kernel": "relu2", "key_conv": 3, "local_key_conv": True}, {"chunk_size": 16}),
+    ("transformer", {"attn_kernel": "relu2"}, {"attn_scale_len": 40}),
+    ("flash", {"chunk_pooling": "attention", "end_of_document": None}, {"context": 24})], ids=str)
+def test_another_n_keeps_the_function(preset, old, new):
+    """In a row of one chunk, whose linear half reads the whole row with any chunk size. With learned chunk weights n is
+    the number of chunks, and the row has several."""
+    before = pretrained(preset, **old)
+    after = span_model(before, replace(before.config, **new), 0)
+    ids = torch.randint(5, BPE.vocab_size - 5, (2, 24 if "context" in new else 4))
+    assert torch.allclose(before.hidden(ids), after.hidden(ids), atol=1e-5)
+    config = before.config
+    assert (after.config.scale_len, after.config.n_chunks) != (config.scale_len, config.n_chunks)
 
 
 def test_first_to_all_adds_heads_and_a_shorter_context_cuts_the_table():
