@@ -52,7 +52,7 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
     was killed between renaming the output and removing it."""
     require(out.suffix in endings, "unknown kind of file", str(out), f"it takes {', '.join(endings)}")
     if os.path.lexists(out):
-        with contextlib.suppress(OSError), opened_part(part_of(out), "r+b") as file:
+        with contextlib.suppress(OSError, ResourceError), opened_part(part_of(out), "r+b") as file:
             is_ours = is_first_line(file.read(N_FIRST))
             file.seek(-len(WHOLE), os.SEEK_END)
             if is_ours and file.read() == WHOLE:
@@ -96,17 +96,20 @@ def part_of(out: Path) -> Path:
 @contextlib.contextmanager
 def opened_part(path: Path, mode: str) -> Iterator[IO[bytes]]:
     """Open and lock the unfinished file. Raises OSError for a link, a file of two names and what is no regular file,
-    BlockingIOError for a file that another process has."""
+    ResourceError for a file that another process writes."""
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is a link, or no regular file", str(path))
     with open(path, mode, opener=lambda name, flags: os.open(
             name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        n_names = os.fstat(file.fileno()).st_nlink
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            n_names = os.fstat(file.fileno()).st_nlink  # 0: the other process has just ended, and removed it
+        except BlockingIOError:
+            n_names = 0
+        if not n_names:
+            raise ResourceError("another process is writing this file", path, "wait for it")
         if n_names > 1:
             raise OSError(errno.EMLINK, "it has a second name", str(path))
-        if not n_names:  # the other process has just ended, and removed it
-            raise BlockingIOError
         yield file
 
 
@@ -144,8 +147,6 @@ def unfinished_rows(out: Path, description: dict[str, Any],
                 file.write(WHOLE)
                 file.flush()
             path.unlink(missing_ok=True)
-    except BlockingIOError:
-        raise ResourceError("another process is writing this file", out, "wait for it") from None
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
 
