@@ -34,6 +34,14 @@ def hash_of(path: Path) -> dict[str, Any]:
         raise DataError("cannot read", path, e.strerror) from None
 
 
+def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
+    """Whether a file has the size and, unless without `by_hash`, the SHA-256 of `hash_of`."""
+    with contextlib.suppress(OSError, DataError):
+        same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
+        return same_size and (not by_hash or hash_of(path) == expected)
+    return False
+
+
 MAX_BYTES = 64 << 20
 """Largest file that is read whole: configurations, tokenizers, results, prompts."""
 

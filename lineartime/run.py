@@ -189,7 +189,7 @@ class Run:
             if not self.is_sharded:
                 tensors[WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}
             files |= {CONFIG_FILE: model_config_json(model.config), **extra_files}
-            with suppress(OSError), open(self.out / METRICS_FILE, "rb") as metrics:
+            with suppress(OSError), open_regular(self.out / METRICS_FILE) as metrics:
                 os.fsync(metrics.fileno())  # metrics reach the disk before the checkpoint of their step
         checkpoint.save(self.out, step, run=self.id, tensors=tensors, files=files if ranks.is_first else {},
                         keep=self.config.train.keep, spare=self.best, ranks=ranks)

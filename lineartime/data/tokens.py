@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import hash_of, read_bytes, read_json, write_json
+from lineartime.atomic_io import is_as_written, read_bytes, read_json, write_json
 from lineartime.config import LARGEST
 from lineartime.data.corpora import published_words
 from lineartime.data.mixture import place_of, read_mixture
@@ -140,12 +140,8 @@ def _check_manifest(manifest: Manifest) -> None:
 
 
 def verify_file(folder: Path, manifest: Manifest, name: str, by_hash: bool = True) -> None:
-    expected = manifest.files[name]
-    with contextlib.suppress(OSError, DataError):
-        same_size = (folder / name).stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
-        if same_size and (not by_hash or hash_of(folder / name) == expected):
-            return
-    raise DataError("damaged or missing file", folder / name, "delete the folder and prepare it again")
+    if not is_as_written(folder / name, manifest.files[name], by_hash):
+        raise DataError("damaged or missing file", folder / name, "delete the folder and prepare it again")
 
 
 def shard_name(split: str, number: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import hash_of, hashed_file
+from lineartime.atomic_io import hashed_file, is_as_written, open_regular
 from lineartime.data.read_text import Place
 from lineartime.data.splits import SPLITS, CheckedFile, Part, Reader, Slice
 from lineartime.data.tokenizer import Tokenizer, load_tokenizer
@@ -173,7 +173,7 @@ def joined_ids(units: Iterable[tuple[Encoded, Path]], part: Part, dtype: str, sp
     at = 0
     for unit, folder in units:
         rows_path = unit_file(folder, unit.number, "rows")
-        if hash_of(rows_path) != unit.files["rows"] or unit.files["rows"]["bytes"] != unit.rows * ROW_BYTES:
+        if not is_as_written(rows_path, unit.files["rows"]) or unit.files["rows"]["bytes"] != unit.rows * ROW_BYTES:
             raise _damaged(rows_path)
         while at < len(spans) and spans[at][1] <= document:
             at += 1
@@ -197,7 +197,9 @@ def _ids_of_file(path: Path, unit: Encoded, dtype: str, wanted: list[tuple[int, 
     """The ids of rising spans [start, stop) of a unit's file, all of which is compared with its hash."""
     digest, at, next_span = hashlib.sha256(), 0, 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size != unit.files["ids"]["bytes"]:
+                raise _damaged(path)
             while block := file.read(BLOCK_BYTES):
                 digest.update(block)
                 if len(block) % np.dtype(dtype).itemsize:
@@ -211,7 +213,7 @@ def _ids_of_file(path: Path, unit: Encoded, dtype: str, wanted: list[tuple[int, 
                         break
                     next_span += 1
                 at += len(ids)
-    except FileNotFoundError:
+    except OSError:
         raise _damaged(path) from None
     if digest.hexdigest() != unit.files["ids"]["sha256"] or at != unit.ids:
         raise _damaged(path)

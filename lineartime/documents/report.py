@@ -18,6 +18,7 @@ from lineartime.plot import COLOURS, LACKING, Line, Panel, Picture, draw, drawab
 
 REPORT_FILE, PREDICTIONS_FILE = "report.md", "predictions.jsonl"
 CONFUSION_FILE, CALIBRATION_FILE, NUMBERS_FILE = "confusion.png", "calibration.png", "numbers.png"
+PICTURES = (CONFUSION_FILE, CALIBRATION_FILE, NUMBERS_FILE)
 MOST_WRONG = 10
 MOST_CLASSES = 20
 """Classes that a confusion picture has room for: the most frequent."""

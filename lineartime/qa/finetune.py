@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import checkpoint
-from lineartime.atomic_io import hash_of, write_atomically, write_json
+from lineartime.atomic_io import MAX_LINES_BYTES, hash_of, read_bytes, replaced, write_json
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.config import to_dict as fields_of
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks
-from lineartime.errors import DataError
+from lineartime.errors import CheckpointError, DataError
 from lineartime.finetuning import (
     BEST,
     EPOCHS,
@@ -248,7 +248,13 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     def finish(best: str, rates: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         if ranks.is_first:
             answers = plan.out / best / PREDICTIONS_FILE
-            write_atomically(plan.out / PREDICTIONS_FILE, answers.read_text(encoding="utf-8"))
+            try:
+                content = read_bytes(answers, MAX_LINES_BYTES)
+            except OSError as e:
+                raise CheckpointError("cannot read", answers, f"{e.strerror}; delete {plan.out / best} and run the "
+                                      "same command again") from None
+            with replaced(plan.out / PREDICTIONS_FILE) as file:
+                file.write(content)
             checkpoint.point(plan.out / BEST, Path(best) / "latest")
         baseline = score(validation, {question.id: guess_by_overlap(question) for question in validation})
         return {"word_overlap": dataclasses.asdict(baseline), "train_questions": counts}

@@ -1,15 +1,15 @@
 """Export of a model fine-tuned on documents: a folder that `load_model`, `transformers` and `sentence-transformers`
 open."""
 
-import shutil
+import os
 from pathlib import Path
 
 import torch
 
 from lineartime.atomic_io import read_bytes, remove_leftovers, written_aside
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
-from lineartime.documents.report import REPORT_FILE
-from lineartime.errors import ResourceError
+from lineartime.documents.report import PICTURES, REPORT_FILE
+from lineartime.errors import CheckpointError, ResourceError
 from lineartime.release.export import CARD_FILE
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, load_model
 from lineartime.settings import require
@@ -26,19 +26,21 @@ def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
     config = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
     files = {name: text.encode() for name, text in {
         CONFIG_FILE: config_with_code(config), CODE_FILE: CODE, **tokenizer_files(tokenizer)}.items()}
+    pictures = [name for name in PICTURES if os.path.lexists(folder / name)]
+    try:
+        shown = {CARD_FILE: read_bytes(folder / REPORT_FILE), **{name: read_bytes(folder / name) for name in pictures}}
+    except OSError as e:
+        raise CheckpointError("cannot read", e.filename, e.strerror) from None
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     like = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
     try:
         with written_aside(out) as aside:
             entry = write_tensors(aside / WEIGHTS_FILE, like, lambda name: weights[name])
-            files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}),
-                      CARD_FILE: read_bytes(folder / REPORT_FILE)}
+            files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}), **shown}
             files |= {name: text.encode() for name, text in sentence_files(model.config.d_model).items()}
             for name, content in files.items():
                 (aside / name).parent.mkdir(exist_ok=True)
                 (aside / name).write_bytes(content)
-            for picture in sorted(folder.glob("*.png")):
-                shutil.copyfile(picture, aside / picture.name)
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
     return int(entry["bytes"])

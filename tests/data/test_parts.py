@@ -1,6 +1,7 @@
 """Parts prepared apart and joined are what one process makes; parts that do not belong together are refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -131,6 +132,22 @@ def test_a_damaged_part_is_refused(parts: list[Path], tmp_path: Path) -> None:
         assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
         assert not (tmp_path / "out").exists()
         shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("kind", ["ids", "rows"])
+def test_a_unit_that_is_no_file_is_not_waited_for(parts: list[Path], tmp_path: Path, kind: str) -> None:
+    """Nor is one of 100 GiB read to its end."""
+    copy = tmp_path / "copy"
+    shutil.copytree(parts[0], copy)
+    unit = copy / f"00000.{kind}"
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 100 << 30)
+    for put in (lambda: unit.symlink_to("/dev/zero"), lambda: unit.symlink_to(tmp_path / "large"),
+                lambda: os.mkfifo(unit)):
+        unit.unlink()
+        put()
+        with pytest.raises(DataError, match=f"damaged or missing file: {unit}"):
+            join([copy, *parts[1:]], tmp_path / "out")
 
 
 def test_the_same_text_in_two_parts_and_splits_is_refused(texts: Path, tmp_path: Path) -> None:

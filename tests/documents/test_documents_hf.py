@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
 
@@ -85,6 +86,14 @@ def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     assert code == 0 and "sentence-transformers" in said, err
     assert_refused(*call("export", out, "--out", tmp_path / "shared")[::2], 2, "the output is there already")
     assert_refused(*call("export", out, "--out", tmp_path / "x", "--prompt", "x")[::2], 2, "leave out")
+    shutil.copytree(out, tmp_path / "odd", symlinks=True)
+    (tmp_path / "odd" / "mine.png").symlink_to("/etc/hostname")
+    assert call("export", tmp_path / "odd", "--out", tmp_path / "fine")[0] == 0
+    assert sorted(os.listdir(tmp_path / "fine")) == sorted(os.listdir(tmp_path / "shared"))
+    picture = min((tmp_path / "odd").glob("[cn]*.png"))
+    picture.unlink()
+    picture.symlink_to("/dev/zero")
+    assert_refused(*call("export", tmp_path / "odd", "--out", tmp_path / "x")[::2], 4, "cannot read", picture)
     shared, tokenizer, _ = lineartime.load_classifier(tmp_path / "shared")
     ours = lineartime.load_classifier(out)[0]
     assert same(shared, ours, tokenizer)

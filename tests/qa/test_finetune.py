@@ -217,6 +217,17 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
     assert_same_outcome(out, done)
 
 
+def test_answers_that_are_no_file_are_not_waited_for(folder, done, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(done, out, symlinks=True)
+    (out / "result.json").unlink()
+    for name in RATES:
+        (out / name / "predictions.json").unlink()
+        os.mkfifo(out / name / "predictions.json")
+    with pytest.raises(CheckpointError, match=r"cannot read: .*predictions\.json; not a regular file; delete .*lr-"):
+        finetune.finetune(plan(folder, out))
+
+
 def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path, warm_command):
     process = subprocess.Popen([*warm_command, *map(str, arguments(folder, tmp_path / "out", "--epochs", "500"))],
                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -779,6 +779,18 @@ def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, 
     assert_same(out, whole)
 
 
+def test_metrics_that_are_a_pipe_are_not_waited_for(data, tmp_path, warned):
+    out = tmp_path / "run"
+
+    def on_step(record):
+        if record["step"] == 1 and "loss" in record:
+            (out / "metrics.jsonl").unlink()
+            os.mkfifo(out / "metrics.jsonl")
+
+    run_fit(data, out, steps=8, on_step=on_step)
+    assert (out / "step-00000008").exists()
+
+
 @pytest.mark.parametrize("stuck", [False, True])
 def test_a_line_that_was_half_written_is_taken_back(stuck, data, tmp_path, monkeypatch, whole):
     """The disk fills up in the middle of a line; later there is room. stuck: at first it cannot be taken back."""
