@@ -103,7 +103,7 @@ def load_with_split(run: Path, data: Path, split: str = "validation", *,
     return model, stream, facts
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not `inference_mode`: FSDP2 keeps what a sharded model gathers here, and training writes into it
 def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None = None, batch_rows: int | None = None,
              max_tokens: int | None = None, precision: str = "float32", ranks: Ranks = ALONE,
              progress: Callable[[int], None] | None = None) -> Evaluation:

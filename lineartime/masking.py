@@ -66,7 +66,7 @@ def masked_rows(stream: TokenStream, context: int) -> Iterator[tuple[np.ndarray,
         yield mask_tokens(ids_T, stream, seed=0, epoch=0, row=row)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def masked_sample(model: LanguageModel, tokenizer: Tokenizer, stream: TokenStream, *, n_documents: int = 4,
                   n_tokens: int = 60) -> str:
     """The beginnings of a split's first documents: with masks, with the masks filled by the model, and as they are."""

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 import context_ranks
 import lineartime
-from context_ranks import LENGTH, MUTANTS, OFTEN, REFUSED, SHARED
+from context_ranks import LENGTH, MODES, MUTANTS, OFTEN, REFUSED, SHARED
 from lineartime.config import check_context_parallel
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import Ranks, in_rows
@@ -96,6 +96,11 @@ def test_a_sharded_model_learns_the_same_where_ranks_share_its_rows(results, fol
     assert len(losses[0]) == 3
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumes_wherever_it_was_stopped(results, mode):
+    assert results["interrupted"][mode] == []
 
 
 def shared_run(name="flash", n=2, **changes):

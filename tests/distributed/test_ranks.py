@@ -212,19 +212,24 @@ def test_a_full_disk_of_one_rank_is_said_by_that_rank(data, cold_ranks, tmp_path
 
 
 @pytest.mark.campaign
-def test_thirty_killed_ranks_change_no_bit(data, ranks, cold_ranks, tmp_path):
-    settings = SIZES | {"steps": 60, "save_every": 1, "eval_every": 20}
-    assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]
+@pytest.mark.parametrize(("settings", "most_kills"), [
+    pytest.param({}, 30, id="whole"), pytest.param(GLOBAL | {"shard": True}, 10, id="sharded"),
+    pytest.param({"precision": "bfloat16"}, 10, id="bfloat16"),
+    pytest.param({"context_parallel": 2}, 10, id="shared rows")])
+def test_thirty_killed_ranks_change_no_bit(settings, most_kills, data, ranks, cold_ranks, tmp_path):
+    settings = SIZES | settings | {"steps": 60, "save_every": 1, "eval_every": 2}
+    numbers = [n for n in (1, 2, 4) if n % settings.get("context_parallel", 1) == 0]
+    assert ranks.run(numbers[0], command(data, tmp_path / "whole", **settings)) == [0] * numbers[0]
     chance, out, n_kills, codes = random.Random(0), tmp_path / "run", 0, [None]
     while set(codes) != {0}:
-        n_ranks = chance.choice([1, 2, 4])
+        n_ranks = chance.choice(numbers)
         cold_ranks.start(n_ranks, [*command(data, out, **settings), "--rank-timeout", 15])
-        if n_kills < 30 and steps_saved(out) < 57:
+        if n_kills < most_kills and steps_saved(out) < 57:
             wait_for_step(cold_ranks, out, steps_saved(out) + chance.randrange(3), timeout=120)
             time.sleep(chance.uniform(0, 0.3))
             cold_ranks.processes[chance.randrange(n_ranks)].kill()
             n_kills += 1
         codes = cold_ranks.end()
         assert {*codes} <= {0, 7, -signal.SIGKILL}, cold_ranks.printed()
-    assert n_kills == 30
+    assert n_kills == most_kills
     assert_same_state(out, state_of(tmp_path / "whole"))

@@ -5,6 +5,7 @@ It forks `WORLD` ranks, which do every case, one after the other, and writes the
 import hashlib
 import json
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +21,13 @@ from lineartime.distributed.context import exchange_states, with_neighbours
 from lineartime.distributed.ordered import gather_parts, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
 from lineartime.distributed.tiles import twins_of
+from lineartime.errors import Stopped
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel, masked_token_losses, part_of_rows, token_losses
 from lineartime.ops import reference
-from lineartime.training import compute_gradient, train
+from lineartime.training import StopSignal, compute_gradient, train
 from tiny_models import CONFIGS, random_ids, random_model
-from tiny_runs import SETTINGS
+from tiny_runs import SETTINGS, what_is_left
 
 WORLD, LENGTH, N_LAYOUTS = 4, 48, 100
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
@@ -36,6 +38,12 @@ OFTEN = ["flash", "flash long memory"]
 """Those that 2, 3 and 4 ranks share; the others 3."""
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv"]
+MODES = {"whole": {}, "sharded": {"shard": True, "clip_scope": "global"},
+         "bfloat16, shared rows": {"precision": "bfloat16", "context_parallel": 2}}
+INTERVALS = {"steps": 9, "save_every": 2, "eval_every": 3, "tokens_per_step": 256, "eval_tokens": 100}
+STOPS = [(3, signal.SIGTERM), (5, "kill"), (7, "kill"), (7, signal.SIGINT)]
+"""After these steps a run is stopped, which saves, or killed, which does not. So it resumes from 3, 4, 6 and 7 steps:
+from multiples of either interval, of both, and of neither."""
 
 
 def model_of(name, causal):
@@ -352,7 +360,36 @@ def run_cases(world, data):
     for n in (2, 4):
         train({**settings, "row_tiles": None, "context_parallel": n, "shard": True, "clip_scope": "global",
                "out": str(Path(data).parent / f"sharded-{n}")}, device="cpu")
+    results["interrupted"] = {mode: different_after_stops(mode, data, world.is_first) for mode in MODES}
     return results
+
+
+class Killed(Exception):
+    """Raised by all ranks after the same step: nothing is saved, as when a node is lost."""
+
+
+def different_after_stops(mode, data, is_first):
+    """The files of a run, interrupted at each of `STOPS`, that are not those of a run that is left alone."""
+    left = []
+    for stops in ((), STOPS):
+        out = Path(data).parent / mode / str(len(stops))
+        settings = {"model": "flash", "data": data, **SETTINGS, **INTERVALS, **MODES[mode], "out": str(out)}
+        for step, how in (*stops, (None, None)):
+            stop = StopSignal()
+
+            def at_step(record, step=step, how=how, stop=stop):
+                if record["step"] == step and "loss" in record:
+                    if how == "kill":
+                        raise Killed
+                    stop.number = how
+
+            try:
+                train(settings, device="cpu", stop=stop, on_step=at_step)
+                assert step is None
+            except (Killed, Stopped):
+                dist.barrier()  # rank 0 may be ahead of the others with the lock
+        left.append(what_is_left(out) if is_first else {})
+    return [name for name in sorted({*left[0], *left[1]}) if left[0].get(name) != left[1].get(name)]
 
 
 def main(out, data):
