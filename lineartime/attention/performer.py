@@ -110,13 +110,15 @@ class Performer:
         leaving = [at_least_float32(product("bthm,bthk->bhmk", fk * of_BT[..., None, None], v1))
                    for of_BT in ((ids_BT == document_B[:, None]) & (ids_BT >= 0) for document_B in handed_on)]
         entering_DBF = exchange(torch.stack(leaving).flatten(2), last_B == 0)
-        entering_DBHMK = entering_DBF.view(-1, *leaving[0].shape)
-        last, firsts = last_B.tolist(), ids_BT.flatten()[info.cu_seqlens[:-1]].tolist()
+        # 0 where nothing enters, and not left out: without a path to `exchange` this part would skip its backward pass.
+        entering = [torch.where(enters_B[:, None], entering_BF, 0.0).view_as(leaving[0]) for enters_B, entering_BF in
+                    zip((ids_BT[:, 0] == 0, last_B >= 0), entering_DBF, strict=False)]
+        starts, last = info.cu_seqlens[:-1], last_B.tolist()
         pasts: list[Tensor | None] = []
-        for start, document in zip(info.cu_seqlens, firsts, strict=False):
+        for start, document in zip(starts, ids_BT.flatten()[starts].tolist(), strict=True):
             row = start // n_tokens
-            enters = [document == 0, document == last[row] and document >= 0]
-            parts = [part[row, None] for part, does in zip(entering_DBHMK, enters, strict=False) if does]
+            takes = [start % n_tokens == 0, document == last[row]]  # the first document of the row, and the last
+            parts = [part[row, None] for part, does in zip(entering, takes, strict=False) if does]
             pasts.append(sum(parts[1:], parts[0]) if parts else None)
         return pasts
 

@@ -41,6 +41,7 @@ def by_tile(compute: Callable[[int, Ranks], Result], n: int, ranks: Ranks) -> li
             turns.wait(i)
             with torch.autograd.set_multithreading_enabled(False):  # CUDA's one thread for backward passes would wait
                 results[i] = compute(i, tiles[i])
+            assert not turns.given, f"tile {i} left out an exchange"
         except BaseException as e:
             turns.error = turns.error or e
         turns.pass_on(i)
@@ -70,9 +71,10 @@ class Turns:
         self.error: BaseException | None = None
 
     def wait(self, i: int) -> None:
-        """Return when it is the turn of thread i. Raises the error of another thread."""
+        """Return when it is the turn of thread i. Raises the error of another thread at once: the turn may be with a
+        thread that has ended, and never come."""
         with self.changed:
-            self.changed.wait_for(lambda: self.turn == i)
+            self.changed.wait_for(lambda: self.turn == i or self.error is not None)
         if self.error is not None:
             raise self.error
 
@@ -85,6 +87,7 @@ class Turns:
     def gather(self, values: Tensor, rank: int) -> Tensor:
         """The values of every tile of all ranks; see `ranks.gather`."""
         i = rank % self.n
+        assert len(self.given) == i, f"a tile before tile {i} left out an exchange"
         self.given.append(values)
         if i == self.n - 1:
             self.all, self.given = gather(torch.stack(self.given), self.ranks).flatten(0, 1), []

@@ -35,6 +35,7 @@ def differentiate_windows(read: Callable[[Ranks], object], loss: Callable[[Ranks
             carried.place = 0
             loss_of_window = loss(window)
             loss_of_window.backward()
+            assert carried.place == 2 * n_forward, f"window {window.rank} left out an exchange"
             losses.append(loss_of_window.detach())
             for of_windows in carried.given[:n_forward]:  # no window before it reads them
                 of_windows[window.rank] = None

@@ -1,12 +1,15 @@
-"""A row in windows: the gradient of the whole row, what a fault does, memory, compiled code, a run, refusals."""
+"""A row in windows or tiles: the gradient of the whole row, faults, memory, compiled code, a run, refusals."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from context_ranks import LENGTH, SHARED, Tokens, model_of
+from context_ranks import BEGIN, LENGTH, SHARED, Tokens, model_of
+from lineartime import layers
 from lineartime.config import TrainConfig
+from lineartime.distributed.context import exchange_states
+from lineartime.distributed.tiles import twins_of
 from lineartime.distributed.windows import Carried
 from lineartime.errors import UsageError
 from lineartime.run import read_metrics
@@ -15,31 +18,50 @@ from lineartime.training import compute_gradient, train
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids
 from tiny_runs import SETTINGS, prepare_text
 
-CONFIG = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=2 * LENGTH, clip=0.1)
+CONFIG = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=LENGTH, clip=0.1)
+LAYOUTS = [BEGIN[n] for n in (1, 3, 4)]
+"""Documents that begin with parts, with one part alone, and with the tokens before parts."""
 
 
-def gradient_of(model, n_windows, rows_BL=None):
-    """The loss, the norm and the gradients of a step of two micro-batches of rows of several documents."""
-    rows_BL = random_ids(4, LENGTH + 1, seed=3) if rows_BL is None else rows_BL
-    found = compute_gradient(model, Tokens(), [rows_BL], 2, CONFIG, n_windows=n_windows)
+def gradient_of(model, n_windows=1, n_tiles=1):
+    """The loss, the norm and the gradients of a step. Each of the `LAYOUTS` is a micro-batch of its own."""
+    rows_BL = 1 + random_ids(len(LAYOUTS), LENGTH + 1, seed=3, vocab_size=model.config.vocab_size - 1)
+    for row_L, at in zip(rows_BL, LAYOUTS, strict=True):
+        row_L[list(at)] = 0
+    found = compute_gradient(model, Tokens(), [rows_BL], 1, CONFIG, n_windows=n_windows,
+                             twins=twins_of(model, n_tiles - 1))
     return found, [p.grad.clone() for p in model.parameters()]
 
 
-def error_of(model, n_windows):
+def error_of(found, wanted):
     """The largest error of the loss, of the norm, and of the gradients in parts of the largest entry of each."""
-    (wanted, gradients), (found, others) = gradient_of(model, 1), gradient_of(model, n_windows)
-    most = max(g.abs().max() for g in gradients)
+    (found, gradients), (wanted, others) = found, wanted
+    most = max(g.abs().max() for g in others)
     return max(*(abs(a - b) for a, b in zip(found, wanted, strict=True)),
                *(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3 * most))
-                 for a, b in zip(others, gradients, strict=True)))
+                 for a, b in zip(gradients, others, strict=True)))
 
 
-@pytest.mark.parametrize("n_windows", [2, 6])
 @pytest.mark.parametrize("name", SHARED)
-def test_the_gradient_is_that_of_the_whole_row(name, n_windows):
-    model = model_of(name, True)
-    n_windows = n_windows if LENGTH // n_windows % (model.config.chunk_size or 1) == 0 else 3
-    assert error_of(model, n_windows) < 1e-12
+def test_the_gradient_is_that_of_the_whole_row(name):
+    model = model_of(name, True, end_of_document=0)
+    whole = gradient_of(model)
+    for parts in ({"n_windows": 2}, {"n_windows": 3}, {"n_windows": 4}, {"n_tiles": 4}):
+        error = error_of(gradient_of(model, **parts), whole)
+        assert error < 1e-12, parts
+
+
+@pytest.mark.parametrize("left_out_by", [0, 1, 2])
+@pytest.mark.parametrize("parts", ["n_windows", "n_tiles"])
+def test_an_exchange_that_a_part_leaves_out_is_an_error(monkeypatch, parts, left_out_by):
+    """Neither a wrong gradient nor a tile that waits for ever."""
+    def left_out(leaving_DBF, passes_B, ranks):
+        entering_DBF = exchange_states(leaving_DBF, passes_B, ranks)
+        return entering_DBF.detach() if ranks.rank == left_out_by else entering_DBF
+
+    monkeypatch.setattr(layers, "exchange_states", left_out)
+    with pytest.raises(AssertionError, match="left out an exchange"):
+        gradient_of(model_of("flash", True), **{parts: 3})
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
@@ -54,7 +76,8 @@ def test_a_state_or_a_gradient_that_is_not_carried_is_seen(monkeypatch, before, 
 
     monkeypatch.setattr(Carried, "gather", faulty)
     for name in ("flash", "flash long memory", "performer"):
-        assert error_of(model_of(name, True), 3) > 1e-6
+        model = model_of(name, True)
+        assert error_of(gradient_of(model, 3), gradient_of(model)) > 1e-6
 
 
 def most_kept(model, n_windows, rows_BL):

@@ -2,6 +2,7 @@
 
 It forks `WORLD` ranks, which do every case, one after the other, and writes the largest errors into OUT, by case."""
 
+import datetime
 import hashlib
 import json
 import os
@@ -29,7 +30,12 @@ from lineartime.training import StopSignal, compute_gradient, train
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, what_is_left
 
-WORLD, LENGTH, N_LAYOUTS = 4, 48, 100
+WORLD, LENGTH, N_LAYOUTS = 4, 48, 12
+TIMEOUT = datetime.timedelta(seconds=60)
+"""How long a rank waits for the others, until all of them fail."""
+BEGIN = [(), (12, 24, 36), (16, 32), (16,), (15, 31)]
+"""The tokens with which documents begin in rows that are chosen: none, those with which the parts of 2, 3 or 4 ranks
+begin, and those before them."""
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
           "flash global", "flash key conv", "flash write gate", "flash read norm", "flash fixed", "flash long memory",
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks"]
@@ -46,25 +52,36 @@ STOPS = [(3, signal.SIGTERM), (5, "kill"), (7, "kill"), (7, signal.SIGINT)]
 from multiples of either interval, of both, and of neither."""
 
 
-def model_of(name, causal):
-    return random_model(replace(CONFIGS[name], context=LENGTH, causal=causal))
+def model_of(name, causal, end_of_document=None):
+    return random_model(replace(CONFIGS[name], context=LENGTH, causal=causal, end_of_document=end_of_document))
 
 
 def layouts(n, seed=0):
-    """Segment ids of rows of one to many documents, of which some end inside a chunk or leave ranks without a token."""
+    """Segment ids of rows of one to many documents: those of `BEGIN`, a row that ends with its first part, and others,
+    of which some end inside a chunk or leave ranks without a token."""
     generator = torch.Generator().manual_seed(seed)
     density_N = torch.tensor([0.0, 0.03, 0.1, 0.4])[torch.arange(n) % 4]
     starts_NT = torch.rand(n, LENGTH, generator=generator) < density_N[:, None]
     tokens_N = torch.where(torch.arange(n) % 3 == 0, torch.randint(1, LENGTH, (n,), generator=generator), LENGTH)
+    tokens_N[: len(BEGIN)] = LENGTH
+    tokens_N[len(BEGIN) : len(BEGIN) + 1] = 12
+    for starts_T, at in zip(starts_NT, BEGIN, strict=False):
+        starts_T.zero_()[list(at)] = True
     return torch.where(torch.arange(LENGTH) < tokens_N[:, None], starts_NT.cumsum(1), -1)
 
 
 def losses_of(model, rows_BL, segment_ids_BT, weight_BT, ranks):
-    """The loss of every token of all ranks, and of the weighted sum the gradient of every parameter."""
-    own = ranks.share(LENGTH)
+    """The loss of every token of all ranks, and of the weighted sum the gradient of every parameter.
+
+    Ranks take each row as a batch of its own: what one of them leaves out must not depend on the documents, and in a
+    batch of many rows there are documents of every kind."""
+    own, losses = ranks.share(LENGTH), []
     model.zero_grad()
-    losses_BT = model(rows_BL[:, :-1], segment_ids_BT, targets=rows_BL[:, 1:][:, own], ranks=ranks)
-    (losses_BT * weight_BT[:, own]).sum().backward()
+    for at in torch.arange(len(rows_BL)).split(len(rows_BL) if ranks.size == 1 else 1):
+        ids_BT = None if segment_ids_BT is None else segment_ids_BT[at]
+        losses.append(model(rows_BL[at, :-1], ids_BT, targets=rows_BL[at, 1:][:, own], ranks=ranks))
+        (losses[-1] * weight_BT[at][:, own]).sum().backward()
+    losses_BT = torch.cat(losses)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     flat = sum(gather(torch.cat([g.flatten() for g in gradients]), ranks))
     split = flat.split([g.numel() for g in gradients])
@@ -86,9 +103,7 @@ class Case:
     """A model, rows, and what one process makes of them."""
 
     def __init__(self, name, causal, n_rows=N_LAYOUTS, ends=False):
-        self.model = model_of(name, causal)
-        if ends:
-            self.model.config = replace(self.model.config, end_of_document=0)
+        self.model = model_of(name, causal, 0 if ends else None)
         self.rows_BL = random_ids(n_rows, LENGTH + 1)
         self.ids_BT = None if ends else layouts(n_rows)
         weight_BT = torch.rand(n_rows, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -224,7 +239,7 @@ def compiled_error(ranks):
     """`linear_attention` in compiled code without a graph break, against one process."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(3, LENGTH // 4, 4, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
-    ids_BGC = layouts(3, seed=5).unflatten(1, (-1, 4))
+    ids_BGC = layouts(8)[5:].unflatten(1, (-1, 4))
     own, worst = ranks.share(LENGTH // 4), 0.0
     before_B11 = ids_BGC[:, max(own.start - 1, 0), -1][:, None, None]
     local_BGC = torch.where(ids_BGC[:, own] >= 0, ids_BGC[:, own] - before_B11, -1)
@@ -306,11 +321,11 @@ def gradient_bits(world, causal, clip_scope, n_tiles=4):
 def run_cases(world, data):
     """Every case on the first 2, 3 and all ranks."""
     results = {"errors": {}, "mutants": {}, "bytes": {}, "steps": {}, "compiled": {}, "bits": {}}
-    groups = {n: dist.new_group(range(n)) for n in range(2, WORLD + 1)}
+    groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(2, WORLD + 1)}
     ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}
     for causal in (True, False):
         for name in SHARED:
-            case = Case(name, causal, N_LAYOUTS if name in OFTEN else N_LAYOUTS // 5)
+            case = Case(name, causal, N_LAYOUTS if name in OFTEN else N_LAYOUTS // 2)
             for n, ranks in ranks_of.items():
                 if n == 3 or name in OFTEN:
                     results["errors"][f"{name}, causal {causal}, {n} ranks"] = case.error(ranks)
@@ -325,7 +340,7 @@ def run_cases(world, data):
         if 3 in ranks_of:
             results["errors"][f"documents by tokens, causal {causal}"] = case.error(ranks_of[3])
     if 3 in ranks_of:
-        cases = {(model, causal): Case(model, causal, 20) for causal in (True, False)
+        cases = {(model, causal): Case(model, causal, N_LAYOUTS // 2) for causal in (True, False)
                  for model in ("flash long memory", "flash", "performer blocks")}
         for name, (*fault, causal) in MUTANTS.items():
             model = ("performer blocks" if "performer" in name else
@@ -340,17 +355,18 @@ def run_cases(world, data):
         results["compiled"]["linear_attention"] = compiled_error(ranks_of[2])
     dist.barrier()
     for n_in_row in (2, 4):
-        shared = with_groups(in_rows(world, n_in_row), None)
+        shared = with_groups(in_rows(world, n_in_row), TIMEOUT)
         for causal in (True, False):
             scope = "local" if causal == (n_in_row == 2) else "global"
             key = f"{n_in_row} ranks a row, causal {causal}, {scope} clipping"
             results["steps"][key] = gradient_error(shared, causal, scope)
     for fault in ("divisor", "targets"):
-        shared = with_groups(in_rows(world, 2), None)
+        shared = with_groups(in_rows(world, 2), TIMEOUT)
         results["mutants"][f"wrong {fault}"] = gradient_error(shared, True, "local", fault)
     for causal, scope in ((True, "local"), (False, "global")):
         case = f"causal {causal}, {scope} clipping"
-        results["bits"][case] = [gradient_bits(with_groups(in_rows(world, n), None), causal, scope) for n in (1, 2, 4)]
+        results["bits"][case] = [gradient_bits(with_groups(in_rows(world, n), TIMEOUT), causal, scope)
+                                 for n in (1, 2, 4)]
         if world.is_first:
             results["bits"][case].append(gradient_bits(Ranks(), causal, scope))
     if world.is_first:
@@ -398,7 +414,7 @@ def main(out, data):
         pid = os.fork()
         if pid == 0:
             os.environ["RANK"] = str(rank)
-            with connected("cpu", timeout_s=60) as world:
+            with connected("cpu", timeout_s=TIMEOUT.seconds) as world:
                 results = run_cases(world, data)
                 if world.is_first:
                     Path(out).write_text(json.dumps(results))
