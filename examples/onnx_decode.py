@@ -43,7 +43,7 @@ def decode(file: Path, prompt: list[int], n_new: int, end: int) -> list[int]:
 
 
 def main(folder: str = "small", text: str = "It was a bright cold day, and the clock") -> None:
-    model, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small") if folder == "small" else folder)
+    model, tokenizer, _ = lineartime.load_model(folder)
     prompt = [tokenizer.end_of_document, *tokenizer.encode(text)]
     export(model, FILE)
     there = decode(FILE, prompt, 600, tokenizer.end_of_document)

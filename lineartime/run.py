@@ -28,6 +28,7 @@ from lineartime.config_json import (
     model_config_from_json,
     model_config_json,
 )
+from lineartime.data.pretrained import named_folder
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.distributed.ordered import Part, parts_of
@@ -382,11 +383,12 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
 
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
-    `save_pretrained`; or a folder of `lineartime finetune`, whose best run is read. strict: whether a damaged newer
+    `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
+    the package, "small". strict: whether a damaged newer
     checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`, a
     `DocumentClassifier` or a `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises
     UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run or not finite."""
-    path = best_run(Path(path))
+    path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
         files, weights, step = read_exported(folder)

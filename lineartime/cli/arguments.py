@@ -49,8 +49,8 @@ RankTimeout = Annotated[float, typer.Option(
     help="Under torchrun: seconds after which a process that does not answer is lost.")]
 MaxAnswerTokens = Annotated[int, typer.Option(help="Longest answer.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
-ShippedModel = Annotated[str | None, typer.Option("--model", metavar="NAME",
-                                                  help="A model that ships with the package: small.")]
+ShippedModel = Annotated[str | None, typer.Option("--model", metavar="NAME", hidden=True)]
+"""The older way to name a model that ships with the package; its name now stands wherever a run does."""
 Strict = Annotated[bool, typer.Option(
     "--strict", help="Refuse a run whose newest checkpoint is damaged; by default one before it is used, and said.")]
 

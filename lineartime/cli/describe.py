@@ -14,9 +14,10 @@ from lineartime.cli.arguments import Model, Setting, Size, Task, complete_from
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config, source_of
+from lineartime.data.pretrained import shipped_models, weights_folder
 from lineartime.errors import UsageError
 from lineartime.run_config import SIZES, parse_setting, run_config
-from lineartime.settings import describe_kind
+from lineartime.settings import describe_kind, replace_fields
 
 MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
     "transformer": ("learned positions, GELU: for calibration", (7.6, 12.7, 55.3, 110.1)),
@@ -42,7 +43,7 @@ def models() -> None:
         run = run_config({"model": "flash", "size": size, "data": "-", "out": "-"})
         say(f"{size:<8} {run.model.n_layers} layers of width {run.model.d_model}, rows of {run.model.context:,}; "
             f"{run.train.steps:,} steps of {run.train.tokens_per_step:,} tokens")
-    say("\na trained model that ships with the package: small (`lineartime generate --model small`)")
+    say("\na trained model that ships with the package: small (`lineartime generate small`)")
     say("next     lineartime config flash --size tiny, or lineartime train flash --data DATA --out RUN")
 
 
@@ -87,7 +88,8 @@ def field_lines() -> dict[str, str]:
 
 def info(
     model: Annotated[str, typer.Argument(
-        metavar="MODEL|DATA", help=f"A model: {', '.join(PRESETS)}. Or a folder made by `lineartime prepare`.",
+        metavar="MODEL|RUN|DATA", help=f"A model: {', '.join(PRESETS)}; a run, one of its checkpoints, an exported "
+        "folder, or a shipped model: small; or a folder made by `lineartime prepare`.",
         autocompletion=complete_from(PRESETS))],
     task: Task = "wiki40b",
     settings: Setting = None,
@@ -98,6 +100,15 @@ def info(
 ) -> None:
     """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or the memory
     that its training needs; or what prepared data hold."""
+    chosen = dict(parse_setting(text) for text in settings or [])
+    is_trained = model in shipped_models() or any((Path(model) / name).is_file() for name in (
+        "run.json", "config.json"))
+    if model not in PRESETS and is_trained and not verify and processes is None:
+        from lineartime.data.run_settings import read_config
+        from lineartime.info import print_description
+
+        print_description(replace_fields(read_config(weights_folder(model))[0], chosen), model)
+        return
     if model not in PRESETS and Path(model).is_dir():
         if processes is not None:
             raise UsageError("a plan is of a model", model, f"name one of {', '.join(PRESETS)}")
@@ -113,7 +124,6 @@ def info(
         return
     if verify:
         raise UsageError("no folder of prepared data", model, "name one to --verify")
-    chosen = dict(parse_setting(text) for text in settings or [])
     if processes is not None:
         from lineartime.benchmark.plan import print_plan
 

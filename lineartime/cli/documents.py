@@ -114,7 +114,7 @@ def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, v
         from lineartime.documents.tuning import LEARNING_RATES, DocumentTuning
         from lineartime.training import StopSignal
 
-    given = DocumentTuning(named_folder(str(model)), tuple(documents), tuple(validation), out, tuple(test or ()),
+    given = DocumentTuning(model, tuple(documents), tuple(validation), out, tuple(test or ()),
                            settings=settings, learning_rates=rates or LEARNING_RATES,
                            task=task, **{**plan, "fields": Fields(*plan["fields"])})
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:

@@ -18,14 +18,15 @@ from lineartime.cli.arguments import (
     whole_numbers,
 )
 from lineartime.cli.terminal import Terminal, say, summary
-from lineartime.data.pretrained import model_folder
+from lineartime.data.pretrained import model_folder, named_folder
 from lineartime.distributed.ranks import connected, launched
 from lineartime.errors import ResourceError, UsageError
 from lineartime.settings import require_precision
 
 
 def evaluate(
-    run: Annotated[Path | None, typer.Argument(help="A run, or one of its checkpoints.")] = None,
+    run: Annotated[str | None, typer.Argument(
+        help="A run, one of its checkpoints, an exported folder, or a shipped model: small.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder made by `lineartime prepare`.")] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "validation",
     context: Annotated[int | None, typer.Option(help="Tokens in a row; by default as in training.")] = None,
@@ -74,11 +75,10 @@ def evaluate(
     lengths = whole_numbers(contexts) if contexts is not None else []
     if shipped is not None and run is not None:
         raise UsageError("two models are named", f"{run} and --model {shipped}", "leave one out")
-    if shipped is not None:
-        run = model_folder(shipped)
+    folder = named_folder(run) if run is not None else model_folder(shipped) if shipped is not None else None
     require_precision(precision)
     if questions:
-        if data is not None or (run is None) == (score is None) or (score is not None and predictions is not None):
+        if data is not None or (folder is None) == (score is None) or (score is not None and predictions is not None):
             raise UsageError("too much or too little is named", "evaluate --questions",
                              "name a run, or a file of answers with --score")
         if score is not None and (context is not None or stride is not None or batch_rows is not None):
@@ -86,19 +86,19 @@ def evaluate(
                              "leave out --context, --stride and --batch-rows: no model reads")
         options = {"context": context, "stride": stride, "max_answer_tokens": max_answer_tokens,
                    "batch_rows": batch_rows or 8, "precision": precision}
-        evaluate_questions(run, questions, evidence, options, predictions, score, as_json, strict, device)
-    elif run is None or data is None or score is not None or predictions is not None:
+        evaluate_questions(folder, questions, evidence, options, predictions, score, as_json, strict, device)
+    elif folder is None or data is None or score is not None or predictions is not None:
         raise UsageError("too much or too little is named", "evaluate",
                          "name a run and --data, or --questions for a fine-tuned run")
     elif evidence is not None or stride is not None:
         raise UsageError("too much is named", "evaluate", "--evidence and --stride go with --questions")
     elif lengths:
-        evaluate_contexts(run, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
+        evaluate_contexts(folder, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
     elif recurrence:
         options = {"chunk": chunk, "context": context, "batch_rows": batch_rows, "precision": precision}
-        evaluate_recurrence(run, data, split, options, out, as_json, strict, device)
+        evaluate_recurrence(folder, data, split, options, out, as_json, strict, device)
     else:
-        evaluate_text(run, data, split, context, batch_rows, precision, as_json, strict, device)
+        evaluate_text(folder, data, split, context, batch_rows, precision, as_json, strict, device)
 
 
 def evaluate_text(run: Path, data: Path, split: str, context: int | None, batch_rows: int | None, precision: str,

@@ -18,7 +18,7 @@ EXAMPLES = {
     "embed": ["embed small books/ --out vectors.npy", "cat book.txt | lineartime embed run -"],
     "classify": ["classify labels reviews.csv --out found.jsonl", "cat book.txt | lineartime classify labels -"],
     "generate": ['generate run "Once upon a time" --temperature 0.8',
-                 'generate --model small "It was a dark and stormy night, and"',
+                 'generate small "It was a dark and stormy night, and"',
                  'echo "Reader, I" | lineartime generate run -'],
     "export": ["export run --out folder"],
     "info": ["info flash --set context=8192", "info flash --plan 4", "info data --verify"],

@@ -8,11 +8,12 @@ import typer
 from lineartime.atomic_io import read_json
 from lineartime.cli.arguments import Device, Strict, pick_device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
+from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
 
 
 def export(
-    run: Annotated[Path, typer.Argument(
+    run: Annotated[str, typer.Argument(
         help="A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.")],
     out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
     data: Annotated[Path | None, typer.Option(
@@ -26,13 +27,14 @@ def export(
     """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores.
     A folder of `lineartime finetune --task classify` or `embed`: weights in float32, and its report as the card."""
     results_are_files()
-    if is_of_documents(run):
+    folder = named_folder(run)
+    if is_of_documents(folder):
         if data is not None or about is not None or prompt:
             raise UsageError("too much is named", "export",
                              "its report is the card: leave out --data, --about and --prompt")
         from lineartime.release.documents import export_documents
 
-        n_bytes = export_documents(run, out, strict=strict)
+        n_bytes = export_documents(folder, out, strict=strict)
         say(f"weights  {out / 'model.safetensors'} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
             "transformers or sentence-transformers)")
         return
@@ -41,7 +43,7 @@ def export(
 
     text = read_utf8(about) if about is not None else ""
     with Terminal() as terminal:
-        made = export(run, out, data=data, about=text, prompt=prompt, device=pick_device(device),
+        made = export(folder, out, data=data, about=text, prompt=prompt, device=pick_device(device),
                       strict=strict, progress=terminal.count)
     for split, evaluation in made.scores.items():
         say(summary(split, evaluation.to_dict(), made.task))

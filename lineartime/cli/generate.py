@@ -10,7 +10,7 @@ import typer
 from lineartime.atomic_io import MAX_BYTES, read_bytes
 from lineartime.cli.arguments import Device, ShippedModel, Strict, pick_device
 from lineartime.cli.terminal import Terminal, TextStreamer, prompt_progress
-from lineartime.data.pretrained import model_folder
+from lineartime.data.pretrained import model_folder, named_folder
 from lineartime.errors import UsageError
 from lineartime.settings import require_precision
 
@@ -18,8 +18,8 @@ from lineartime.settings import require_precision
 def generate(
     arguments: Annotated[list[str] | None, typer.Argument(
         metavar="RUN|PROMPT", show_default=False,
-        help="A run, one of its checkpoints or an exported folder, unless --model names a model; then prompts: `-` "
-             "reads one from stdin, none begins a document.")] = None,
+        help="A run, one of its checkpoints, an exported folder, or a shipped model: small. Then prompts: `-` reads "
+             "one from stdin, none begins a document.")] = None,
     shipped: ShippedModel = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="File with a prompt; may be given again.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 200,
@@ -43,7 +43,8 @@ def generate(
     arguments = arguments or []
     if shipped is None and not arguments:
         raise UsageError("no model is named", "generate", "name a run, or a model that ships: --model small")
-    run, prompts = (Path(arguments[0]), arguments[1:]) if shipped is None else (model_folder(shipped), arguments)
+    run = named_folder(arguments[0]) if shipped is None else model_folder(shipped)
+    prompts = arguments[1:] if shipped is None else arguments
     texts = read_prompts(prompts, prompt_file or [])
     import torch
 

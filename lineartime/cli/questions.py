@@ -22,6 +22,7 @@ from lineartime.cli.arguments import (
 from lineartime.cli.documents import MaxTokens, PairField, TextField, finetune_on_documents
 from lineartime.cli.generate import read_prompts
 from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping
+from lineartime.data.pretrained import named_folder
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
 from lineartime.run_config import parse_setting
@@ -36,7 +37,7 @@ TASKS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS, 
 
 def finetune(
     asked: typer.Context,
-    run: Annotated[Path, typer.Argument(
+    run: Annotated[str, typer.Argument(
         help="A run of masked language modelling, or one of its checkpoints; for other tasks than questions any model, "
              "`small` included.")],
     task: Annotated[str, typer.Option(help=f"{', '.join(TASKS)}.", autocompletion=complete_from(TASKS))] = "questions",
@@ -86,8 +87,9 @@ def finetune(
         if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE":
             raise UsageError("this option is for another task", f"--{name.replace('_', '-')}",
                              f"leave it out with --task {task}")
+    folder = named_folder(run)
     if task != "questions":
-        finetune_on_documents(run, task, documents, validation, test, out, rates, given, rank_timeout, device, {
+        finetune_on_documents(folder, task, documents, validation, test, out, rates, given, rank_timeout, device, {
             "labels": labels, "fields": (text_field, pair_field, label_field), "context": context, "epochs": epochs,
             "balance": balance, "patience": patience, "max_tokens": max_tokens, "strict": strict})
         return
@@ -98,7 +100,7 @@ def finetune(
         from lineartime.qa.finetune import CONTEXT, FineTuning, finetune
         from lineartime.training import StopSignal
 
-    plan = FineTuning(run, tuple(questions), tuple(map(Path, validation)), out, evidence, rates or LEARNING_RATES,
+    plan = FineTuning(folder, tuple(questions), tuple(map(Path, validation)), out, evidence, rates or LEARNING_RATES,
                       CONTEXT if context is None else context, stride, max_answer_tokens, negatives, epochs, given,
                       strict)
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
@@ -120,7 +122,7 @@ def finetune(
 
 
 def answer(
-    run: Annotated[Path, typer.Argument(help="A run of `lineartime finetune`, or one of its checkpoints.")],
+    run: Annotated[str, typer.Argument(help="A run of `lineartime finetune`, or one of its checkpoints.")],
     question: Annotated[str, typer.Option(help="The question.")] = "",
     document: Annotated[list[str] | None, typer.Option(
         help="Text file in which the answer is searched, `-` for stdin; may be given again.")] = None,
@@ -138,6 +140,7 @@ def answer(
     if batch_rows < 1 or document.count("-") > 1:
         raise UsageError("wrong value", f"batch_rows = {batch_rows}, document = {', '.join(document)}",
                          "batch_rows takes whole numbers from 1, and stdin is read once")
+    folder = named_folder(run)
     from lineartime.data.read_text import check_text
     from lineartime.errors import DataError
     from lineartime.qa.questions import Document, Question, read_utf8
@@ -150,7 +153,7 @@ def answer(
     from lineartime.qa.spans import Windows, predict
     from lineartime.run import load_span_model
 
-    model, tokenizer, facts = load_span_model(run, strict=strict)
+    model, tokenizer, facts = load_span_model(folder, strict=strict)
     windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     with Terminal() as terminal:

@@ -11,7 +11,7 @@ from lineartime.atomic_io import append_json_lines
 from lineartime.cli.arguments import Setting, ShippedModel, numbers
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS
-from lineartime.data.pretrained import model_folder
+from lineartime.data.pretrained import model_folder, named_folder, shipped_models
 from lineartime.errors import UsageError
 from lineartime.run_config import parse_setting
 from lineartime.settings import require
@@ -19,7 +19,8 @@ from lineartime.settings import require
 
 def recall(
     models: Annotated[list[str] | None, typer.Argument(
-        help="Models of the study, by default the main ones; for --task text also folders of trained ones.")] = None,
+        help="Models of the study, by default the main ones; for --task text also trained ones: folders, or small.")
+        ] = None,
     shipped: ShippedModel = None,
     task: Annotated[str, typer.Option(help="pairs, joint, needle, induction, copying, zoology or text.")] = "pairs",
     data: Annotated[Path | None, typer.Option(help="Prepared text, for --task text.")] = None,
@@ -42,9 +43,10 @@ def recall(
     from lineartime.training import StopSignal
 
     content, about = study.read_study(), study.task_of(task, data)
-    runs = [Path(name) for name in models or [] if name not in content["models"] and Path(name).is_dir()]
-    runs += [model_folder(shipped)] if shipped else []
-    names = [name for name in models or [] if Path(name) not in runs]
+    trained = [name for name in models or []
+               if name not in content["models"] and (name in shipped_models() or Path(name).is_dir())]
+    runs = [*map(named_folder, trained), *([model_folder(shipped)] if shipped else [])]
+    names = [name for name in models or [] if name not in trained]
     if runs and data is None:
         raise UsageError("a trained model is asked in text alone", runs[0], "give --task text and --data")
     if not runs and not names:

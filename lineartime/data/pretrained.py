@@ -1,10 +1,13 @@
 """Models by the name that a person gives: one that ships with the package, or a folder."""
 
+import logging
 from pathlib import Path
 
 from lineartime.settings import require, require_name
 
 MODELS = Path(__file__).parents[1] / "models"
+
+logger = logging.getLogger(__name__)
 
 
 def shipped_models() -> list[str]:
@@ -18,11 +21,14 @@ def model_folder(name: str) -> Path:
     return MODELS / name
 
 
-def named_folder(name: str) -> Path:
-    """The folder of a shipped model by its name, or any other folder by its path. Raises UsageError if there is none.
-    """
-    folder = MODELS / name if name in shipped_models() else Path(name)
-    require(folder.is_dir(), "no weights here", name,
+def named_folder(name: str | Path) -> Path:
+    """The folder of a shipped model by its name, a str; or any other folder by its path. A shipped model comes before a
+    folder of its name, with a warning. Raises UsageError if there is none."""
+    is_shipped = name in shipped_models()
+    folder = MODELS / name if is_shipped else Path(name)
+    if is_shipped and Path(name).is_dir():
+        logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
+    require(folder.is_dir(), "no weights here", str(name),
             f"give a run, a checkpoint, an exported folder, or a shipped model: {', '.join(shipped_models())}")
     return folder
 

@@ -84,18 +84,24 @@ def read_source(name: str) -> tuple[ModelConfig, Tokenizer]:
     Raises UsageError where there are none, and for a model that answers questions; CheckpointError for files that
     cannot be read."""
     folder = weights_folder(name)
+    config, text = read_config(folder)
+    for head, does in ((QUESTION_ANSWERING, "answers questions"), (CLASSIFICATION, "labels documents")):
+        require(architecture_of(text) != head, f"this model {does}", name, "begin with a language model")
+    require(not is_encoder(text), "this model gives documents vectors", name, "begin with a language model")
+    return config, load_tokenizer(folder / TOKENIZER_FILE)
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, str]:
+    """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if it cannot be read,
+    UsageError if it is no model's."""
     try:
         text = read_bytes(folder / "config.json").decode()
     except (OSError, UnicodeDecodeError) as e:
         raise CheckpointError("cannot read", folder / "config.json", getattr(e, "strerror", None) or str(e)) from None
     try:
-        config = model_config_from_json(text)
+        return model_config_from_json(text), text
     except UsageError as e:
         raise UsageError(e.what, folder / "config.json", e.todo) from None
-    for head, does in ((QUESTION_ANSWERING, "answers questions"), (CLASSIFICATION, "labels documents")):
-        require(architecture_of(text) != head, f"this model {does}", name, "begin with a language model")
-    require(not is_encoder(text), "this model gives documents vectors", name, "begin with a language model")
-    return config, load_tokenizer(folder / TOKENIZER_FILE)
 
 
 def require_more_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.cache import DecodingState
 from lineartime.errors import UsageError
 from lineartime.generation.cuda_graph import CapturedStep
@@ -15,6 +17,9 @@ from lineartime.model import LanguageModel
 
 PIECE_TOKENS = 2048
 """Prompt tokens of a row read at once, in whole chunks; bounds the memory of a long prompt."""
+
+Prompt = TypeVar("Prompt", str, list[int])
+"""Text, or the ids of tokens: `generate` returns what it was given."""
 
 
 @torch.inference_mode()
@@ -95,27 +100,30 @@ def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, t
         raise UsageError("top_p must lie in (0, 1]", f"{top_p}")
 
 
-def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float = 0.0,
-             top_k: int | None = None, top_p: float | None = None, seed: int = 0,
-             stop: Callable[[int, list[int]], bool] | None = None, on_token: Callable[[int, int], None] | None = None,
-             on_prompt: Callable[[int], None] | None = None, capture: bool = False) -> list[list[int]]:
-    """Continue each prompt by at most `max_new_tokens` tokens; returns the new tokens of each row.
+def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens: int,
+             tokenizer: Tokenizer | None = None, temperature: float = 0.0, top_k: int | None = None,
+             top_p: float | None = None, seed: int = 0, stop: Callable[[int, list[int]], bool] | None = None,
+             on_token: Callable[[int, int], None] | None = None, on_prompt: Callable[[int], None] | None = None,
+             capture: bool = False) -> list[Prompt]:
+    """Continue each prompt by at most `max_new_tokens` tokens. Lists of token ids give the new ids of each row. Texts,
+    with the model's tokenizer, give the new texts; a text is read as the beginning of a document.
 
     A row ends at the end-of-document token (which is not returned) or when `stop(row, new_tokens)` is true. on_token:
     called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a generator seeded
     with (seed, r). capture: run the step as a CUDA graph, see `CapturedStep`. On a CPU bfloat16 is the fastest dtype,
-    see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and
-    for a model whose step cannot be captured."""
+    see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, for
+    a model whose step cannot be captured, and for texts without a tokenizer."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if not prompts:
         return []
+    rows_of_ids = ids_of_prompts(prompts, tokenizer)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))
     """Those of the state, of which some have ended."""
     open_rows = set(rows)
     with packed_weights(model):
-        logits_BV, state = prefill(model, prompts, on_prompt)
+        logits_BV, state = prefill(model, rows_of_ids, on_prompt)
         step = CapturedStep(model, state) if capture else partial(decode_step, model, state=state)
         for n_done in range(1, max_new_tokens + 1):
             ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -138,4 +146,18 @@ def generate(model: LanguageModel, prompts: Sequence[Sequence[int]], *, max_new_
                 state.select(torch.tensor(kept))
                 ids_B, rows = ids_B[kept], [rows[i] for i in kept]
             logits_BV = step(ids_B)
-    return new
+    made: list[Any] = new if tokenizer is None or not isinstance(prompts[0], str) else list(map(tokenizer.decode, new))
+    return made
+
+
+def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The ids of texts, each behind the token that begins a document; ids as they are. Raises UsageError for texts
+    without a tokenizer, for one prompt in place of a list, and for texts and ids together."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if isinstance(prompts, str) or (texts and ids) or any(isinstance(row, int) for row in ids):
+        raise UsageError("prompts are a list of texts, or a list of lists of token ids", "generate", 'such as ["Hi"]')
+    if texts and tokenizer is None:
+        raise UsageError("texts need the model's tokenizer", "generate",
+                         "model, tokenizer, _ = load_model(...), then generate(model, texts, tokenizer=tokenizer, ...)")
+    return ids if tokenizer is None else ids + [[tokenizer.end_of_document, *tokenizer.encode(text)] for text in texts]

@@ -20,7 +20,7 @@ from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
-from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, load_model, read_metrics, read_run
+from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, is_exported, load_model, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 from lineartime.weights.folder import CODE, CODE_FILE, config_with_code, tokenizer_files
@@ -54,6 +54,7 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     damage, ResourceError for the disk."""
     remove_leftovers(out)
     require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
+    require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
     description = read_run(run)
     model, tokenizer, facts = load_model(run, strict=strict)
     if isinstance(model, SpanModel):

@@ -35,6 +35,8 @@ def use(run: Path) -> list[list[int]]:
     _, state = decode(torch.tensor(ids[:1]), decode.empty_state(1))
     sizes: dict[str, torch.Size] = {name: tensor.shape for name, tensor in state.items()}
     print(step, sizes)
+    texts: list[str] = lineartime.generate(opened, ["Once more"], tokenizer=tokenizer, max_new_tokens=5)
+    print(texts)
     return lineartime.generate(opened, [ids], max_new_tokens=5, temperature=0.8)
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from lineartime.config import model_config
+from lineartime.data.pretrained import MODELS
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.generation.generate import decode_step, generate, prefill, sample
 from lineartime.model import LanguageModel
@@ -140,3 +142,19 @@ def test_prompts_that_cannot_be_read_are_refused(model: LanguageModel) -> None:
 
 def test_no_new_tokens(model: LanguageModel) -> None:
     assert generate(model, [[1]], max_new_tokens=0) == [[]]
+
+
+def test_texts_give_texts_and_ids_give_ids() -> None:
+    """A text begins a document, as on the command line, and what is returned is the new text alone."""
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(MODELS / "small" / TOKENIZER_FILE)
+    model = LanguageModel(model_config("flash", n_layers=1, d_model=16, query_key_dim=8, chunk_size=8, context=32,
+                                       vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document))
+    texts, how = ["It was", "a dark and", ""], {"max_new_tokens": 6, "temperature": 1.0, "top_p": 0.9}
+    ids = generate(model, [[tokenizer.end_of_document, *tokenizer.encode(text)] for text in texts], **how)
+    assert generate(model, texts, tokenizer=tokenizer, **how) == [tokenizer.decode(row) for row in ids]
+    assert generate(model, [], tokenizer=tokenizer, max_new_tokens=4) == []
+    for wrong, message in ((texts, "texts need the model's tokenizer"), ("It was", "prompts are a list of texts, or"),
+                           (["It was", [1, 2]], "prompts are a list of texts, or"), ([1, 2], "prompts are a list")):
+        with pytest.raises(UsageError, match=message):
+            generate(model, wrong, tokenizer=None if wrong is texts else tokenizer, max_new_tokens=1)

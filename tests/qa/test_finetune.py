@@ -329,7 +329,7 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
         assert not out.exists()
 
     refuse(2, "sees both ways", run="causal")
-    refuse(2, "not a run", run="nowhere")
+    refuse(2, "no weights here", run="nowhere")
     refuse(2, "learning_rate", more=["--set", "learning_rate=1"])
     refuse(2, "d_model", more=["--set", "d_model=8"])
     refuse(2, "not sharded", more=["--set", "shard=true", "--set", "clip=none"])

@@ -183,18 +183,58 @@ def test_a_masked_model(tmp_path: Path, call: Call) -> None:
     assert not lineartime.load_model(out)[0].config.causal
 
 
-def test_a_shipped_model_by_its_name(exported: Path, data: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    theirs = b.state_dict()
+    return all(torch.equal(weight, theirs[name]) for name, weight in a.state_dict().items())
+
+
+def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call: Call,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "MODELS", exported.parent)
     assert lineartime.model_folder("tiny") == exported
-    how = ["--max-new-tokens", 8]
+    how, score = ["--max-new-tokens", 8], ["--data", data]
     for prompts in ([], [PROMPT], ["one", "two"]):
-        assert call("generate", "--model", "tiny", *prompts, *how) == call("generate", exported, *prompts, *how)
-    assert call("evaluate", "--model", "tiny", "--data", data) == call("evaluate", exported, "--data", data)
+        of_folder = call("generate", exported, *prompts, *how)
+        assert call("generate", "tiny", *prompts, *how) == of_folder
+        assert call("generate", "--model", "tiny", *prompts, *how) == of_folder
+    for named in (["tiny"], ["--model", "tiny"]):
+        assert call("evaluate", *named, *score) == call("evaluate", exported, *score)
+    assert same_weights(lineartime.load_model("tiny")[0], lineartime.load_model(exported)[0])
+    code, out, _ = call("info", "tiny", "--set", "context=512")
+    assert code == 0 and re.search(r"context +512\b", out) and re.search(r"Hidden size +16\b", out)
+    assert call("info", exported)[1].split("\n", 1)[1] == call("info", "tiny")[1].split("\n", 1)[1]
     for words, arguments in [(["tinny", "did you mean tiny"], ["generate", "--model", "tinny", "x"]),
                              (["no model is named", "--model"], ["generate"]),
-                             (["two models"], ["evaluate", exported, "--model", "tiny", "--data", data])]:
+                             (["two models"], ["evaluate", exported, "--model", "tiny", *score]),
+                             (["an exported folder already", exported], ["export", "tiny", "--out", run / "x"]),
+                             (["not fine-tuned on labels"], ["classify", "tiny", run / "metrics.jsonl"]),
+                             *((["no weights here: tinny", "shipped model: tiny"], wrong) for wrong in (
+                                 ["generate", "tinny"], ["evaluate", "tinny", *score],
+                                 ["export", "tinny", "--out", "x"],
+                                 ["answer", "tinny", "--question", "Who?", "--document", exported / "README.md"]))]:
         code, _, err = call(*arguments)
         assert_refused(code, err, 2, *words)
+
+
+def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is the shipped model's, and it is said that there is a folder too."""
+    monkeypatch.setattr(pretrained, "MODELS", exported.parent)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    code, _, err = call("generate", "tiny", "--max-new-tokens", 1)
+    assert code == 0 and "warning: tiny is the model that ships with the package; write ./tiny for the folder" in err
+    assert_refused(*call("generate", "./tiny")[::2], 2, "not a run: tiny")
+
+
+@pytest.mark.parametrize("verb", [["generate"], ["evaluate", "--data", "."], ["export", "--out", "x"],
+                                  ["embed", "README.md"], ["classify", "README.md"]])
+def test_a_wrong_name_is_refused_without_torch(verb: list[str]) -> None:
+    code = ("import sys; from lineartime.cli import verbs; from lineartime.cli.exits import exit_code; "
+            "code = exit_code(lambda: verbs.run_verb(sys.argv[1:])); assert 'torch' not in sys.modules; sys.exit(code)")
+    done = subprocess.run([sys.executable, "-c", code, verb[0], "smal", *verb[1:]], capture_output=True, text=True,
+                          cwd=ROOT)
+    assert_refused(done.returncode, done.stderr, 2, "no weights here: smal", "or a shipped model: small")
 
 
 def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None:
@@ -211,7 +251,7 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
         (2, ["--out"], [run]),
         (2, ["there already"], [run, "--out", exported]),
         (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
-        (2, ["not a run"], [exported, "--out", out]),
+        (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
         (2, ["no such folder"], [run, "--out", out, "--data", tmp_path / "nowhere"]),
         (2, ["cuda"], [run, "--out", out, "--device", "cuda"]),
