@@ -117,6 +117,21 @@ def test_prompts_are_read_in_pieces(name: str, piece: int, monkeypatch: pytest.M
 
 @EVERY_MODEL
 @torch.no_grad()
+def test_a_snapshot_does_not_change(name: str) -> None:
+    """Whatever the state reads after it, in one piece and as a single token."""
+    model = random_model(with_documents(name))
+    ids_BT, n = random_ids(3, 3 * CHUNK + 2, vocab_size=6), CHUNK + 2
+    state = model.decoding_state(3)
+    model.extend(ids_BT[:, :n], torch.full((3,), n), state)
+    before = state.snapshot()
+    for other_BN in random_ids(3, CHUNK + 1, seed=1).split([CHUNK, 1], dim=1):
+        model.extend(other_BN, torch.full((3,), other_BN.shape[1]), state)
+    x_BND = model.extend(ids_BT[:, n:], torch.full((3,), ids_BT.shape[1] - n), before)
+    assert difference(x_BND, model.hidden(ids_BT)[:, n:]) <= 1e-12
+
+
+@EVERY_MODEL
+@torch.no_grad()
 def test_rows_of_a_state_are_chosen(name: str) -> None:
     """As beam search does: some rows twice, some dropped, in another order; every head goes with its row."""
     model = random_model(with_documents(name))

@@ -1,5 +1,6 @@
 """Laws of pooling: a document's vector is that of one long row, whatever the windows, the batch and the padding."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -96,12 +97,29 @@ def test_documents_are_cut_when_it_is_asked_for_and_it_is_said():
             assert close(mean.vector_D, next(read_means(model, [[ids[:most]]])).vector_D)
 
 
-def test_windows_hold_every_token_once():
-    for n in (1, 7, 8, 9, 16, 17):
-        windows = list(windows_of(iter([[*range(3)], [], [*range(3, n)]] if n > 3 else [[*range(n)]]), 8))
-        assert [i for window in windows for i in window.ids] == [*range(n)]
+@pytest.mark.parametrize("piece", [1, 3, 20])
+def test_windows_hold_every_token_once_up_to_the_most(piece):
+    """Of documents in pieces that are shorter than a window, and longer."""
+    for n, most in itertools.product((1, 7, 8, 9, 16, 17), (None, 1, 8, 9, 16)):
+        pieces = [[*range(first, min(first + piece, n))] for first in range(0, n, piece)]
+        windows, n_read = list(windows_of(iter([[], *pieces]), 8, most)), min(n, most or n)
+        assert [i for window in windows for i in window.ids] == [*range(n_read)]
         assert [window.is_last for window in windows] == [*[False] * (len(windows) - 1), True]
         assert all(len(window.ids) == 8 for window in windows[:-1]) and windows[-1].ids
+        assert [window.is_cut for window in windows] == [*[False] * (len(windows) - 1), n > n_read]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sums_of_a_float32_model_are_float64(causal):
+    """In every window and over windows: float32 would lose each 1 that is added to 1e9."""
+    class Loud(LanguageModel):
+        def hidden(self, ids_BT, *_, **__):
+            return torch.where(ids_BT[..., None] == 0, 1e9, 1.0).expand(*ids_BT.shape, self.config.d_model)
+
+        extend = hidden
+
+    (mean,) = read_means(Loud(replace(CONFIGS["flash"], causal=causal)).eval(), [[[0], [1] * 99]])
+    assert mean.n_tokens == 100 and (mean.vector_D == (1e9 + 99) / 100).all()
 
 
 def test_memory_does_not_grow_with_a_document():

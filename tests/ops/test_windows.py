@@ -193,3 +193,13 @@ def test_windows_hold_every_chunk_once_and_states_go_through_them(n_rows: int, n
 
 def test_dispatch_of_what_is_empty() -> None:
     assert not dispatch.use_windows(None, True, False, torch.empty(0, 5, 3, requires_grad=True))
+
+
+def test_an_op_in_float32_under_autocast_is_the_reference() -> None:
+    """Its matmuls are in another dtype than its inputs, which windows have not."""
+    inputs = make_inputs(2, 70, 32, torch.float32)
+    inputs["uvz"].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (ops.gated_chunk_attention(*inputs.values(), chunk_size=32, causal=True, impl=impl)
+                         for impl in (None, "reference"))
+    assert torch.equal(found, wanted)
