@@ -71,6 +71,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         if self.config.chunk_pooling == "attention":
             for scale in (self.chunk_scale_offset.gamma, *self.chunk_bias.parameters()):
                 nn.init.normal_(scale, std=0.02)
+            if self.config.local_scale_init is not None:
+                nn.init.constant_(self.chunk_scale_offset.gamma, self.config.local_scale_init)
             nn.init.zeros_(self.chunk_scale_offset.beta)
         for option in (self.key_conv, self.linear_gate, self.linear_norm):
             if option is not None:

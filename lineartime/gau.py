@@ -55,8 +55,8 @@ class GatedAttentionUnit(ResidualLayer):
 
     def init_weights(self, std: float) -> None:
         """Set the initial values of Codes 6 and 8: normal(0, std) for matrices, normal(0, 0.02) for scales of heads and
-        the position bias, 0 for offsets, 1 for norm scales; `linear_scale_init` and `local_scale_init` for scales of
-        the halves."""
+        the position bias, 0 for offsets, 1 for norm scales; `linear_scale_init` for scales of the linear half's queries
+        and keys, `local_scale_init` for those of all others."""
         for matrix in (self.in_proj.weight, self.out_proj.weight):
             nn.init.normal_(matrix, std=std)
         for scale in (self.scale_offset.gamma, *self.rel_pos_bias.parameters()):
@@ -64,7 +64,8 @@ class GatedAttentionUnit(ResidualLayer):
         if self.config.linear_scale_init is not None:
             nn.init.constant_(self.scale_offset.gamma[2:4], self.config.linear_scale_init)
         if self.config.local_scale_init is not None:
-            nn.init.constant_(self.scale_offset.gamma[:2], self.config.local_scale_init)
+            for scale in (self.scale_offset.gamma[:2], self.scale_offset.gamma[4:]):
+                nn.init.constant_(scale, self.config.local_scale_init)
         for offset in (self.in_proj.bias, self.out_proj.bias, self.scale_offset.beta):
             nn.init.zeros_(offset)
         for name, parameter in self.norm.named_parameters():

@@ -12,6 +12,7 @@ from torch import Tensor
 from lineartime.config import ModelConfig, model_config
 from lineartime.errors import UsageError
 from lineartime.layers import SequenceInfo, cu_seqlens
+from lineartime.memory import ReadNorm
 from lineartime.model import LanguageModel
 from lineartime.ops.reference import make_heads, rotary, split_uvz
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, FLASH, FLASH_QUAD, UNPACKED, random_ids, random_model
@@ -221,6 +222,21 @@ def test_learned_weights_read_the_chunks_before() -> None:
     bias = weights["out_proj.bias"]
     n_before = torch.arange(4 * CHUNK) // CHUNK
     assert error(found - bias, (wanted - bias) * n_before[:, None]) <= EXACT
+
+
+def test_what_is_read_has_the_size_of_its_gain_however_small_it_was() -> None:
+    """In float32, and so has its gradient; 0 stays 0."""
+    norm = ReadNorm(replace(FLASH, linear_norm=True))
+    norm.init_weights()
+    generator = torch.Generator().manual_seed(0)
+    x, cotangent = torch.randn(2, 3, 5, norm.gain.shape[1], generator=generator)
+    x[0, 0] = 0
+    (whole, by_x), (small, by_small) = (
+        (norm(leaf), torch.autograd.grad(norm(leaf), leaf, cotangent)[0])
+        for leaf in (x.requires_grad_(), (x.detach() * 2.0**-27).requires_grad_()))
+    assert not small[0, 0].any() and not by_small[0, 0].any() and small.square().mean(-1)[1, 0] > 0.08
+    torch.testing.assert_close(small, whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(by_small * 2.0**-27, by_x, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", [name for name in DEFINED if name != "flash rotated bias"])

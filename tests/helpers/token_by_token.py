@@ -119,7 +119,7 @@ def read(config: ModelConfig, w: Weights, x_E: Tensor, head: int) -> Tensor:
     """What the linear half says: with its norm of length sqrt(E), times a gain."""
     if not config.linear_norm or not x_E.any():
         return x_E
-    return x_E / (x_E.square().mean() + 1e-12).sqrt() * w["linear_norm.gain"][head]
+    return x_E / x_E.square().mean().sqrt() * w["linear_norm.gain"][head]
 
 
 def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor,
