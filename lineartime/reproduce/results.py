@@ -158,8 +158,9 @@ def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
 
 
 def speedups(results: Results, reference: str | None) -> pd.DataFrame:
-    """By row and column, as the paper defines it: the time the reference takes to its best mean loss over the time the
-    row takes to the same loss. "value" is of the mean curve, "seeds" of each seed's own; NaN never gets there.
+    """By row and column, as in row 75 of docs/paper.md: the time that the reference takes to its best mean loss over
+    the time that the row takes to the same loss. "value" is of the mean curve, "seeds" of each seed's own; NaN never
+    gets there.
 
     There is no line where the training of one or the other is not known, or its step's time beside the other's."""
     found = []

@@ -82,6 +82,13 @@ def test_two_cores_have_few_cells_a_table_and_three_seeds():
     assert rows == list(TABLES["triviaqa"].models)
 
 
+def test_the_global_part_alone_has_chunks_a_quarter_as_large_at_every_scale():
+    """The note below Figure 7 says so."""
+    for scale in SCALES:
+        sizes = {cell.row: config_of(cell).model.chunk_size for cell in cells_of("flash_ablation", scale)}
+        assert 4 * sizes.pop("FLASH (GlobalOnly)") == sizes["FLASH"] and len({*sizes.values()}) == 1, scale
+
+
 def test_the_study_of_memory_compares_models_that_differ_in_what_its_rows_say():
     configs = {cell.row: config_of(cell) for cell in cells_of("memory", "cpu")}
     for config in configs.values():
