@@ -64,8 +64,8 @@ class GatedAttentionUnit(ResidualLayer):
         if self.config.linear_scale_init is not None:
             nn.init.constant_(self.scale_offset.gamma[2:4], self.config.linear_scale_init)
         if self.config.local_scale_init is not None:
-            for scale in (self.scale_offset.gamma[:2], self.scale_offset.gamma[4:]):
-                nn.init.constant_(scale, self.config.local_scale_init)
+            for part in (self.scale_offset.gamma[:2], self.scale_offset.gamma[4:]):
+                nn.init.constant_(part, self.config.local_scale_init)
         for offset in (self.in_proj.bias, self.out_proj.bias, self.scale_offset.beta):
             nn.init.zeros_(offset)
         for name, parameter in self.norm.named_parameters():

@@ -159,7 +159,7 @@ class Tokenizer:
         that several ids make together."""
         alone = self.decode([token])
         if "\ufffd" in alone:
-            name, of_bytes = self._inner.id_to_token(token), _byte_characters()
+            name, of_bytes = self._inner.id_to_token(token) or "", _byte_characters()
             if found := BYTE_TOKEN.fullmatch(name):
                 return bytes.fromhex(found[1])
             if {*name} <= {*of_bytes}:
