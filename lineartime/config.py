@@ -422,7 +422,7 @@ class TrainConfig:
     eval_every: int = 500
     """Steps between held-out evaluations."""
     eval_tokens: int = 100_000
-    """Held-out tokens per evaluation during training; the final evaluation takes all."""
+    """Held-out tokens per evaluation during training; for the final evaluation see `last_eval_tokens`."""
     save_every: int = 500
     """Steps between checkpoints."""
     keep: int = 2
@@ -475,6 +475,12 @@ class TrainConfig:
     def decay_from(self) -> int:
         """The last step at which "wsd" has the whole learning rate, before it falls."""
         return self.steps - max(round(self.decay_share * self.steps), 1)
+
+    @property
+    def last_eval_tokens(self) -> int:
+        """Most held-out tokens of the final evaluation: it takes no longer than the training, in which a token takes
+        three times as long, but scores `eval_tokens` at least."""
+        return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
     @property
     def n_tiles(self) -> int:

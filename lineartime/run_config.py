@@ -85,13 +85,15 @@ SIZES: dict[str, dict[str, Any]] = {
 """Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop, "small" hours; "base"
 is for one GPU; "paper" is the preset of the task, with the steps and rates of Tables 6-10."""
 SHAPE_FIELDS = ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "chunk_size")
-"""Fields that say how large a model is: where one is set, nobody chooses a size."""
+"""Fields that say how large a model is."""
+RECIPE_FIELDS = ("learning_rate", "warmup_steps", "clip", "clip_scope", "adam_beta2", "init_std")
+"""Fields in which the sizes of another version may differ: a run that is there keeps its own."""
 
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a size for a preset, next to those that are `given`, which rows, batches and warm-up fit: a pair
-    of attention and FFN counts as two GAUs, a head is 64 wide, and the warm-up is a twentieth of the steps. "paper" has
-    none.
+    """The settings of a size for a preset, next to those that are `given`, which rows, batches, heads and warm-up fit:
+    a pair of attention and FFN counts as two GAUs, a head is at least 64 wide, and the warm-up is a twentieth of the
+    steps. "paper" has none.
 
     Raises UsageError for an unknown size or model."""
     require_name("size", size, SIZES)
@@ -100,7 +102,7 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
         return own
     preset = PRESETS[model]
     if preset.ffn != "gau":
-        own |= {"n_layers": own["n_layers"] // 2, "n_heads": own["d_model"] // 64}
+        own["n_layers"] //= 2
         del own["query_key_dim"]
     if preset.chunk_size is None:
         del own["chunk_size"]
@@ -108,6 +110,8 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
     numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
     if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
         context, micro, tokens, steps, width = numbers
+        if preset.ffn != "gau":
+            own["n_heads"] = next((n for n in range(width // 64, 1, -1) if width % (2 * n) == 0), 1)
         micro = max(min(micro, tokens) // context, 1) * context
         own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
                 "warmup_steps": min(max(steps // 20, 1), steps),
@@ -117,8 +121,8 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
 
 def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
     """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any field of
-    `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from, by
-    default "paper"; with `from` those of training alone, without the rate.
+    `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from;
+    without one, "paper". With `from` it gives those of training alone, without the rate.
 
     source: the model of the weights that `from` names; its fields stand for those of a preset. Without chunks, n of
     relu(q k / n + b)^2 keeps its value, so that the weights give what they gave. Raises UsageError for an unknown name
@@ -151,14 +155,15 @@ def check_names(settings: dict[str, Any]) -> None:
     that is not named, and for a model of which there are two."""
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
-    require("model" in settings or "from" in settings, "no model is named", "model",
-            f"one of {', '.join(PRESETS)}, or weights: --from RUN")
+    require("model" in settings or "from" in settings, "training needs a model", "none is named",
+            f"name one of {', '.join(PRESETS)}, or begin with trained weights: --from RUN")
     for other in ("model", "task"):
         require(not {other, "from"} <= settings.keys(), "weights have their own model",
                 f"{other} = {settings.get(other)}, from = {settings.get('from')}", "leave one out")
-    require(settings.get("data", "") != "", "no data is named", "data",
+    require(settings.get("data", "") != "", "training needs text", "no data is named",
             "give --data a folder made by `lineartime prepare`")
-    require(settings.get("out", "") != "", "no folder for the run is named", "out", "give --out a folder")
+    require(settings.get("out", "") != "", "training needs a folder for the run", "none is named",
+            "give --out a new folder")
     for name in ("data", "out", "from"):
         value = settings.get(name, "-")
         require(isinstance(value, str) and value != "" and "\0" not in value, "wrong value", f"{name} = {value!r}",

@@ -1,6 +1,7 @@
 """The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
 
 import itertools
+import logging
 import math
 import os
 import signal
@@ -21,7 +22,7 @@ from lineartime import checkpoint
 from lineartime.atomic_io import read_bytes, write_atomically, write_json
 from lineartime.config import TrainConfig, to_dict
 from lineartime.data.mixture import read_mixture
-from lineartime.data.run_settings import RESULT_FILE, config_for_data, saved_run
+from lineartime.data.run_settings import RESULT_FILE, saved_run, sized_config
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, open_split, read_manifests, sha256_of
 from lineartime.distributed.ordered import (
@@ -61,6 +62,8 @@ from lineartime.run_config import RunConfig
 from lineartime.runtime import available_bytes, is_picked, peak_bytes, pick_device
 from lineartime.weights.folder import tokenizer_files
 from lineartime.weights.start import check_shapes, find_weights, first_weights
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int | None], None]
 """A callback of progress: a description, the amount done, and the total, None if unknown."""
@@ -447,7 +450,8 @@ class TrainResult:
     config: RunConfig
     scores: dict[str, Any]
     """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
-    whole held-out split), "peak_mib", and for short text "xz_bits_per_byte"."""
+    held-out split, after a short run of its first `TrainConfig.last_eval_tokens`), "peak_mib", and for short text that
+    was scored whole "xz_bits_per_byte"."""
     sample: str
     """Generated text, or masked text that the model has filled if it is not causal; empty if the model is sharded."""
     already: bool
@@ -462,15 +466,21 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     the result file and a plot into the run's folder `config.out`.
 
     config: a run, or a flat table of settings (`model` or `from`, `size`, `data`, `out` and any field of the
-    configurations, see `config_for_data`). A run whose source is there begins with those weights at step 0; when it
-    goes on it does not need them. device: by default cuda if available. stop: requests a save and an end, see
-    `StopSignal.listening`. on_step and on_micro_batch: see `fit`. progress is called during the final evaluation, in
-    tokens. Under `torchrun` every rank calls it with the same arguments, and a rank that does not answer for
-    `rank_timeout` seconds is lost.
+    configurations, see `sized_config`); where it names no size, the log says which was taken. A run whose source is
+    there begins with those weights at step 0; when it goes on it does not need them. device: by default cuda if
+    available. stop: requests a save and an end, see `StopSignal.listening`. on_step and on_micro_batch: see `fit`.
+    progress is called during the final evaluation, in tokens. Under `torchrun` every rank calls it with the same
+    arguments, and a rank that does not answer for `rank_timeout` seconds is lost.
     Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
     damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
     RankError for a rank that was lost, Stopped after saving."""
-    settings = config if isinstance(config, RunConfig) else config_for_data(config)
+    if isinstance(config, RunConfig):
+        settings = config
+    else:
+        settings, size = sized_config(config, device)
+        if "size" not in config and launched().is_first:
+            train = settings.train
+            logger.warning(f"size {size}; it takes {train.steps:,} steps of {train.tokens_per_step:,} tokens")
     stop = stop or StopSignal()
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE), read_manifests(data)
@@ -505,15 +515,17 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
 def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: Ranks,
            progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split and, unless the model is sharded, write a sample; returns the result file's content. Its
-    "peak_mib" is the largest peak memory of a process in training; if the run was resumed, earlier processes do not
-    count."""
+    """Score the held-out split (of it `TrainConfig.last_eval_tokens` at most) and, unless the model is sharded, write a
+    sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process in training; if
+    the run was resumed, earlier processes do not count."""
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(data, "validation")
+    n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)
+    is_whole = n_scored == held_out.n_tokens
     evaluation, by_source = evaluate_data(
         model, held_out, context=config.model.context, precision=config.train.precision,
-        batch_rows=config.micro_batch_rows, ranks=ranks,
-        progress=stop.watch(SAVED, progress, "evaluating", held_out.n_tokens, ranks))
+        batch_rows=config.micro_batch_rows, ranks=ranks, max_tokens=None if is_whole else n_scored,
+        progress=stop.watch(SAVED, progress, "evaluating", n_scored, ranks))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
                               **({"by_source": {name: each.to_dict() for name, each in by_source.items()}}
                                  if by_source else {}),
@@ -522,7 +534,7 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
         return result
     stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
     small = open_split(stream.folder, "train").n_bytes + stream.n_bytes <= XZ_LIMIT_BYTES
-    if config.model.causal and not by_source and small:
+    if config.model.causal and not by_source and small and is_whole:
         result["xz_bits_per_byte"] = xz_bits_per_byte(stream.folder)
     model.eval()
     if run.is_sharded:  # all weights would be gathered again for every token

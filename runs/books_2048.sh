@@ -15,7 +15,7 @@ run() { # MODEL LEARNING_RATE STEPS
     transformer++) fields="--set n_layers=4 --set n_heads=4" ;;
   esac
   # shellcheck disable=SC2086  # the fields are words
-  lineartime train "$model" --data "$out/data" --out "$out/$name-$2-$3" --context 2048 --tokens-per-step 8192 --steps "$3" \
+  lineartime train "$model" --size paper --data "$out/data" --out "$out/$name-$2-$3" --context 2048 --tokens-per-step 8192 --steps "$3" \
     --set d_model=256 $fields --set micro_batch_tokens=2048 --set learning_rate="$2" --set warmup_steps=$(($3 / 10)) \
     --set precision=bfloat16 --set eval_every=100 --set eval_tokens=65536 --set save_every=100
 }

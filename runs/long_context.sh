@@ -10,7 +10,7 @@ mapfile -t longest < <(find "$books/train" -name '*.txt' -printf '%s %p\n' | sor
 mapfile -t train < <(find "$books/train" -name '*.txt' | sort | grep -vxF "$(printf '%s\n' "${longest[@]}")")
 lineartime prepare "${train[@]}" --validation "$books/validation" --test "$books/test" --test "${longest[0]}" --test "${longest[1]}" \
   --vocab-size 4096 --out "$out/data"
-lineartime train flash --data "$out/data" --out "$out/run" --context 65536 --tokens-per-step 65536 --steps 110 \
+lineartime train flash --size paper --data "$out/data" --out "$out/run" --context 65536 --tokens-per-step 65536 --steps 110 \
   --set d_model=256 --set n_layers=4 --set micro_batch_tokens=65536 --set learning_rate=1e-2 --set warmup_steps=10 \
   --set activation_checkpointing=true --set compile=true --set precision=bfloat16 \
   --set eval_every=55 --set eval_tokens=131072 --set save_every=5

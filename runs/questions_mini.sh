@@ -7,7 +7,7 @@
 set -euo pipefail
 wiki=$1 triviaqa=$2 squad=$3 out=$4
 lineartime prepare "$wiki" --task wiki40b --mlm --vocab-size 8192 --out "$out/data"
-lineartime train flash --task wiki40b --data "$out/data" --out "$out/mlm" --context 512 --tokens-per-step 8192 --steps 1100 \
+lineartime train flash --size paper --task wiki40b --data "$out/data" --out "$out/mlm" --context 512 --tokens-per-step 8192 --steps 1100 \
   --set causal=false --set n_layers=6 --set d_model=256 --set query_key_dim=64 --set chunk_size=128 --set precision=bfloat16 \
   --set micro_batch_tokens=8192 --set learning_rate=4e-3 --set clip=1.0 --set warmup_steps=100 \
   --set eval_every=275 --set eval_tokens=50000 --set save_every=275

@@ -119,7 +119,7 @@ def articles(model: str, variant: str, seed: int, texts: Path, out: Path, stop: 
     data, run = out / cell.text.name, out / f"{model}-{variant}-{seed}"
     if not data.exists():
         prepare([texts / cell.text.folder], data, task=cell.text.task, vocab_size=cell.text.vocab_size)
-    settings = {**cell.settings(seed), "compile": False, "data": str(data), "out": str(run)}
+    settings = {**cell.settings(seed), "compile": False, "size": "paper", "data": str(data), "out": str(run)}
     shutil.rmtree(run, ignore_errors=True)  # a step's change depends on the steps of this process
 
     with waking(variant, seed, on_step) as step:

@@ -1,81 +1,25 @@
-"""What a run of `lineartime train` will be: its size where none is named, its plan, and its time."""
+"""What a run of `lineartime train` will be: its plan, and its time."""
 
-import os
+import itertools
 import statistics
 import time
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lineartime.cli.terminal import Terminal, say
+from lineartime.cli.terminal import Terminal, duration, say
 from lineartime.distributed.ranks import launched
-from lineartime.run_config import SHAPE_FIELDS, SIZES, RunConfig, size_settings
+from lineartime.run_config import RunConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from lineartime.data.tokens import Manifest
 
 COUNTED_FROM = 1e12
 """FLOPs of a run, at least, from which its memory is counted, which takes seconds."""
 TIMED = 3
 """Micro-batches of the run that are timed before its time is told."""
-
-
-def sized_config(given: dict[str, Any], *, is_whole: bool, device: str | None) -> tuple[RunConfig, str]:
-    """The run of the settings `given`, and how large it is and why. Where they name no size and no `SHAPE_FIELDS`, it
-    is as large as the run that is in the folder, or as fits the machine; those of a file are whole: the paper's size.
-
-    Wrong settings are refused before torch is imported. Raises as `config_for_data` and `pick_device` do, and
-    CheckpointError for a damaged run in the folder."""
-    from lineartime.data.run_settings import config_for_data
-
-    shapes = [name for name in SHAPE_FIELDS if name in given]
-    if "size" in given or shapes or is_whole:
-        rest = f", but for {', '.join(shapes)}" if shapes else ""
-        return config_for_data(given), f"{given.get('size', 'paper')}{rest}"
-    if "from" in given and given.keys() & {"steps", "tokens_per_step"}:
-        return config_for_data(given), "that of the weights"
-    config_for_data({"size": next(iter(SIZES)), **given})
-    stored = stored_sizes(given)
-    if stored:
-        return config_for_data(stored | given), "that of the run in this folder"
-    from lineartime.runtime import pick_device
-
-    size, why = fitting_size(pick_device(device))
-    return config_for_data({"size": size, **given}), f"{size}, for {why}; --size names another: {', '.join(SIZES)}"
-
-
-def stored_sizes(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a size has, of the run in the folder `out` that has the same preset and task; none without one,
-    and for one that has saved nothing yet, which the next overwrites.
-
-    Raises CheckpointError for a damaged description."""
-    from lineartime.data.run_settings import saved_run
-    from lineartime.run import read_run
-
-    if not saved_run(Path(given["out"])):
-        return {}
-    run = read_run(Path(given["out"]))
-    preset = given.get("model", run["preset"])
-    if run.get("from") != given.get("from") or (run["preset"], run["task"]) != (preset, given.get("task", "wiki40b")):
-        return {}
-    fields = {**run["train"], **({} if "from" in given else run["model"])}
-    return {name: fields[name] for size in SIZES for name in size_settings(size, preset, {}) if name in fields}
-
-
-def fitting_size(device: "torch.device") -> tuple[str, str]:
-    """The largest size that trains on this machine within hours, but never the paper's; and why, in words."""
-    from lineartime.runtime import available_bytes
-
-    if device.type == "cuda":
-        import torch
-
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return "base" if memory >= 20 * 2**30 else "small", f"a GPU of {memory / 2**30:.0f} GiB"
-    n_cores, available = len(os.sched_getaffinity(0)), available_bytes()
-    enough = available is None or available >= 8 * 2**30
-    memory_words = "" if available is None else f" and {available / 2**30:.0f} GiB of free memory"
-    return "small" if n_cores >= 8 and enough else "tiny", f"a processor with {n_cores} cores{memory_words}"
+RECENT = 32
+"""Micro-batches by whose times the time left is told."""
 
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: str | None) -> None:
@@ -98,7 +42,8 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
         say("also     flash is the paper's; flash+ learns to recall what is further back than a chunk")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
-        f"{n_tokens:,} tokens, {words_of(n_tokens / n_train)} epochs")
+        f"{n_tokens:,} tokens, {words_of(n_tokens / n_train)} epochs"
+        + (": above ten, the model learns the text by heart; lower --steps" if n_tokens > 10 * n_train else ""))
     if 6 * model.least_parameters * n_tokens < COUNTED_FROM:
         return
     from lineartime.benchmark.plan import plan
@@ -126,45 +71,39 @@ def tokens_of(manifests: "list[Manifest]", split: str) -> int:
 
 
 class Pace:
-    """Shows how far a step is, and tells the time of the run once after its first micro-batches; the `on_micro_batch`
-    of training."""
+    """Shows how far a step is and how long the run will still take, and tells its time after its first micro-batches;
+    the `on_micro_batch` of training."""
 
     def __init__(self, config: RunConfig, manifests: "list[Manifest]", terminal: Terminal):
         self.config, self.terminal = config, terminal
         self.held_out = tokens_of(manifests, "validation")
-        self.began: list[float] = []
-        self.first: int | None = None
+        self.n_begun, self.first = 0, 0
+        self.began: deque[float] = deque(maxlen=RECENT)
 
     def __call__(self, step: int, number: int) -> None:
-        train, n = self.config.train, n_micro_batches(self.config)
-        self.first = step if self.first is None else self.first
-        if len(self.began) <= TIMED:
-            self.began.append(time.perf_counter())
-            if len(self.began) == TIMED + 1:
-                each = statistics.median(b - a for a, b in zip(self.began, self.began[1:], strict=False))
-                say(f"time     {duration(self.seconds_left(step, each))}"
-                    + (f" for the {train.steps - step:,} steps that are left" if self.first else ""))
-        self.terminal.micro_batch(step, train.steps, number, n)
+        self.first = self.first if self.n_begun else step
+        left, steps = self.left(step, number), self.config.train.steps
+        if self.n_begun == TIMED:
+            say(f"time     {left}" + (f" for the {steps - step:,} steps that are left" if self.first else ""))
+        self.n_begun += 1
+        self.began.append(time.perf_counter())
+        self.terminal.micro_batch(step, steps, number, n_micro_batches(self.config), left)
 
-    def seconds_left(self, step: int, micro_batch_s: float) -> float:
+    def left(self, step: int, number: int = 0) -> str | None:
+        """How long the run will still take, in words, now that `number` micro-batches of the next step are done; None
+        before the first one's end."""
+        lengths = [b - a for a, b in itertools.pairwise([*self.began, time.perf_counter()])]
+        return duration(self.seconds_left(step, number, statistics.median(lengths))) if lengths else None
+
+    def seconds_left(self, step: int, number: int, micro_batch_s: float) -> float:
         """Of the steps and of the held-out scores, of which a token takes a third of one in training."""
         train = self.config.train
         n_scores = train.steps // train.eval_every - step // train.eval_every
-        scored = n_scores * min(train.eval_tokens, self.held_out) + self.held_out
+        scored = n_scores * min(train.eval_tokens, self.held_out) + min(train.last_eval_tokens, self.held_out)
         of_scores = scored / train.micro_batch_tokens / 3 / launched().size
-        return micro_batch_s * (n_micro_batches(self.config) * (train.steps - step) + of_scores)
+        return micro_batch_s * (n_micro_batches(self.config) * (train.steps - step) - number + of_scores)
 
 
 def words_of(number: float) -> str:
     """A number to two digits."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-
-
-def duration(seconds: float) -> str:
-    """A time in words, to one unit."""
-    if seconds < 10:
-        return "a few seconds"
-    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"about {seconds / length:,.0f} {unit}"
-    return f"about {seconds:.0f} seconds"

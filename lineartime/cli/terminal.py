@@ -128,9 +128,19 @@ def shown_log() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def duration(seconds: float) -> str:
+    """A time in words, to one unit."""
+    if seconds < 10:
+        return "a few seconds"
+    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"about {seconds / length:,.0f} {unit}"
+    return f"about {seconds:.0f} seconds"
+
+
 class Terminal:
     """Progress of the library's functions on stderr: one live bar at a time on a terminal; elsewhere a line every ten
-    seconds."""
+    seconds. Both tell the time left."""
 
     def __init__(self, *, stay: bool = False) -> None:
         """stay: whether finished bars stay visible, as those of training always do."""
@@ -163,7 +173,8 @@ class Terminal:
             self.bar = Progress(TextColumn(f"{what} {of}", markup=False), BarColumn(),
                                 TextColumn("{task.description}", markup=False),
                                 TimeElapsedColumn(), *left, console=self.console,
-                                transient=not self.stay and what != "step", disable=not self.console.is_terminal)
+                                transient=not self.stay and what != "step", disable=not self.console.is_terminal,
+                                get_time=time.time, speed_estimate_period=300)
             self.task = self.bar.add_task("", total=total)
             self.bar.start()
             self.what = what
@@ -174,11 +185,14 @@ class Terminal:
         self.begin(what, total).update(self.task, completed=done)
         self.say_now_and_then(f"{what} {done:,}" + ("" if total is None else f"/{total:,}"))
 
-    def say_now_and_then(self, line: str) -> None:
-        """Print a line where there is no terminal, ten seconds after the one before."""
+    def say_now_and_then(self, line: str, left: str | None = None) -> None:
+        """Print a line where there is no terminal, ten seconds after the one before, with the time left: by default by
+        the speed of the bar."""
         if not self.console.is_terminal and time.time() - self.last_line >= 10:
             self.last_line = time.time()
-            note(line)
+            if left is None and self.bar is not None and (seconds := self.bar.tasks[0].time_remaining):
+                left = duration(seconds)
+            note(line if left is None else f"{line}  {left} left")
 
     def counting(self, what: str, total: int | None = None) -> "Callable[[int], None]":
         """The `progress` callback for a function that passes a count alone."""
@@ -190,8 +204,8 @@ class Terminal:
         self.begin("bytes of text", total).update(self.task, completed=n_bytes, description=words)
         self.say_now_and_then(f"{n_bytes:,}" + ("" if total is None else f"/{total:,}") + f" bytes of text  {words}")
 
-    def step(self, record: dict[str, Any]) -> None:
-        """Show a line of the metrics; the `on_step` callback of training."""
+    def step(self, record: dict[str, Any], left: str | None = None) -> None:
+        """Show a line of the metrics; the `on_step` callback of training. left: see `say_now_and_then`."""
         step, steps, clock = record["step"], record["steps"], record["clock"]
         bar = self.begin("step", steps)
         if "held_out" in record:
@@ -202,15 +216,15 @@ class Terminal:
         if step == steps or not self.stepped:
             self.last_line = 0.0
         self.stepped = True
-        self.say_now_and_then(f"step {step}/{steps}  {self.words}")
+        self.say_now_and_then(f"step {step}/{steps}  {self.words}", left)
 
-    def micro_batch(self, step: int, steps: int, number: int, of: int) -> None:
+    def micro_batch(self, step: int, steps: int, number: int, of: int, left: str | None) -> None:
         """Show how far a step is; called before each micro-batch."""
         bar, where = self.begin("step", steps), f"micro-batch {number + 1}/{of}"
         if of > 1:
             shown = f"{self.words}  {number + 1}/{of}" if self.words else where
             bar.update(self.task, completed=step, description=shown)
-        self.say_now_and_then(f"step {step}/{steps}  {where}  {self.words}".rstrip())
+        self.say_now_and_then(f"step {step}/{steps}  {where}  {self.words}".rstrip(), left)
 
 
 class TextStreamer:

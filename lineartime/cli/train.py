@@ -8,7 +8,7 @@ import typer
 
 from lineartime.atomic_io import read_toml
 from lineartime.cli.arguments import Device, RankTimeout, Setting, complete_from
-from lineartime.cli.outlook import Pace, say_plan, sized_config
+from lineartime.cli.outlook import Pace, say_plan, tokens_of
 from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping, summary
 from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
 from lineartime.config import PRESETS, TASKS
@@ -31,7 +31,7 @@ def train(
     out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
     size: Annotated[str | None, typer.Option(
         autocompletion=complete_from(SIZES), help=f"{', '.join(SIZES)}; by default what fits the machine, but paper "
-        "for a file of settings and where layers or a width are set.")] = None,
+        "for a file that sets layers, width, batch and steps.")] = None,
     task: Annotated[str | None, typer.Option(
         autocompletion=complete_from(TASKS), help="Use the specification of c4, wiki40b or pg19.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
@@ -47,8 +47,13 @@ def train(
     results_are_files()
     if log is not None:
         require_tracker(log)
-    given: dict[str, Any] = read_toml(Path(model)) if model and model.endswith(".toml") else {}
-    if model and not given:
+    given: dict[str, Any] = {}
+    if model and model.endswith(".toml"):
+        given = read_toml(Path(model))
+        whole = {"steps", "tokens_per_step"} | (set() if "from" in given else {"n_layers", "d_model"})
+        if whole <= given.keys():  # and nothing is to be chosen: what it does not name is the paper's
+            given.setdefault("size", "paper")
+    elif model:
         given["model"] = model
     for name, value in (("from", weights), ("data", data), ("out", out), ("size", size), ("task", task),
                         ("context", context), ("tokens_per_step", tokens_per_step), ("steps", steps)):
@@ -56,7 +61,9 @@ def train(
             given[name] = value
     given.update(parse_setting(text) for text in settings or [])
     with interrupted_at_once():
-        config, size_words = sized_config(given, is_whole=bool(model and model.endswith(".toml")), device=device)
+        from lineartime.data.run_settings import sized_config
+
+        config, size_words = sized_config(given, device)
         from lineartime.data.tokens import read_manifests
         from lineartime.training import StopSignal, train
 
@@ -64,13 +71,15 @@ def train(
     say_plan(config, manifests, size_words, device)
     tracker = tracked(log, config) if log is not None and launched().is_first else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
+        pace = Pace(config, manifests, terminal)
+
         def on_step(record: dict[str, Any]) -> None:
-            terminal.step(record)
+            terminal.step(record, pace.left(record["step"]))
             if track is not None:
                 track(record)
 
         done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
-                     on_micro_batch=Pace(config, manifests, terminal), rank_timeout=rank_timeout)
+                     on_micro_batch=pace, rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
@@ -85,8 +94,13 @@ def say_trained(done: "TrainResult") -> None:
     from lineartime.data.tokens import read_manifests
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
-    tasks = [manifest.settings.get("task") for manifest in read_manifests(config.data)]
+    manifests = read_manifests(config.data)
+    tasks = [manifest.settings.get("task") for manifest in manifests]
     say(summary("held-out", scores, tasks[0] if len(set(tasks)) == 1 else None))
+    n_held_out = tokens_of(manifests, "validation")
+    evaluate = f"lineartime evaluate {out} --data {read_mixture(config.data)[0].folder} --split validation"
+    if n_held_out > config.train.last_eval_tokens:
+        say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")
     for folder, each in done.scores.get("by_source", {}).items():
         say(f"         {folder}: {each['loss']:.3f} nats per {'masked ' * ('masked' in each)}token")
     if "xz_bits_per_byte" in done.scores:
@@ -105,4 +119,4 @@ def say_trained(done: "TrainResult") -> None:
     say(f"plot     {out / 'loss.png'}")
     say(f"metrics  {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
-    say(f"next     {generate}lineartime evaluate {out} --data {read_mixture(config.data)[0].folder} --split validation")
+    say(f"next     {generate}{evaluate}")

@@ -113,7 +113,7 @@ def train_command(card: Card) -> str:
     defaults, begin = to_dict(plain.model) | to_dict(plain.train), [preset, "--size", "paper", "--task", task]
     if "from" in card.description:
         own = replace_fields(ModelConfig(), card.description["from_model"])
-        defaults, begin = to_dict(own) | to_dict(plain.train), ["--from", source_of(card)]
+        defaults, begin = to_dict(own) | to_dict(plain.train), ["--from", source_of(card), "--size", "paper"]
     words = ["lineartime", "train", *begin, "--data", plain.data, "--out", plain.out]
     for name, value in (to_dict(card.config) | card.description["train"]).items():
         of_data = name in ("vocab_size", "end_of_document")

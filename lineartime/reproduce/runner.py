@@ -180,7 +180,7 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
     """Train and evaluate, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     run, rows = folder / "run", []
-    given = {**cell.settings(job.seed), "data": str(place.data(cell.text)), "out": str(run)}
+    given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(run)}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "settings.toml", toml(given))
     stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,15 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.benchmark import plan
 from lineartime.cli import outlook
-from lineartime.cli.outlook import Pace, duration, fitting_size, sized_config, stored_sizes
-from lineartime.cli.terminal import Terminal
+from lineartime.cli.outlook import Pace
+from lineartime.cli.terminal import Terminal, duration
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
+from lineartime.data import run_settings
+from lineartime.data.run_settings import fitting_size, sized_config, stored_sizes
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
 from lineartime.info import describe
-from lineartime.run_config import SHAPE_FIELDS, SIZES, run_config
+from lineartime.run_config import SIZES, run_config
 from lineartime.training import StopSignal
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
@@ -74,17 +78,94 @@ def test_what_is_set_stands_and_the_rest_fits_it() -> None:
         made(context="long")
 
 
-def test_a_size_is_chosen_where_nothing_says_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlook, "fitting_size", lambda device: ("small", "a reason"))
-    given = {"model": "flash", "data": str(data), "out": str(tmp_path / "run")}
+@pytest.mark.parametrize("model", ["flash", "transformer++"])
+def test_a_field_that_is_set_changes_that_field_alone(model: str, data: Path, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the name "paper" makes a run as large as the paper's."""
+    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("small", "a reason"))
+    given = {"model": model, "data": data, "out": tmp_path / "run"}
+    plain, words = sized_config(given, "cpu")
+    assert (plain.model.d_model, plain.train.steps) == (256, 2000)
+    assert words == "small, for a reason; to choose another, name a size: tiny, small, base, paper"
+    assert sized_config({**given, "size": "paper"}, "cpu")[0].train == run_config({"model": model, **PLACE}).train
+    for name, value, but in (("n_layers", 3, "n_layers"), ("expansion_factor", 2.0, "expansion_factor"),
+                             ("query_key_dim", 32, "query_key_dim"), ("weight_decay", 0.1, ""), ("seed", 2, "")):
+        changed, words = sized_config({**given, name: value}, "cpu")
+        fields = {**vars(changed.model), **vars(changed.train)}
+        assert fields == {**vars(plain.model), **vars(plain.train), name: value}
+        assert words.startswith(f"small, but for {but}, for" if but else "small, for")
 
-    def width(is_whole: bool = False, **more: object) -> int:
-        return sized_config(given | more, is_whole=is_whole, device="cpu")[0].model.d_model
 
-    assert width() == width(steps=20, context=512) == 256 and width(size="tiny") == 192
-    assert width(is_whole=True) == width(n_layers=2) == width(chunk_size=64) == width(size="paper") == 768
-    assert "a reason" in sized_config(given, is_whole=False, device="cpu")[1]
-    assert {"n_layers", "d_model"} < set(SHAPE_FIELDS)
+@pytest.mark.parametrize(("width", "n_heads"), [(64, 1), (100, 1), (256, 4), (300, 3), (320, 5)])
+def test_heads_fit_the_width(width: int, n_heads: int) -> None:
+    model = run_config({"model": "transformer++", "size": "tiny", "d_model": width, **PLACE}).model
+    assert (model.d_model, model.n_heads) == (width, n_heads)
+
+
+@pytest.mark.parametrize(("left_out", "size"), [([], "paper"), (["steps"], "tiny"), (["n_layers"], "tiny")])
+def test_a_file_that_is_whole_has_the_papers_other_fields(left_out: list[str], size: str, data: Path, tmp_path: Path,
+                                                          call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("tiny", "a reason"))
+    monkeypatch.setattr("lineartime.cli.train.say_plan", lambda *plan: plans.append(plan))
+    monkeypatch.setattr("lineartime.training.train", lambda config, **options: lineartime.training.TrainResult(
+        tmp_path, config, {}, "", True))
+    plans: list[tuple[Any, ...]] = []
+    fields = {"n_layers": 1, "d_model": 16, "steps": 2, "tokens_per_step": 4096}
+    (tmp_path / "run.toml").write_text('model = "flash"\n' + "".join(
+        f"{name} = {value}\n" for name, value in fields.items() if name not in left_out))
+    assert call("train", tmp_path / "run.toml", "--data", data, "--out", tmp_path / "run")[0] == 0
+    ((config, _, words, _),) = plans
+    assert words.startswith(size) and config.train.learning_rate == (7e-4 if size == "paper" else 4e-3)
+
+
+def test_from_python_a_size_is_chosen_too_and_told(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "tiny", SIZES["tiny"] | {"n_layers": 2, "d_model": 16, "context": 64, "steps": 2,
+                                                        "tokens_per_step": 128, "micro_batch_tokens": 64})
+    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("tiny", "a reason"))
+    given = {"model": "flash", "data": data, "out": tmp_path / "run", "n_layers": 1}
+    done = lineartime.train(given, device="cpu")
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]  # shown anywhere
+    assert told == ("size tiny, but for n_layers, for a reason; to choose another, name a size: tiny, small, base, "
+                    "paper; it takes 2 steps of 128 tokens")
+    assert (done.config.model.n_layers, done.config.train.steps) == (1, 2)
+    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("small", "another machine"))
+    assert lineartime.train(given, device="cpu").already
+
+
+def test_a_run_of_another_version_keeps_its_recipe(data: Path, tmp_path: Path, call: Call) -> None:
+    """Version de33a4d had one learning rate and warm-up for all models of a size."""
+    bare = ["train", "transformer++", "--size", "tiny", "--data", data, "--out", tmp_path / "run", "--steps", "2",
+            "--context", "32", "--tokens-per-step", "64", "--set", "n_layers=1", "--set", "d_model=16"]
+    old = [word for name in ("learning_rate=3e-3", "warmup_steps=0", "clip=0.3", "clip_scope=local", "init_std=0.05",
+                             "adam_beta2=0.9") for word in ("--set", name)]
+    assert call(*bare, *old)[0] == 0
+    code, out, err = call(*bare)
+    assert code == 0 and "complete" in out, err
+    assert_refused(*call(*bare, "--set", "learning_rate=1e-3")[::2], 2, "learning_rate: 0.003 -> 0.001")
+
+
+def test_many_epochs_are_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = read_manifest(data)
+    n_tokens = manifest.splits["train"].tokens
+    for n_epochs, told in ((10, "epochs\n"), (11, "epochs: above ten, the model learns the text by heart")):
+        config = run_config({"model": "flash", "context": 8, "d_model": 16, "n_layers": 1, "vocab_size": 257,
+                             "tokens_per_step": 8, "micro_batch_tokens": 8, "steps": n_tokens * n_epochs // 8, **PLACE})
+        outlook.say_plan(config, [manifest], "paper", "cpu")
+        assert f", {n_epochs} {told}" in capsys.readouterr().out
+
+
+def test_the_last_score_takes_no_longer_than_the_training(data: Path, tmp_path: Path, call: Call) -> None:
+    """But it scores all where the run is long enough."""
+    n_held_out = read_manifest(data).splits["validation"].tokens
+    for steps in (2, 8):
+        code, out, err = call(*command(data, tmp_path / f"{steps}", steps=steps, warmup_steps=0, eval_tokens=128))
+        scores = json.loads((tmp_path / f"{steps}/result.json").read_text())
+        most = 3 * steps * 128
+        assert code == 0 and (n_held_out > most) == (steps == 2), err
+        assert scores["held_out"]["n_tokens"] == pytest.approx(min(most, n_held_out), abs=33)
+        assert (f"a part of the {n_held_out:,} tokens, because the run was short; all of them: lineartime evaluate "
+                in out) == ("xz_bits_per_byte" not in scores) == (steps == 2)
 
 
 def test_the_bare_command_goes_on_with_the_run_that_is_there(data: Path, tmp_path: Path, call: Call) -> None:
@@ -126,15 +207,17 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
     assert code == 0
     labels = [line.split()[0] for line in said.splitlines() if line]
     assert labels[:8] == ["size", "model", "also", "data", "run", "memory", "on", "time"]
-    assert "15 steps of 128 tokens in rows of 32: 1,920 tokens, 0.24 epochs" in said and "paper, but for" in said
+    assert "15 steps of 128 tokens in rows of 32: 1,920 tokens, 0.24 epochs\n" in said
+    assert "paper, but for n_layers, d_model, query_key_dim, chunk_size\n" in said
     parts = dict(line.split(maxsplit=1) for line in said.splitlines() if line)
     assert parts["data"].startswith(f"{read_manifest(data).splits['train'].tokens:,} tokens to train on")
     assert parts["time"] == "a few seconds" and " GiB are free" in parts["memory"]
+    assert all(line.endswith(" left") for line in err.splitlines() if line.startswith("step "))
     assert "step 1/15" in err and "step 15/15" in err
     given = {name: value for name, value in json.loads((tmp_path / "run/run.json").read_text()).items()
              if name in ("model", "train")}
-    lineartime.train({"model": "flash", "data": str(data), "out": str(tmp_path / "quiet"), **given["model"],
-                      **given["train"]}, device="cpu")
+    lineartime.train({"model": "flash", "size": "paper", "data": str(data), "out": str(tmp_path / "quiet"),
+                      **given["model"], **given["train"]}, device="cpu")
     assert_same(tmp_path / "run", what_is_left(tmp_path / "quiet"))
     assert "size " not in call(*command(data, tmp_path / "run"))[1]
 
@@ -161,11 +244,30 @@ def test_a_line_comes_off_a_terminal_while_a_step_takes_long(data: Path, capsys:
             pace(7, number)
             now[0] += 6
     out, err = capsys.readouterr()
-    assert err.splitlines() == [f"step 7/500  micro-batch {n}/16" for n in (3, 5, 7, 9, 11, 13, 15)]
+    assert err.splitlines() == [f"step 7/500  micro-batch {n}/16  about 13 hours left" for n in range(3, 16, 2)]
     assert out == "time     about 13 hours for the 493 steps that are left\n"
-    assert pace.seconds_left(7, 6.0) == pytest.approx(6 * 16 * 493, rel=0.01)
+    assert pace.seconds_left(7, 4, 6.0) == pytest.approx(6 * (16 * 493 - 4), rel=0.01)
     assert [duration(s) for s in (3, 119, 130, 8000, 1e6)] == [
         "a few seconds", "about 119 seconds", "about 2 minutes", "about 2 hours", "about 12 days"]
+
+
+def test_the_time_left_is_corrected(data: Path, capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three slow micro-batches, of a machine that is busy, are forgotten."""
+    config = run_config({"model": "flash", "size": "tiny", **PLACE})
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with Terminal() as terminal:
+        pace = Pace(config, [read_manifest(data)], terminal)
+        assert pace.left(0) is None
+        for step in range(100):
+            for number in range(2):
+                pace(step, number)
+                now[0] += 30 if step < 2 else 3
+            if step == 1:
+                assert pace.left(2) == "about 8 hours"
+    assert pace.left(100) == "about 40 minutes"
+    assert capsys.readouterr().out == "time     about 8 hours\n"
 
 
 def test_lines_come_off_a_terminal_in_any_work(capsys: pytest.CaptureFixture[str],
@@ -175,10 +277,12 @@ def test_lines_come_off_a_terminal_in_any_work(capsys: pytest.CaptureFixture[str
     monkeypatch.setattr(time, "time", lambda: now[0])
     with Terminal() as terminal:
         for what, done, total in (("hashing", 1, 2), ("hashing", 2, 2), ("tokenising", 0, 9000),
-                                  ("tokenising", 5000, 9000), ("tokens read", 7000, None), ("tokens read", 8000, None)):
+                                  ("tokenising", 5000, 9000), ("tokens read", 7000, None), ("tokens read", 8000, None),
+                                  ("evaluating", 10, 400), ("evaluating", 20, 400), ("evaluating", 30, 400)):
             terminal.count(what, done, total)
             now[0] += 6
-    assert capsys.readouterr().err.splitlines() == ["tokenising 0/9,000", "tokens read 7,000"]
+    assert capsys.readouterr().err.splitlines() == ["tokenising 0/9,000", "tokens read 7,000", "evaluating 10/400",
+                                                    "evaluating 30/400  about 4 minutes left"]
 
 
 def test_a_signal_is_answered_while_an_operation_runs() -> None:

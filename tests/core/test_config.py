@@ -124,7 +124,7 @@ REFUSED = [
     ({"attn_scale_len": 0}, "attn_scale_len must be at least 1: attn_scale_len = 0"),
     ({"learning_rate": 10**400}, "wrong value: learning_rate; the number is too large"),
     ({"seed": -(10**5000)}, "wrong value: seed; the number is too large"),
-    ({"data": ""}, "no data is named: data"),
+    ({"data": ""}, "training needs text: no data is named"),
     ({"data": 5}, "wrong value: data = 5; it takes a folder's path"),
     ({"out": ["run"]}, "wrong value: out = ['run']; it takes a folder's path"),
     ({"a\nb": 1}, "unknown setting: a b; one of "),
@@ -245,10 +245,11 @@ def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
 
 
 @pytest.mark.parametrize(("missing", "message"), [
-    ("model", "no model is named: model; one of transformer, transformer+, transformer++, performer, performer-matmul, "
-              "combiner, mc-tfm++, flash-quad, flash, flash+, or weights: --from RUN"),
-    ("data", "no data is named: data; give --data a folder made by `lineartime prepare`"),
-    ("out", "no folder for the run is named: out; give --out a folder"),
+    ("model", "training needs a model: none is named; name one of transformer, transformer+, transformer++, performer, "
+              "performer-matmul, combiner, mc-tfm++, flash-quad, flash, flash+, or begin with trained weights: "
+              "--from RUN"),
+    ("data", "training needs text: no data is named; give --data a folder made by `lineartime prepare`"),
+    ("out", "training needs a folder for the run: none is named; give --out a new folder"),
 ])
 def test_a_run_needs_a_model_data_and_a_folder(missing, message):
     with pytest.raises(UsageError) as refused:

@@ -7,8 +7,8 @@ import os
 from lineartime.data.prepare import SAMPLE, prepare
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 15, 2, 3
-SETTINGS = {"context": 32, "tokens_per_step": 128, "steps": STEPS, "micro_batch_tokens": 64, "n_layers": 1,
-            "d_model": 16, "query_key_dim": 8, "chunk_size": 8, "warmup_steps": 3, "learning_rate": 0.01,
+SETTINGS = {"size": "paper", "context": 32, "tokens_per_step": 128, "steps": STEPS, "micro_batch_tokens": 64,
+            "n_layers": 1, "d_model": 16, "query_key_dim": 8, "chunk_size": 8, "warmup_steps": 3, "learning_rate": 0.01,
             "save_every": SAVE_EVERY, "eval_every": EVAL_EVERY, "eval_tokens": 200}
 
 

@@ -55,7 +55,7 @@ def test_its_card_says_how_it_was_made() -> None:
     assert re.search(r"^\| bits per byte \| 1\.\d{3} \| 1\.\d{3} \|$", CARD, re.MULTILINE)
     assert CARD.startswith((ROOT / "runs" / "small.md").read_text(encoding="utf-8"))
     (line,) = [line for line in CARD.splitlines() if line.startswith("lineartime train ")]
-    printed = dict(map(parse_setting, shlex.split(line)[10::2]))
+    printed = dict(map(parse_setting, shlex.split(line)[12::2]))
     where = {"data": "DATA", "out": "RUN"}
     assert run_config({"model": "flash", **where, **printed}) == run_config(read_toml(ROOT / "runs/small.toml") | where)
     steps = run_config({"model": "flash", **where, **printed}).train.steps

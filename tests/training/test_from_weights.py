@@ -310,11 +310,11 @@ def test_rows_of_a_mixture_are_rows_of_its_texts(root: Path) -> None:
 
 
 def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: Path, call: Call) -> None:
-    data = f"{root}/a/prepared:0.75,{root}/b/prepared:0.25"
-    done = begun(root, tmp_path / "whole", data=data)
+    given = {"data": f"{root}/a/prepared:0.75,{root}/b/prepared:0.25", "eval_tokens": 10_000}  # all of them
+    done = begun(root, tmp_path / "whole", **given)
     with pytest.raises(Stopped):
-        begun(root, tmp_path / "halved", data=data, stop_at=3)
-    begun(root, tmp_path / "halved", data=data)
+        begun(root, tmp_path / "halved", stop_at=3, **given)
+    begun(root, tmp_path / "halved", **given)
     assert_same(tmp_path / "halved", what_is_left(tmp_path / "whole"))
     scores, each = done.scores["held_out"], done.scores["by_source"]
     alone = {}
@@ -332,7 +332,7 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     code, _, err = call("export", tmp_path / "whole", "--out", tmp_path / "export")
     card = (tmp_path / "export/README.md").read_text()
     assert code == 0, err
-    assert "75 % of the rows: " in card and "--from WEIGHTS --data DATA1:3,DATA2:1" in card
+    assert "75 % of the rows: " in card and "--from WEIGHTS --size paper --data DATA1:3,DATA2:1" in card
     assert str(root) not in card
 
 
