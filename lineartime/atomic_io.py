@@ -206,13 +206,15 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
         yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        lock.unlink(missing_ok=True)
+        if not folder.exists():  # else whoever writes next finds the lock, and removes both
+            lock.unlink(missing_ok=True)
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
     else:
         lock.unlink(missing_ok=True)
+        remove_leftovers(path)  # what could not be removed before
     finally:
         os.close(descriptor)
 

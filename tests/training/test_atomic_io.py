@@ -1,5 +1,6 @@
 """Files of JSON lines: added to, cut off by a kill, read while they grow."""
 
+import errno
 import json
 import os
 import shutil
@@ -134,6 +135,30 @@ def test_nothing_is_deleted_but_unlocked_temporary_files(tmp_path):
         (aside / "file").write_text("text")
     assert set(os.listdir(folder)) == kept | {"a.json", "d"}
     assert (outside / "precious").read_text() == "kept" and os.listdir(folder / "d") == ["file"]
+
+
+def test_what_could_not_be_removed_goes_later(tmp_path, monkeypatch):
+    unlink, failing = os.unlink, [True]
+
+    def fail_once(*path, **how):
+        if failing.pop() if failing else False:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        unlink(*path, **how)
+
+    (tmp_path / f"{LEFT}.tmp").mkdir()  # of a killed writer
+    (tmp_path / f"{LEFT}.tmp" / "file").touch()
+    (tmp_path / f"{LEFT}.lock").touch()
+    monkeypatch.setattr(os, "unlink", fail_once)
+    with written_aside(tmp_path / "d") as aside:
+        (aside / "file").touch()
+    assert not failing and os.listdir(tmp_path) == ["d"]
+    with pytest.raises(KeyError), written_aside(tmp_path / "e") as aside:
+        (aside / "file").touch()
+        failing.append(True)
+        raise KeyError
+    assert not failing and len(os.listdir(tmp_path)) == 3
+    remove_leftovers(tmp_path / "e")
+    assert os.listdir(tmp_path) == ["d"]
 
 
 def test_a_folder_that_another_process_writes_is_refused(tmp_path):
