@@ -25,7 +25,7 @@ def pictures_of(table: "DataFrame") -> dict[str, Picture]:
     for what, column, y_label in shown:
         panels = panels_of(table, column, y_label)
         if any(len(line.points) > 1 for panel in panels for line in panel.lines):
-            stem = "-".join(part for part in (*parts, what) if part)
+            stem = re.sub(r"[^\w.+-]+", "-", "-".join(part for part in (*parts, what) if part))
             pictures[f"{stem}.png"] = Picture(f"{title(table)}. {first['hardware']}", panels)
     return pictures
 

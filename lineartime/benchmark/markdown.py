@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lineartime.benchmark import Row
 from lineartime.benchmark.rows import KIND, OURS, TITLES, compare, contexts_of, dtypes_of, newest, side_name, size_of
+from lineartime.markdown import code_span, in_markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -47,7 +48,7 @@ def speed_section(tables: "Sequence[DataFrame]", *, shown: Sequence[str] = (),
 def table_parts(table: "DataFrame", pictures: Sequence[str]) -> list[str]:
     """A title, pictures, ratios, and folded what they are made of."""
     benchmark = table.benchmark.iat[0]
-    parts = [f"### {title(table)}", *links(table, pictures)]
+    parts = [f"### {in_markdown(title(table))}", *links(table, pictures)]
     shown = [SPEED] if benchmark == "step" else [TIMES, STATE]
     shown += [MEMORY] * bool(benchmark == "step" and table.peak_mib.notna().any())
     return [*parts, ratio_table(table), *(folded(what, value_table(table, what)) for what in shown), caption(table)]
@@ -67,7 +68,7 @@ def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures:
     cells = pandas.concat(chosen, ignore_index=True)
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
         "records")) for rival, dtype in SUMMARY]
-    how = f"{title(widest.assign(name=''))}, each model in its fastest variant. Bold: FLASH is slower."
+    how = f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant. Bold: FLASH is slower."
     parts = [*links(widest, pictures(widest)[:1]), how,
              ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), caption(cells)]
     return "\n\n".join(parts) + "\n"
@@ -88,7 +89,8 @@ def title(table: "DataFrame") -> str:
 
 def links(table: "DataFrame", paths: Sequence[str]) -> list[str]:
     """Pictures, and in words what they show."""
-    return [f"![{'Peak memory' if 'memory' in path else 'Time per token'} against context. {title(table)}]({path})"
+    words = in_markdown(title(table))
+    return [f"![{'Peak memory' if 'memory' in path else 'Time per token'} against context. {words}]({path})"
             for path in paths]
 
 
@@ -124,7 +126,7 @@ def by_context(words: Sequence[str], contexts: Sequence[int],
                lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
     """A table with a column for each context: of each line its words, and what is known by context."""
     return markdown([*words, *map(tokens, contexts)], without_repeats(
-        [[*first, *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
+        [[*map(in_markdown, first), *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
 
 
 def ratio_text(pair: Row) -> str:
@@ -153,7 +155,8 @@ def part_table(table: "DataFrame") -> str:
     shown = table.assign(over=over).drop_duplicates([*KIND, "context", "n_tokens"], keep="last")
     for row in shown.to_dict("records"):
         above, many = row["row"].get("above_import_mib"), row["row"].get("many_tokens") or {}
-        lines.append([row["side"].replace("_", " "), row["variant"], row["dtype"], f"{row['n_tokens']:,}",
+        names = row["side"].replace("_", " "), row["variant"], row["dtype"]
+        lines.append([*map(in_markdown, names), f"{row['n_tokens']:,}",
                       f"{row['context']:,}",
                       "failed" if row["failed"] else f"{number(row['ms'])} ({number(row['q1'])}-{number(row['q3'])})",
                       "-" if math.isnan(row["over"]) else number(row["over"]),
@@ -176,27 +179,27 @@ def caption(table: "DataFrame") -> str:
     words += provenance_words(rows)
     for name in sorted({name for row in rows for name in row.get("settings") or {}}):
         chosen = listed((row.get("settings") or {}).get(name, "not set") for row in rows)
-        words.append(f"{name.replace('_', ' ')}: {chosen}")
+        words.append(f"{in_markdown(name.replace('_', ' '))}: {chosen}")
     overhead = [row["peak_mib"] - row["above_import_mib"] for row in rows
                 if row.get("peak_mib") and row.get("above_import_mib") is not None]
     if overhead and table.benchmark.iat[0] == "step":
         words.append(f"memory is the process's own, {statistics.median(overhead):,.0f} MiB of it the imported program")
     commands = unique(re.sub(r" --json [^ ]+", "", row["command"]) for row in rows)
-    made_by = ", ".join(f"`{command}`" for command in commands[:3])
+    made_by = ", ".join(map(code_span, commands[:3]))
     more = f" and {len(commands) - 3} more like them, which the rows have" if len(commands) > 3 else ""
     text = f"<sub>{'; '.join(word for word in words if word)}. Made by {made_by}{more}.</sub>"
     last = newest(table).sort_index()
     failed = unique(f"{side_name(row.side)}, {row.variant}, {row.dtype}, at {tokens(row.context)}: {row.failed}"
                     for row in last[last.failed != ""].itertuples())
-    return text + (f"\n\nFailed: {'; '.join(failed)}." if failed else "")
+    return text + (f"\n\nFailed: {'; '.join(map(in_markdown, failed))}." if failed else "")
 
 
 def machine(row: Row) -> str:
     """What a row was measured on."""
     if row["device"] == "cpu":
         threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
-        return f"{threads} of {row['cpu']}, {row['cores']} cores, {row['memory_gib']:.0f} GiB"
-    return f"one {row['gpu']}, beside {row['cpu']}"
+        return f"{threads} of {in_markdown(row['cpu'])}, {row['cores']} cores, {row['memory_gib']:.0f} GiB"
+    return f"one {in_markdown(row['gpu'])}, beside {in_markdown(row['cpu'])}"
 
 
 def provenance_words(rows: Sequence[Row]) -> list[str]:
@@ -231,8 +234,8 @@ def span_of(texts: Iterable[str]) -> str:
 
 
 def listed(words: Iterable[object]) -> str:
-    """Each once."""
-    return ", ".join(unique(map(str, words)))
+    """Each once, in Markdown."""
+    return ", ".join(unique(in_markdown(str(word)) for word in words))
 
 
 def unique(texts: Iterable[str]) -> list[str]:

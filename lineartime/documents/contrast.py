@@ -40,6 +40,7 @@ from lineartime.documents.tuning import (
 )
 from lineartime.errors import DataError, escaped
 from lineartime.finetuning import BEST, copy_weights, try_rates
+from lineartime.markdown import code_span
 from lineartime.model import DocumentEncoder, LanguageModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, Run
@@ -321,6 +322,6 @@ def write_report(out: Path, pairs: Pairs, scores: dict[str, Any], places: Sequen
                      for name, each in result["learning_rates"].items()]), "",
              "## Most wrong", "", "The pairs whose second text is found last.", ""]
     for i in np.argsort(-np.array(places), kind="stable")[:MOST_WRONG]:
-        lines += [f"- `{escaped(pairs.where[i])}`: found at place {places[i]:,}", "",
+        lines += [f"- {code_span(pairs.where[i])}: found at place {places[i]:,}", "",
                   f"      {escaped(pairs.excerpts[i])}", ""]
     write_atomically(out / REPORT_FILE, "\n".join(lines) + "\n")

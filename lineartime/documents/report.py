@@ -14,6 +14,7 @@ from lineartime.documents.classify import NUMBER, ONE, label_json, label_losses,
 from lineartime.documents.labelled import Documents
 from lineartime.documents.tuning import of_scores
 from lineartime.errors import CheckpointError, escaped
+from lineartime.markdown import code_span, in_markdown
 from lineartime.plot import COLOURS, LACKING, Line, Panel, Picture, draw, drawable
 
 REPORT_FILE, PREDICTIONS_FILE = "report.md", "predictions.jsonl"
@@ -97,12 +98,7 @@ def spaced(name: str) -> str:
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(in_text(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
-
-
-def in_text(words: str) -> str:
-    """Words from data on one line of Markdown, where they are neither HTML nor steer a terminal."""
-    return escaped(" ".join(words.split())).replace("<", "&lt;")
+    return ["| " + " | ".join(map(in_markdown, line)) + " |" for line in lines]
 
 
 def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:
@@ -163,7 +159,7 @@ def most_wrong(head: Head, documents: Documents, logits_NL: np.ndarray) -> list[
     lines = ["## Most wrong", "", f"The {min(MOST_WRONG, len(documents))} documents of the highest loss.", ""]
     for i in np.argsort(-losses_N, kind="stable")[:MOST_WRONG]:
         said = label_json(prediction_of(head, logits_NL[i]).label)
-        lines += [f"- `{escaped(documents.where[i])}`: label {in_text(label_json(documents.labels[i]))}, the model "
-                  f"says {in_text(said)}, loss {losses_N[i]:.3f}", "",
+        lines += [f"- {code_span(documents.where[i])}: label {in_markdown(label_json(documents.labels[i]))}, the model "
+                  f"says {in_markdown(said)}, loss {losses_N[i]:.3f}", "",
                   f"      {escaped(documents.excerpts[i])}", ""]
     return lines

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from lineartime.markdown import in_markdown
 from lineartime.plot import COLOURS, Line, Panel, Picture, draw
 from lineartime.recall.measure import N_DEPTHS, TIMES_LONGER, Row
 from lineartime.recall.study import TEXT, best_rate, read_study
@@ -181,7 +182,7 @@ def section(rows: Sequence[Row], task: str, show: Callable[[str, Picture], str])
             f"numbers; mean of the seeds and their range. A guess has {chance:.2g}.")
     return "\n\n".join([told, markdown(rows, task), *(f"![{picture.caption}]({show(name, picture)})"
                                                      for name, picture in pictures.items()),
-                        f"<sub>`lineartime reproduce recall`; {len(own)} runs; commits {commits}.</sub>"])
+                        f"<sub>`lineartime reproduce recall`; {len(own)} runs; commits {in_markdown(commits)}.</sub>"])
 
 
 def depth_picture_of(rows: Sequence[Row], task: str) -> Picture:

@@ -1,6 +1,5 @@
 """A model card in Markdown. Its numbers come from the run, from its data, or from measurements at the export."""
 
-import re
 import shlex
 import statistics
 import time
@@ -14,6 +13,7 @@ from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
+from lineartime.markdown import code_block, in_markdown
 from lineartime.run_config import run_config
 from lineartime.settings import replace_fields
 
@@ -78,7 +78,7 @@ def training_table(card: Card) -> str:
     train, n_tokens = card.description["train"], card.step * card.description["train"]["tokens_per_step"]
     total, lines, times = sum(weight for _, weight in card.text), [], []
     if "from" in card.description:
-        lines.append(("Began with", f"{source_of(card)}, sha256 {card.description['from_sha256']}"))
+        lines.append(("Began with", f"{source_of(card)}, sha256 {in_markdown(card.description['from_sha256'])}"))
     for manifest, weight in card.text:
         split, of = manifest.splits["train"], f"{100 * weight / total:.3g} % of the rows: " * (len(card.text) > 1)
         lines.append(("Text", f"{of}{split.documents:,} documents, {split.words:,} words, {split.bytes:,} bytes, "
@@ -165,12 +165,6 @@ def sample_text(sample: Sample) -> str:
     first = f"The first {sample.n_tokens} tokens {begun} at temperature {sample.temperature} with seed 0, not chosen:"
     prompt = ["Prompt:", code_block(sample.prompt, "text")] if sample.prompt else []
     return "\n\n".join([*prompt, first, code_block(sample.prompt + sample.text, "text")])
-
-
-def code_block(text: str, language: str = "") -> str:
-    """A fenced code block, whose fence is longer than any in the text, so that no text ends it."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def made_by(made: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lineartime.benchmark.markdown import CLOCKS, folded, listed, machine, markdown, number, provenance_words, unique
+from lineartime.markdown import in_markdown
 from lineartime.reproduce import memory
 from lineartime.reproduce.records import Record
 from lineartime.reproduce.results import CELL, GAPS, Results, gaps, results_of, speedups, spread, step_speedups
@@ -222,7 +223,7 @@ def notes(results: Results) -> list[str]:
     words += [note] if note else []
     left_out = [", ".join(name for name in every if name not in known) for every, known in (
         (table.columns, results.columns), (table.models, results.rows)) if len(known) < len(every)]
-    failures = [f"{row}, {column}{'' if seed is None else f', seed {seed}'}: {error}"
+    failures = [f"{row}, {column}{'' if seed is None else f', seed {seed}'}: {in_markdown(error)}"
                 for (row, column, _, seed), error in results.failed.items()]
     return [*([f"<sub>{' '.join(words)}</sub>"] if words else []),
             *([f"At this scale {NOT_RUN}: {'; '.join(left_out)}."] if left_out else []),
@@ -242,9 +243,9 @@ def provenance(results: Results) -> str:
         words.append(f"steps of {listed(f'{tokens:,}' for tokens in steps.tokens)} tokens timed side by side, median "
                      f"(quartiles) of {listed(row[row['clock'] + '_ms']['n'] for row in steps.record)}, "
                      f"{listed(CLOCKS[row['clock']] for row in steps.record)}")
-    words += unique(f"text {row['text']} ({row['data']['train_tokens']:,} tokens to train on, "
+    words += unique(f"text {in_markdown(row['text'])} ({row['data']['train_tokens']:,} tokens to train on, "
                     f"{row['data']['validation_tokens']:,} held out, vocabulary {row['data']['vocab_size']:,}, "
-                    f"sha256 {row['data']['sha256'][:10]})" for row in results.trained.record)
+                    f"sha256 {in_markdown(row['data']['sha256'][:10])})" for row in results.trained.record)
     if records:
         words += [listed(row["dtype"] for row in records), *unique(map(machine, records)),
                   *provenance_words(records)]

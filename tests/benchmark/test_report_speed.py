@@ -1,6 +1,7 @@
 """Reports from measured rows: ratios by hand and within a run, pages in step with their rows."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ from lineartime.benchmark.figures import pictures_of
 from lineartime.benchmark.markdown import number, ratio_table, speed_section
 from lineartime.benchmark.rows import compare, read_rows, tables_of
 from lineartime.cli.report import report
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError, UsageError, escaped
 from lineartime.plot import digest
 from lineartime.report.pages import fill_pages, filled
+from rendered_markdown import ODD, rendered
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"commit": "0123456789abcdef", "command": "lineartime benchmark run made-up", "cpu": "Made-up CPU", "cores": 2,
@@ -57,6 +59,20 @@ def test_a_ratio_is_the_others_time_over_ours_with_the_quartiles_apart(tmp_path)
     (both,) = compare(table, "flash", "transformer++", by_type=True).itertuples()
     assert (both.value, both.low, both.high) == pytest.approx((1.5, 150 * 0.8 / 125, 150 * 1.2 / 90))
     assert "| Transformer++ | float32 | fastest of each | 1.50 (0.96-2.00) |" in ratio_table(table)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_words_of_rows_are_text(tmp_path, odd):
+    """Rows may be somebody else's."""
+    names = dict.fromkeys(("cell", "cpu", "dtype", "commit", "torch", "command"), odd)
+    rows = [made(model, variant=odd, failed=failed, settings={odd: odd}, **names | {"run": run})
+            for run, failed in (("1", None), ("2", odd)) for model in ("flash", "transformer++", odd.replace("/", ""))]
+    rows += [row | {"benchmark": odd} for row in rows]
+    for page in (speed_section(tables_of(cells_of(tmp_path, rows)), pictures=lambda table: [*pictures_of(table)]),
+                 speed_section(tables_of(cells_of(tmp_path, rows)), shown=[odd.partition("/")[0]])):
+        words, more = rendered(page)
+        assert all(re.fullmatch("</?(sub|details|summary)>|[\\w.+-]+[.]png", each) for each in more), more
+        assert escaped(" ".join(odd.split())) in words
 
 
 def test_steps_of_different_size_are_compared_per_token(tmp_path):

@@ -23,9 +23,10 @@ from lineartime.config import PRESETS, model_config
 from lineartime.data.pretrained import model_folder
 from lineartime.errors import ResourceError
 from lineartime.model import LanguageModel
-from lineartime.release.card import Sample, sample_text
+from lineartime.release.card import Card, Sample, sample_text, training_table
 from lineartime.run_config import run_config
 from lineartime.training import new_model
+from rendered_markdown import ODD, rendered
 
 LINEARTIME = [sys.executable, "-m", "lineartime"]
 
@@ -237,6 +238,14 @@ def test_a_sample_cannot_break_out_of_the_model_card() -> None:
     lines = sample_text(Sample(prompt, text, 5, 0.8)).split("\n")
     assert [line for line in lines if line.startswith("`````")] == ["`````text", "`````"]
     assert lines.index("````text") < lines.index("````") < lines.index("`````text") < lines.index("# Trust me")
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_runs_description_is_text_in_the_card(odd: str) -> None:
+    made = {"from": "somewhere", "from_sha256": odd, "data_sha256": "0" * 64,
+            "train": {"tokens_per_step": 8, "steps": 2, "precision": "float32"}}
+    card = Card(made, PRESETS["flash"], "0" * 64, [], [], 2, 0, {}, None, {})
+    assert rendered(training_table(card))[1] == []
 
 
 def test_memory_that_runs_out_anywhere_is_said_in_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

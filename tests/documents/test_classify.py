@@ -25,13 +25,14 @@ from lineartime.documents.finetune import LabelledDocuments, finetune_documents
 from lineartime.documents.labelled import Documents, class_weights, head_of
 from lineartime.documents.pooling import document_ids
 from lineartime.documents.tuning import DocumentTuning, drawn_window
-from lineartime.errors import CheckpointError, DataError, Stopped, UsageError
+from lineartime.errors import CheckpointError, DataError, Stopped, UsageError, escaped
 from lineartime.model import DocumentClassifier
 from lineartime.plot import digest
 from lineartime.run import Run, read_metrics
 from lineartime.run_config import RunConfig
 from lineartime.training import StopSignal
 from made_documents import CONTEXT, made_rows, write_model, write_rows
+from rendered_markdown import ODD, rendered
 from tiny_runs import assert_same, what_is_left
 
 CPU = torch.device("cpu")
@@ -387,9 +388,25 @@ def test_a_missing_library_is_said_before_anything_is_read(folder, tmp_path, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_a_report_has_names_as_they_are_and_no_more():
+def test_a_report_has_names_as_they_are_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MOST_WRONG", len(ODD))
     lines = report.table(["class"], [["new\nline"], ["<b>a|b</b>"], ["\x1b[1m"]])
-    assert lines[2:] == ["| new line |", r"| &lt;b>a\|b&lt;/b> |", r"| \x1b[1m |"]
+    assert lines[2:] == ["| new line |", r"| &lt;b>a\|b&lt;/b> |", r"| \\x1b\[1m |"]
+    for kind in ("one", "several"):
+        labels = ODD if kind == "one" else [(name,) for name in ODD]
+        head = Head(ONE.problem_type if kind == "one" else SEVERAL.problem_type, tuple(ODD))
+        documents = Documents([np.arange(3)] * len(ODD), labels, [f"a/{name}.txt" for name in ODD],
+                              [" ".join(name.split()) for name in ODD])
+        logits_NL = np.roll(np.eye(len(ODD)), 1, 0) * 2 - 1
+        scores = metrics.score_labels(head, logits_NL, targets_of(head, labels))
+        rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
+        report.write_report(tmp_path, head, documents, logits_NL, {
+            "best": "lr-1e-03", "learning_rates": rates, "without_reading": scores, "known": {"validation": 0}})
+        words, more = rendered((tmp_path / report.REPORT_FILE).read_text())
+        assert more == [report.CONFUSION_FILE, report.CALIBRATION_FILE]
+        for name in ODD:
+            shown = escaped(" ".join(name.split()))
+            assert {shown, f"a/{shown}.txt"} <= {*words.splitlines()}, name
     assert report.in_picture("日本 é\n$5 🎉") == r"□□ é \$5 □"
 
 

@@ -23,6 +23,7 @@ from lineartime.model import DocumentEncoder
 from lineartime.run import read_metrics
 from lineartime.training import StopSignal
 from made_documents import CONTEXT, write_model, write_rows
+from rendered_markdown import ODD, rendered
 from tiny_runs import assert_same, what_is_left
 
 CPU = torch.device("cpu")
@@ -64,6 +65,17 @@ def assert_same_outcome(out, done):
     assert os.readlink(out / "best") == os.readlink(done / "best")
     for name in ("result.json", "report.md"):
         assert (out / name).read_bytes() == (done / name).read_bytes()
+
+
+def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
+    pairs = Pairs([np.arange(2)] * len(ODD), [np.arange(2)] * len(ODD), [f"a/{name}.txt" for name in ODD],
+                  [" ".join(name.split()) for name in ODD])
+    scores = dict.fromkeys(("loss", "mrr", "recall_at_1", "recall_at_10"), 0.5)
+    rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
+    for places in (range(len(ODD)), range(len(ODD), 0, -1)):  # ten of them are shown
+        contrast.write_report(tmp_path, pairs, scores, places, {
+            "best": "lr-1e-03", "learning_rates": rates, "without_training": scores, "known": {"validation": 0}})
+        assert rendered((tmp_path / "report.md").read_text())[1] == []
 
 
 def test_the_loss_is_the_cross_entropy_of_finding_the_partner_both_ways():

@@ -40,6 +40,7 @@ from lineartime.report.pages import filled
 from lineartime.reproduce import recall as campaign
 from lineartime.reproduce.runner import Place
 from lineartime.training import StopSignal, train
+from rendered_markdown import rendered
 from tiny_runs import SETTINGS, prepare_text
 
 ROOT = Path(__file__).parents[2]
@@ -337,6 +338,13 @@ def test_a_table_is_of_the_best_rate():
     picture = report.picture_of(rows, "pairs")
     assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++", "the row's commonest value"]
     assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
+
+
+def test_words_of_rows_are_text():
+    rows = [row("flash", 1e-3, seed, 0.5, None) | {"commit": commit}
+            for seed, commit in enumerate(("![](//a.b)", "<img src>"))]
+    made = report.section(rows, "pairs", lambda name, picture: name)
+    assert rendered(made)[1] == ["recall-pairs.png", "<sub>", "</sub>"]
 
 
 def test_of_equally_good_rates_the_one_that_learns_soonest_is_repeated():

@@ -15,7 +15,7 @@ from PIL import Image
 
 from broken_rows import changed, lines_of_other_types, paths_of
 from lineartime.cli import report as cli_report
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError, UsageError, escaped
 from lineartime.plot import digest
 from lineartime.report.pages import fill_pages, filled
 from lineartime.reproduce.figures import pictures_of
@@ -35,6 +35,7 @@ from lineartime.reproduce.results import (
 from lineartime.reproduce.scales import cells_of
 from lineartime.reproduce.tables import PAPER, TABLES, printed, step_speedup, value
 from made_rows import made_rows, step_row, times, train_row
+from rendered_markdown import ODD, rendered
 
 ROOT = Path(__file__).parents[2]
 WHOLE = 0.125
@@ -480,6 +481,20 @@ def test_the_projects_pages_are_what_its_rows_give():
             for name, picture in drawn.items():
                 with Image.open(ROOT / "docs" / "images" / name) as file:
                     assert file.text["Rows"] == digest(picture), name
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_words_of_records_are_text(tmp_path, odd):
+    names = dict.fromkeys(("cpu", "dtype", "commit", "torch", "command"), odd)
+    rows = [row | names for row in made_rows("gau_ablation")]
+    rows[-1]["failed"] = odd
+    for row in rows:
+        row.get("data", {})["sha256"] = odd
+    results = results_of("gau_ablation", "cpu", read_records(written(tmp_path, rows)))
+    pictures = [(picture.caption, name) for name, picture in pictures_of(results).items()]
+    words, more = rendered(table_section(results, pictures))
+    assert all(re.fullmatch("</?(sub|details|summary)>|[\\w.+-]+[.]png", each) for each in more), more
+    assert escaped(" ".join(odd.split())) in words
 
 
 def command(*arguments):

@@ -1,0 +1,29 @@
+"""Text from data in Markdown: it is shown as it is, and makes no tag, link, picture or cell of its own."""
+
+import re
+
+from lineartime.errors import escaped
+
+
+def in_markdown(text: str) -> str:
+    """Text on one line of Markdown, which does not steer a terminal either."""
+    shown = escaped(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"[\\`!\[\]|]", r"\\\g<0>", shown)
+
+
+def code_span(text: str) -> str:
+    """Text on one line of Markdown as code."""
+    shown = escaped(" ".join(text.split()))
+    fence, space = fence_of(shown, 1), " " * ("`" in shown)
+    return f"{fence}{space}{shown}{space}{fence}"
+
+
+def code_block(text: str, language: str = "") -> str:
+    """Lines of code."""
+    fence = fence_of(text, 3)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def fence_of(text: str, least: int) -> str:
+    """More backticks than there are in a row in a text, so that no text ends what they begin."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
