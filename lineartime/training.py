@@ -50,14 +50,14 @@ from lineartime.distributed.ranks import (
 from lineartime.distributed.shard import OrderedReduceScatter, local, padded, shard_model, sharded_parts, write_back
 from lineartime.distributed.tiles import by_tile, twins_of
 from lineartime.distributed.windows import differentiate_windows
-from lineartime.errors import NumericsError, ResourceError, Stopped
+from lineartime.errors import DataError, NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate_data, xz_bits_per_byte
 from lineartime.generation.generate import generate
 from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel, read_rows
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.plot import PLOT_FILE, plot_run
-from lineartime.run import Run, Wanted, read_result, result_or_none
+from lineartime.run import METRICS_FILE, Run, Wanted, read_metrics, read_result, result_or_none
 from lineartime.run_config import RunConfig
 from lineartime.runtime import available_bytes, is_picked, peak_bytes, pick_device
 from lineartime.weights.folder import tokenizer_files
@@ -505,6 +505,12 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
                                lambda run, model, ranks: finish(run, model, data, stop, ranks, progress),
                                on_step=on_step, on_micro_batch=on_micro_batch, first=first,
                                rank_timeout=rank_timeout)
+    if already and launched().is_first and (out / METRICS_FILE).exists():
+        try:
+            read_metrics(out)
+        except DataError as e:
+            raise DataError(e.what, e.where, f"{e.todo}; mend the file or delete it: the run is complete, and its "
+                            "weights and scores are whole") from None
     drawn = already and (out / PLOT_FILE).exists()  # a kill may have come between the result and the picture
     if launched().is_first and not drawn:
         plot_run(out)

@@ -124,12 +124,13 @@ def info(
         return
     if verify:
         raise UsageError("no folder of prepared data", model, "name one to --verify")
+    chosen = {"model": model, "task": task, **chosen}
     if processes is not None:
         from lineartime.benchmark.plan import print_plan
 
-        print_plan(run_config({"model": model, "task": task, "data": "-", "out": "-", **chosen}), processes)
+        print_plan(run_config({"data": "-", "out": "-", **chosen}), processes)
         return
-    config = model_config(model, task, **chosen)
+    config = model_config(**chosen)
     from lineartime.info import print_description
 
-    print_description(config, f"{model} ({task})")
+    print_description(config, f"{chosen['model']} ({chosen['task']})")

@@ -57,7 +57,7 @@ def evaluate(
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
     With --questions: exact match and F1 of a fine-tuned model's answers."""
     for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk),
-                          ("document_tokens", document_tokens)):
+                          ("document_tokens", document_tokens), ("max_answer_tokens", max_answer_tokens)):
         if value is not None and value < 1:
             raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if contexts is None and not recurrence and out is not None:

@@ -129,14 +129,22 @@ def _check_manifest(manifest: Manifest) -> None:
     ids += [tokenizer[name] for name in ("mask", "separator") if tokenizer.get(name) is not None]
     numbers = [*counts, *ids, manifest.blank_documents, *(entry["bytes"] for entry in manifest.files.values())]
     texts = [tokenizer["sha256"], *manifest.notes, *(entry["sha256"] for entry in manifest.files.values())]
-    needed = {TOKENIZER_FILE}
-    for name, split in manifest.splits.items():
-        needed |= {f"{name}-documents.bin", shard_name(name, split.tokens // manifest.shard_tokens)}
+    needed = {TOKENIZER_FILE, *(f"{name}-documents.bin" for name in manifest.splits)}
     if not (all(type(number) is int and number >= 0 for number in numbers) and manifest.shard_tokens >= 1
             and all(isinstance(text, str) for text in texts) and manifest.dtype in ("<u2", "<u4")
             and 0 < tokenizer["vocab_size"] <= LARGEST["vocab_size"] and max(ids) < tokenizer["vocab_size"]
             and isinstance(manifest.settings.get("task", ""), str) and needed <= manifest.files.keys()):
         raise ValueError
+    width = np.dtype(manifest.dtype).itemsize
+    for name, split in manifest.splits.items():
+        n_left = split.tokens + 1
+        for number in range(-(-n_left // manifest.shard_tokens)):
+            n_ids = min(n_left, manifest.shard_tokens)
+            if manifest.files[shard_name(name, number)]["bytes"] != n_ids * width:
+                raise ValueError
+            n_left -= n_ids
+        if manifest.files[f"{name}-documents.bin"]["bytes"] < 8 * (split.documents + 1):
+            raise ValueError
 
 
 def verify_file(folder: Path, manifest: Manifest, name: str, by_hash: bool = True) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
+from lineartime.atomic_io import hash_of
+from lineartime.data.tokens import _digest
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 SMALL = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8",
@@ -229,6 +232,13 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         if file.name == "model.safetensors":
             content[-1] ^= 1
         (damaged / "step-00000003" / file.name).write_bytes(content)
+    for name in ("00000", "documents"):  # hashes are right, and files are too short for what they hold
+        short = shutil.copytree(data, tmp_path / f"short-{name}")
+        (short / f"validation-{name}.bin").write_bytes(b"")
+        fields = json.loads((short / "manifest.json").read_text())
+        fields["files"][f"validation-{name}.bin"] = hash_of(short / f"validation-{name}.bin")
+        fields.pop("manifest_sha256")
+        (short / "manifest.json").write_text(json.dumps(fields | {"manifest_sha256": _digest(fields)}))
     other = tmp_path / "other"
     (tmp_path / "other.txt").write_text(TEXT)
     assert call("prepare", tmp_path / "other.txt", "--out", other, "--vocab-size", "300", "--held-out", "0.1")[0] == 0
@@ -247,6 +257,9 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["tokenizer"], ["evaluate", run, "--data", other]),
         (3, ["no test split"], ["evaluate", run, "--data", data, "--split", "test"]),
         (4, ["model.safetensors"], ["evaluate", damaged, "--data", data]),
+        (3, ["damaged manifest", "short-00000"], ["evaluate", run, "--data", tmp_path / "short-00000"]),
+        (3, ["damaged manifest", "short-documents"], ["evaluate", run, "--data", tmp_path / "short-documents"]),
+        (2, ["max_answer_tokens = -1"], ["evaluate", run, "--data", data, "--max-answer-tokens", "-1"]),
         (2, ["precision"], ["evaluate", run, "--data", data, "--precision", "float8"]),
         (2, ["UTF-8", "latin1.txt"], ["generate", run, "--prompt-file", tmp_path / "latin1.txt"]),
         (2, ["temperature"], ["generate", run, "x", "--temperature", "nan"]),

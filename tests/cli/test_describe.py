@@ -62,6 +62,16 @@ def test_wrong_names_are_refused(call: Call) -> None:
         assert_refused(code, err, 2, words)
 
 
+def test_info_takes_its_task_by_set_too(call: Call) -> None:
+    _, expected, _ = call("info", "flash", "--task", "pg19", "--set", "n_layers=1")
+    for line in (["flash", "--set", "task=pg19"], ["transformer", "--set", "model=flash", "--task", "pg19"]):
+        assert call("info", *line, "--set", "n_layers=1")[:2] == (0, expected)
+    for text, words in (("task=c5", "did you mean c4"), ("size=tiny", "unknown setting: size"),
+                        ("steps=3", "unknown setting: steps")):
+        code, _, err = call("info", "flash", "--set", text)
+        assert_refused(code, err, 2, words)
+
+
 @pytest.mark.parametrize("verb", EXAMPLES)
 def test_the_examples_of_a_verb_are_commands(verb: str, call: Call) -> None:
     """Each is parsed by the verb, which is not called."""

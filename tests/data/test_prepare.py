@@ -750,13 +750,13 @@ def test_without_verification_sizes_are_still_compared(prepared):
 @pytest.fixture
 def hashed(prepared, monkeypatch):
     """The files that are hashed when data are opened, which are large here and were written long ago."""
-    names = []
+    names, whole = [], lineartime.atomic_io.hash_of
 
     def hash_of(path):
         names.append(path.name)
-        return lineartime.atomic_io.hash_of(path)
+        return whole(path)
 
-    monkeypatch.setattr(tokens, "hash_of", hash_of)
+    monkeypatch.setattr(lineartime.atomic_io, "hash_of", hash_of)
     monkeypatch.setattr(tokens, "REMEMBERED_BYTES", 0)
     monkeypatch.setattr(tokens, "SETTLED", 0)
     return names
@@ -820,8 +820,8 @@ def test_what_is_small_or_new_or_cannot_be_remembered_is_hashed_again(prepared, 
 
 
 def test_those_that_open_at_once_hash_once(prepared, hashed, monkeypatch):
-    noted = tokens.hash_of
-    monkeypatch.setattr(tokens, "hash_of", lambda path: (time.sleep(0.01), noted(path))[1])
+    noted = lineartime.atomic_io.hash_of
+    monkeypatch.setattr(lineartime.atomic_io, "hash_of", lambda path: (time.sleep(0.01), noted(path))[1])
     with ThreadPoolExecutor(8) as pool:
         assert len(set(map(tuple, pool.map(lambda _: stream_of(prepared), range(8))))) == 1
     assert len(hashed) == len(set(hashed))

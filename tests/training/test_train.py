@@ -497,6 +497,15 @@ def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, monkeypatch, c
     assert lineartime(monkeypatch, command(data, out, steps=4)) == 0
     assert capsys.readouterr().out.startswith(f"complete: {out} was trained to step 4")
     assert touched(out) == before
+    metrics = (out / "metrics.jsonl").read_bytes()
+    (out / "metrics.jsonl").write_bytes(metrics.replace(b'"loss"', b'"lass"', 1))
+    assert lineartime(monkeypatch, command(data, out, steps=4)) == 3
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.count("\n") == 1 and "mend the file or delete it" in printed.err
+    assert printed.err.startswith(f"error: not a line of metrics: {out / 'metrics.jsonl'}, line 1;")
+    (out / "metrics.jsonl").unlink()
+    assert lineartime(monkeypatch, command(data, out, steps=4)) == 0
+    assert capsys.readouterr().out.startswith(f"complete: {out} was trained to step 4")
 
 
 # Another run in the folder
