@@ -383,7 +383,7 @@ def test_scores():
 
 def test_a_missing_library_is_said_before_anything_is_read(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
-    with pytest.raises(UsageError, match=r"lineartime\[documents\]"):
+    with pytest.raises(UsageError, match=r"pip install .scikit-learn>=1\.6"):
         finetune_documents(plan(folder, tmp_path / "out"), device=CPU)
     assert not (tmp_path / "out").exists()
 
