@@ -207,7 +207,8 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():  # else whoever writes next finds the lock, and removes both
-            lock.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what ended the block says more
+                lock.unlink(missing_ok=True)
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
@@ -295,7 +296,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
                 os.fsync(descriptor)
                 os.replace(aside, path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
             raise
         fsync_folder(path.parent)
     except OSError as e:

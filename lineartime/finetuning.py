@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lineartime.model import LanguageModel
 from lineartime.run import different, read_fine_tuning, result_or_none
 from lineartime.run_config import RunConfig
 from lineartime.settings import replace_fields, require
+from lineartime.training import StopSignal
 
 LEARNING_RATES = (1e-4, 7e-5, 5e-5)
 ROWS_PER_STEP, EPOCHS, WARMUP_SHARE = 32, 5, 0.1
@@ -161,7 +163,7 @@ def name_of(rate: float) -> str:
 
 
 def try_rates(out: Path, configs: Mapping[str, RunConfig], settings: dict[str, Any], device: torch.device,
-              rank_timeout: float, train_one: Callable[[RunConfig, Ranks], dict[str, Any]],
+              rank_timeout: float, stop: StopSignal, train_one: Callable[[RunConfig, Ranks], dict[str, Any]],
               rank_of: Callable[[dict[str, Any]], Any],
               finish: Callable[[str, dict[str, Any], Ranks], dict[str, Any]]) -> dict[str, Any]:
     """Train once per learning rate, or resume. Returns the content of `out`'s result file: "best" (the best run's
@@ -173,7 +175,8 @@ def try_rates(out: Path, configs: Mapping[str, RunConfig], settings: dict[str, A
     gets the best run's folder and all scores, and writes on rank 0 what is beside the result. Raises UsageError for a
     folder with another fine-tuning or another run, and as train_one does."""
     require_folder(out)
-    with connected(device.type, rank_timeout) as ranks, checkpoint.lock(out) if ranks.is_first else nullcontext():
+    with (connected(device.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
+          checkpoint.lock(out) if ranks.is_first else nullcontext()):
         found = result_or_none(out, read_fine_tuning, "lr-*/step-*") if ranks.is_first else None
         complete = gather_json(found, ranks)[0]
         if complete is not None:

@@ -416,7 +416,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     picked = device if is_picked(device) else pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel
     require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, in_rows(launched(), n_in_row))
-    with (connected(picked.type, rank_timeout, n_in_row) as ranks,
+    with (connected(picked.type, rank_timeout, n_in_row, partial(stop.check, "before the ranks met")) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)

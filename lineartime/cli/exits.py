@@ -3,9 +3,10 @@
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from lineartime.distributed.ranks import launched, speaks_first
-from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped
+from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, escaped
 
 LONGEST_ERROR = 700
 """Characters; less than ten lines of a terminal."""
@@ -34,7 +35,8 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
             if out_of_memory(e):
                 return fail(e, 6, debug, "out of memory")
         refused = getattr(e, "format_message", None)
-        what = refused() if refused else f"internal: {type(e).__name__}: {e}; run again with --debug and report it"
+        text = str(e).partition("\nException raised from")[0]  # the rest is the stack of PyTorch's C++
+        what = refused() if refused else f"internal: {type(e).__name__}: {text}; run again with --debug and report it"
         return fail(e, 2 if refused else 1, debug, what)
 
 
@@ -45,12 +47,13 @@ def fail(error: BaseException, code: int, debug: bool, message: str | None = Non
 
         traceback.print_exception(error)
     ranks = launched()
-    if not (ranks.is_first if isinstance(error, Stopped) else speaks_first(ranks)):
+    if not speaks_first(ranks, error):
         return code
-    line = " ".join((message or str(error)).split())
+    line = escaped(" ".join((message or str(error)).split()))
     if ranks.size > 1 and isinstance(error, DataError | CheckpointError | ResourceError):
         line += f" (rank {ranks.rank} on {socket.gethostname()})"
     if len(line) > LONGEST_ERROR:
         line = f"{line[:LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2:]}"
-    print(f"error: {line}", file=sys.stderr if ranks.is_first else sys.__stderr__)
+    with suppress(OSError):  # the code counts where stderr is full
+        print(f"error: {line}", file=sys.stderr if ranks.is_first else sys.__stderr__)
     return code

@@ -58,6 +58,8 @@ def options(context: typer.Context,
 def main() -> None:
     """Run the command line; errors become one line on stderr and an exit code, see `errors`."""
     arguments = sys.argv[1:] or ["--help"]
+    if launched().size > 1:  # else PyTorch writes the stack of each failed connection
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not launched().is_first:  # rank 0 speaks for all, but for errors
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
     with screens():

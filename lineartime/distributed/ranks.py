@@ -8,12 +8,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lineartime.errors import RankError, ResourceError, UsageError
+from lineartime.errors import LineartimeError, RankError, ResourceError, Stopped, UsageError
 from lineartime.settings import require
 
 if TYPE_CHECKING:
@@ -104,12 +106,14 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 
 
 @contextmanager
-def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: int = 1) -> Iterator[Ranks]:
+def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: int = 1,
+              between: Callable[[], None] = lambda: None) -> Iterator[Ranks]:
     """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too, for the block; yields this rank.
 
-    n_in_row: ranks that share each row, see `in_rows`. Inside a block that is open already no connection is made, and
-    in a process on its own nothing happens. Raises RankError, with the ranks that were lost, when another rank ends or
-    does not answer for `timeout_s` seconds; ResourceError for an address that cannot be used; and as `in_rows`."""
+    n_in_row: ranks that share each row, see `in_rows`. between is called often until all are connected, and may raise.
+    Inside a block that is open already no connection is made, and in a process on its own nothing happens. Raises
+    RankError, with the ranks that were lost, when another rank ends or does not answer for `timeout_s` seconds;
+    ResourceError for a port that cannot be opened; and as `in_rows`."""
     import torch.distributed as dist
 
     require(0 < timeout_s <= MOST_SECONDS, "wrong value", f"rank_timeout = {timeout_s}",
@@ -122,89 +126,97 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
     if dist.is_initialized():
         yield with_groups(in_rows(Ranks(dist.get_rank(), dist.get_world_size()), n_in_row), timeout)
         return
-    with living(ranks, timeout_s):
-        meet(ranks, timeout_s)
-        try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout,
-                                    store=open_store(ranks, "group", timeout_s), rank=ranks.rank,
-                                    world_size=ranks.size)
-            yield with_groups(ranks, timeout)
-        except RuntimeError as e:
-            if not is_lost_connection(e):
-                raise
-            raise RankError("a rank was lost", lost_ranks(ranks) or "it cannot be said which",
-                            "see its own output; the same command goes on from the last checkpoint") from e
-        finally:
+    end, spoken = threading.Event(), threading.Event()
+
+    def join() -> Ranks:
+        store = open_store()
+        threading.Thread(target=live, args=(ranks, store, end, spoken), daemon=True).start()
+        own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, in which it may wait
+        own.set_timeout(timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout, store=own,
+                                rank=ranks.rank, world_size=ranks.size)
+        return with_groups(ranks, timeout)
+
+    def check() -> None:
+        between()
+        if spoken.is_set():
+            raise RankError("a rank ended before it met the others", todo="see its own output")
+
+    try:
+        yield within(timeout_s + 1, join, check)  # a second more, for `join` can say which rank did not come
+    except RuntimeError as e:
+        if not is_lost_connection(e):
+            raise
+        raise RankError("a rank was lost", lost_ranks(ranks),
+                        "see its own output; the same command goes on from the last checkpoint") from e
+    finally:
+        end.set()
+        if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
 
 
-def open_store(ranks: Ranks, name: str, timeout_s: float = 10.0) -> "Store":
-    """The keys `name` of the store that all ranks reach: that of `torchrun`, or else one that rank 0 holds. A restart
-    by `torchrun` has keys of its own. Raises ResourceError if it cannot be reached."""
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.distributed_c10d import PrefixStore
+def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] = lambda: None) -> Any:
+    """What a call of the store returns. A thread makes it, for PyTorch may wait without end, and answers no signal
+    meanwhile. between is called often, and may raise. Raises DistStoreError after so many seconds."""
+    from torch.distributed import DistStoreError
 
-    env, timeout = os.environ, datetime.timedelta(seconds=timeout_s)
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as e:
+            done.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    last = time.monotonic() + seconds
+    while not wait([done], 0.1).done:
+        between()
+        if time.monotonic() > last:
+            raise DistStoreError("no answer")
+    return done.result()
+
+
+@cache
+def open_store() -> "Store":
+    """The keys that all ranks reach: in the store of `torchrun`, or else in one that rank 0 holds. A restart by
+    `torchrun` has keys of its own. Returns when it answers. Raises ResourceError if rank 0 cannot hold it."""
+    from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    ranks, env, patience = launched(), os.environ, datetime.timedelta(seconds=MOST_SECONDS)
     holds = ranks.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(host, port, ranks.size, holds, timeout, wait_for_workers=False, multi_tenant=True)
+        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), ranks.size, holds, patience,
+                         wait_for_workers=False, multi_tenant=True)
     except DistError as e:
-        raise ResourceError("the ranks cannot meet", f"MASTER_ADDR = {host}, MASTER_PORT = {port}",
-                            "choose a free port of a host that every rank reaches") from e
-    return PrefixStore(f"lineartime/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}", store)
+        raise ResourceError("the ranks cannot meet", f"MASTER_PORT = {env['MASTER_PORT']}", "choose a free port") from e
+    return PrefixStore(f"lineartime/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-@contextmanager
-def living(ranks: Ranks, timeout_s: float) -> Iterator[None]:
-    """Give signs of life of this rank inside the block, from a thread with a connection of its own. timeout_s: seconds
-    that rank 0 may take to open the store."""
-    store, end = open_store(ranks, "life", timeout_s), threading.Event()
-
-    def beat() -> None:
-        count = 0
-        with suppress(RuntimeError):
-            while not end.wait(SIGN_OF_LIFE_S):
-                count += 1
-                store.set(str(ranks.rank), str(count))
-
-    store.set(str(ranks.rank), "0")
-    thread = threading.Thread(target=beat, name="sign of life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
-def meet(ranks: Ranks, timeout_s: float) -> None:
-    """Return when all ranks live. Raises RankError if one of them ends with an error before, or does not come."""
-    lives, errors, began = open_store(ranks, "life"), open_store(ranks, "errors"), time.monotonic()
-    while not lives.check([str(rank) for rank in range(ranks.size)]):
-        if errors.check(["spoken"]):
-            raise RankError("a rank ended before it met the others", todo="see its own output")
-        if time.monotonic() - began > timeout_s:
-            absent = [str(rank) for rank in range(ranks.size) if not lives.check([str(rank)])]
-            raise RankError("ranks did not come", f"rank {', '.join(absent)} of {ranks.size}",
-                            "look at their machines, or raise --rank-timeout")
-        time.sleep(0.05)
+def live(ranks: Ranks, store: "Store", end: threading.Event, spoken: threading.Event) -> None:
+    """Give signs of life of this rank until `end`. Sets `spoken` when a rank has spoken of an error."""
+    with suppress(RuntimeError):
+        while not end.is_set():
+            store.add(f"life/{ranks.rank}", 1)
+            if store.add("spoken", 0):
+                spoken.set()
+            end.wait(SIGN_OF_LIFE_S)
 
 
 def lost_ranks(ranks: Ranks) -> str:
-    """The ranks that gave no sign of life for some seconds, in words; "" if all did or the store is gone."""
-    with suppress(RuntimeError, ResourceError):
-        store = open_store(ranks, "life")
+    """The ranks that gave no sign of life for some seconds, in words."""
+    def signs() -> list[int]:
+        return [open_store().add(f"life/{rank}", 0) for rank in range(ranks.size)]
 
-        def seen() -> list[bytes | None]:
-            return [store.get(str(rank)) if store.check([str(rank)]) else None for rank in range(ranks.size)]
-
-        before = seen()
-        time.sleep(SILENCE_S)
-        silent = [rank for rank, (a, b) in enumerate(zip(before, seen(), strict=True)) if a == b and rank != ranks.rank]
-        return f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {ranks.size}" if silent else ""
-    return ""
+    with suppress(RuntimeError):
+        if open_store.cache_info().currsize:  # it has answered before
+            before = within(SILENCE_S, signs)
+            time.sleep(SILENCE_S)
+            after = within(SILENCE_S, signs)
+            lost = [str(rank) for rank in range(ranks.size) if before[rank] == after[rank] and rank != ranks.rank]
+            return f"rank{'s' * (len(lost) > 1)} {', '.join(lost)} of {ranks.size}" if lost else "it is not known which"
+    return "rank 0 or its machine, MASTER_ADDR = {MASTER_ADDR}, MASTER_PORT = {MASTER_PORT}".format_map(os.environ)
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
@@ -214,13 +226,19 @@ def is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, DistError) or any(name in str(error) for name in ("gloo", "NCCL", "Connection closed"))
 
 
-def speaks_first(ranks: Ranks) -> bool:
-    """Whether this rank is the first to speak of an error. Every rank asks once, before it does."""
+def speaks_first(ranks: Ranks, error: BaseException) -> bool:
+    """Whether this rank is the first to speak of an error. Every rank asks once, before it does. Where the store does
+    not answer, each speaks of its own errors; but of lost ranks and stops ranks 0 and 1 and a machine's first rank."""
     if ranks.size == 1:
         return True
-    with suppress(RuntimeError, ResourceError):
-        return open_store(ranks, "errors").add("spoken", 1) == 1
-    return True
+    import torch.distributed  # noqa: F401  # before the seconds are counted
+
+    is_shared = isinstance(error, RankError | Stopped)
+    if open_store.cache_info().currsize or not is_shared:
+        with suppress(RuntimeError, LineartimeError):
+            is_first: bool = within(10, lambda: open_store().add("spoken", 1) == 1)
+            return is_first
+    return not is_shared or ranks.rank < 2 or os.environ.get("LOCAL_RANK") == "0"
 
 
 def process_group(ranks: Ranks) -> Any:

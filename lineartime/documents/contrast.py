@@ -297,7 +297,7 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
         return found
 
     whole = {**description, **texts.test_facts(), **trained}
-    return try_rates(plan.out, configs, whole, device, rank_timeout, train_one,
+    return try_rates(plan.out, configs, whole, device, rank_timeout, stop, train_one,
                      lambda scores: (scores["score"], -scores["held_out"]["loss"]), finish)
 
 

@@ -262,7 +262,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
                 f"{plan.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
                 f"{counts['answer_not_found']:,} answers not found in the evidence")
-    return try_rates(plan.out, configs, whole, device, rank_timeout, train_one,
+    return try_rates(plan.out, configs, whole, device, rank_timeout, stop, train_one,
                      lambda scores: (scores["f1"], scores["exact_match"]), finish)
 
 

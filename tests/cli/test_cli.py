@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.atomic_io import hash_of
+from lineartime.cli.exits import exit_code
 from lineartime.data.tokens import _digest
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -314,6 +315,14 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60,
                           env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert done.stdout.startswith("flash") and done.stderr == ""
+
+
+def test_the_stack_of_cpp_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def end() -> None:
+        raise RuntimeError("it failed\nException raised from f at g.cpp:1 (most recent call first):\nframe #0: h + 0x1")
+
+    assert exit_code(end) == 1
+    assert capsys.readouterr().err == "error: internal: RuntimeError: it failed; run again with --debug and report it\n"
 
 
 WORDS = st.sampled_from(["", *"""prepare train evaluate generate info plot benchmark decode flash --out --data --set

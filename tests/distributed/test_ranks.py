@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import socket
 import sys
 import time
 
@@ -11,8 +12,8 @@ import safetensors.torch
 import torch
 
 from lineartime import checkpoint
-from lineartime.distributed.ranks import connected
-from lineartime.errors import UsageError
+from lineartime.distributed.ranks import Ranks, connected, speaks_first
+from lineartime.errors import RankError, UsageError
 from lineartime.hf import LineartimeForCausalLM
 from lineartime.release.export import export
 from lineartime.run import load_model
@@ -155,6 +156,54 @@ def test_a_rank_that_hangs_is_lost_after_the_time_that_is_set(data, cold_ranks, 
     assert cold_ranks.processes[0].wait(30) == 7, cold_ranks.printed()
     assert 3 <= time.monotonic() - began < 15
     assert len(cold_ranks.errors()) == 1 and "a rank was lost: rank 1 of 2" in cold_ranks.errors()[0]
+
+
+def test_a_rank_that_is_lost_while_it_connects_is_named(data, ranks, tmp_path):
+    ranks.store.set("lineartime/1/life/1", "0")  # it was there, and ended
+    ranks.start(2, [*command(data, tmp_path / "run", **SIZES), "--rank-timeout", 3], rank_1=["--help"])
+    assert ranks.end() == [7, 0], ranks.printed()
+    assert len(ranks.errors()) == 1 and "a rank was lost: rank 1 of 2" in ranks.errors()[0]
+
+
+def test_rank_1_speaks_where_rank_0_and_the_store_are_lost(data, cold_ranks, tmp_path):
+    cold_ranks.start(2, command(data, tmp_path / "run", **SIZES | {"steps": 100_000}))
+    wait_for_step(cold_ranks, tmp_path / "run", 4)
+    cold_ranks.store = None
+    cold_ranks.processes[0].kill()
+    assert cold_ranks.end(60) == [-signal.SIGKILL, 7], cold_ranks.printed()
+    # Nothing else: PyTorch would write the stack of each failed connection.
+    assert cold_ranks.printed_by(1).read_text() == (
+        f"error: a rank was lost: rank 0 or its machine, MASTER_ADDR = 127.0.0.1, MASTER_PORT = {cold_ranks.port}; "
+        "see its own output; the same command goes on from the last checkpoint\n")
+
+
+def test_who_speaks_where_no_store_answers(monkeypatch):
+    for rank, local_rank, speaks in ((0, 0, True), (1, 1, True), (2, 2, False), (8, 0, True), (9, 1, False)):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert speaks_first(Ranks(rank, 16), RankError("a rank was lost")) is speaks
+
+
+def test_a_port_that_never_answers_is_not_waited_for(data, ranks, tmp_path):
+    """Rank 1 alone, with a foreign process in place of rank 0's store."""
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        ranks.port = foreign.getsockname()[1]
+        for code, number, options in ((7, None, ["--rank-timeout", 1]), (143, signal.SIGTERM, []),
+                                      (130, signal.SIGINT, [])):
+            ranks.start(2, [*command(data, tmp_path / "run", **SIZES), *options], rank_0=["--help"])
+            with foreign.accept()[0]:
+                if number is not None:
+                    ranks.processes[1].send_signal(number)
+                assert ranks.end(60) == [0, code], ranks.printed()
+            expected = "rank 0 or its machine" if number is None else "before the ranks met"
+            assert len(ranks.errors()) == 1 and expected in ranks.errors()[0], ranks.printed()
+
+
+def test_a_full_stderr_changes_no_exit_code(data, ranks, tmp_path, monkeypatch):
+    script = 'if [ "$RANK" = 1 ]; then exec "$@" 2>/dev/full; fi; exec "$@"'
+    monkeypatch.setattr(ranks, "command", ["bash", "-c", script, "bash", *ranks.command])
+    codes = ranks.run(2, command(data, tmp_path / "run", **SIZES),
+                      rank_1=command(tmp_path / "nowhere", tmp_path / "run", **SIZES))
+    assert codes == [7, 2], ranks.printed()
 
 
 def test_one_error_is_said_once(data, ranks, tmp_path):

@@ -16,13 +16,14 @@ class RanksHere:
         # As torchrun does, hold the store that outlives the ranks.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
                               timeout=datetime.timedelta(seconds=60))
+        self.port = self.store.port
         self.processes = []
 
     def start(self, n_ranks, arguments, **of_rank):
         """of_rank: arguments in place of these for single ranks, by `rank_N`."""
         self.attempt += 1
         common = {**os.environ, "WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
-                  "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                  "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
                   "TORCHELASTIC_RESTART_COUNT": str(self.attempt)}
         self.processes = []
         for rank in range(n_ranks):
