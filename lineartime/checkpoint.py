@@ -257,10 +257,11 @@ def check_files(folder: Path, names: Iterable[str]) -> int | None:
 
 
 def point(link: Path, target: Path | str) -> None:
-    """Point a link at `target`, unless another kind of file has its name. Links are for users alone, so errors of the
-    file system are ignored."""
+    """Point a link at `target`, unless another kind of file has its name, and remove what killed processes have left
+    beside it. Links are for users alone, so errors of the file system are ignored."""
     aside = link.with_name(f".tmp-step-link-{secrets.token_hex(8)}")
     with contextlib.suppress(OSError):
+        _remove_leftovers(link.parent)
         if link.is_symlink() or not link.exists():
             _symlink(target, aside)
             _rename(aside, link)

@@ -181,6 +181,8 @@ def try_rates(out: Path, configs: Mapping[str, RunConfig], settings: dict[str, A
         complete = gather_json(found, ranks)[0]
         if complete is not None:
             check_settings(complete["fine_tuning"], settings, out)
+            if ranks.is_first:
+                point_to_best(out, complete)
             return {**complete, "already": True}
         rates = {}
         for name, each in configs.items():
@@ -189,8 +191,16 @@ def try_rates(out: Path, configs: Mapping[str, RunConfig], settings: dict[str, A
         best = f"lr-{max(rates, key=lambda name: rank_of(rates[name]))}"
         result = {"best": best, "learning_rates": rates, **finish(best, rates, ranks), "fine_tuning": settings}
         if ranks.is_first:
+            point_to_best(out, result)
             write_json(out / RESULT_FILE, result)
     return result
+
+
+def point_to_best(out: Path, result: dict[str, Any]) -> None:
+    """Point the link `best` in a folder of fine-tunings at the best weights."""
+    best = result["best"]
+    step = result["learning_rates"][best.removeprefix("lr-")].get("best_step")
+    checkpoint.point(out / BEST, Path(best) / ("latest" if step is None else f"step-{step:08d}"))
 
 
 def check_settings(stored: dict[str, Any], whole: dict[str, Any], out: Path) -> None:

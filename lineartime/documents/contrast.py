@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime import checkpoint
 from lineartime.atomic_io import write_atomically
 from lineartime.config import ModelConfig
 from lineartime.config_json import ENCODER, model_config_json
@@ -39,7 +38,7 @@ from lineartime.documents.tuning import (
     train_best,
 )
 from lineartime.errors import DataError, escaped
-from lineartime.finetuning import BEST, copy_weights, try_rates
+from lineartime.finetuning import copy_weights, try_rates
 from lineartime.markdown import code_span
 from lineartime.model import DocumentEncoder, LanguageModel
 from lineartime.ops.dtypes import at_least_float32
@@ -293,7 +292,6 @@ def finetune_encoder(plan: DocumentTuning, pretrained: LanguageModel, config: Mo
             found["test"] = scores
         if ranks.is_first:
             write_report(plan.out, scored, scores, places, {"best": best, "learning_rates": rates, **found})
-            checkpoint.point(plan.out / BEST, Path(best) / f"step-{step:08d}")
         return found
 
     whole = {**description, **texts.test_facts(), **trained}

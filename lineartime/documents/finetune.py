@@ -7,14 +7,12 @@ tokens; the held-out scores, and `lineartime classify`, read it whole."""
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lineartime import checkpoint
 from lineartime.config import ModelConfig
 from lineartime.config_json import CLASSIFICATION, Head, model_config_json
 from lineartime.data.tokenizer import Tokenizer
@@ -34,7 +32,7 @@ from lineartime.documents.tuning import (
     reading_of,
     train_best,
 )
-from lineartime.finetuning import BEST, copy_weights, require_folder, try_rates, with_context
+from lineartime.finetuning import copy_weights, require_folder, try_rates, with_context
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE, Run, load_model
 from lineartime.run_config import RunConfig
@@ -189,7 +187,6 @@ def finetune_classifier(plan: DocumentTuning, pretrained: LanguageModel, config:
         if ranks.is_first:
             report.write_predictions(plan.out, head, scored, logits_NL)
             report.write_report(plan.out, head, scored, logits_NL, {"best": best, "learning_rates": rates, **found})
-            checkpoint.point(plan.out / BEST, Path(best) / f"step-{step:08d}")
         return found
 
     whole = {**description, **texts.test_facts(), **trained}

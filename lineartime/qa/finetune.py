@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lineartime import checkpoint
 from lineartime.atomic_io import MAX_LINES_BYTES, hash_of, read_bytes, replaced, write_json
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.config import to_dict as fields_of
@@ -26,7 +25,6 @@ from lineartime.data.tokens import places_of_step
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks
 from lineartime.errors import CheckpointError, DataError
 from lineartime.finetuning import (
-    BEST,
     EPOCHS,
     LEARNING_RATES,
     check_rates,
@@ -255,7 +253,6 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
                                       "same command again") from None
             with replaced(plan.out / PREDICTIONS_FILE) as file:
                 file.write(content)
-            checkpoint.point(plan.out / BEST, Path(best) / "latest")
         baseline = score(validation, {question.id: guess_by_overlap(question) for question in validation})
         return {"word_overlap": dataclasses.asdict(baseline), "train_questions": counts}
 

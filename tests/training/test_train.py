@@ -862,6 +862,20 @@ def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(save, data, tmp
     assert_same(out, whole)
 
 
+@pytest.mark.parametrize("step", ["_symlink", "_rename"])
+def test_a_disk_that_fails_at_the_link_of_the_last_checkpoint_leaves_no_older_link(step, data, tmp_path, monkeypatch):
+    out, true_step, fails = tmp_path / "run", getattr(checkpoint, step), itertools.count(1)
+
+    def failing(one, other):
+        if "link" in f"{one} {other}" and steps_saved(out) == 4 and next(fails) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        true_step(one, other)
+
+    monkeypatch.setattr(checkpoint, step, failing)
+    training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
+    assert next(fails) > 2 and os.readlink(out / "latest") == "step-00000004" and not list(out.glob(".*"))
+
+
 def test_a_run_in_use_is_left_alone(data, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     with checkpoint.lock(out):
