@@ -9,7 +9,7 @@ help:
 	@echo "make types   mypy"
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
 	@echo "make gpu     on a GPU: STAGE=tests, kernels, step, decode or tables (the paper's); into OUT=out/gpu, resumable"
-	@echo "make drills  processes killed, files damaged, odd command lines: hours on one core, resumable; DRILLS='kills=100'"
+	@echo "make drills  processes and ranks killed, files damaged, odd command lines: an hour of one core, resumable; DRILLS='kills=100'"
 	@echo "make campaign  tests that are too long for a push: ranks killed thirty times, plans of memory against runs"
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
 	@echo "make wheel   build the source archive and the wheel, install it where nothing else is, and try it; in out/wheel"
@@ -56,7 +56,7 @@ docs: .venv-docs/installed
 # Trials are added to the log in out/drills as they come; drills that were cut off go on.
 drills: .venv/installed
 	PYTHONPATH=$(CURDIR):tests:tests/helpers nice .venv/bin/python -m drills \
-		$(or $(DRILLS),kills=1000 corruptions=10000 commands=5000) --rows tests/drills/rows.jsonl \
+		$(or $(DRILLS),kills=200 corruptions=1000 commands=1000 documents=200 ranks=60) --rows tests/drills/rows.jsonl \
 		--into docs/reliability.md $(DRILLS_ARGS)
 
 campaign: .venv/installed

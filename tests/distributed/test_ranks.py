@@ -18,7 +18,7 @@ from lineartime.hf import LineartimeForCausalLM
 from lineartime.release.export import export
 from lineartime.run import load_model
 from made_questions import write_questions
-from ranks_here import RanksHere
+from ranks_here import RanksHere, differences, state_of
 from tiny_runs import command, prepare_text, steps_done, steps_saved
 
 SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 12, "save_every": 5, "eval_every": 4}
@@ -50,21 +50,8 @@ def cold_ranks(tmp_path):
     here.close()
 
 
-def state_of(out):
-    """Weights, moments, metrics without their clock, and scores: what does not depend on the number of ranks."""
-    saved = checkpoint.load((out / "latest").resolve())
-    metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
-    result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
-    return {"weights": checkpoint.joined(saved, "model"), "metrics": metrics, "result": result,
-            "moments": {name: moment.flatten() for name, moment in checkpoint.joined(saved, "optimizer").items()}}
-
-
 def assert_same_state(out, expected):
-    found = state_of(out)
-    for kind in ("weights", "moments"):
-        wrong = [name for name in expected[kind] if not torch.equal(found[kind][name], expected[kind][name])]
-        assert not wrong, f"{kind}: {wrong}"
-    assert found == {**expected, "weights": found["weights"], "moments": found["moments"]}
+    assert not differences(out, expected)
 
 
 GLOBAL = {"clip_scope": "global"}

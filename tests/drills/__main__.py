@@ -17,11 +17,11 @@ from itertools import groupby
 from pathlib import Path
 from random import Random
 
-from drills import child, command_lines, corruptions, folders, kills
+from drills import child, command_lines, corruptions, documents, folders, kills, ranks
 from lineartime.atomic_io import append_json_lines, write_atomically
-from lineartime.benchmark.measure import commit
 
-PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial}
+PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial,
+         "documents": documents.trial, "ranks": ranks.trial}
 BAD = ("lost", "silent", "internal", "hung")
 """Verdicts that every table shows; any other verdict but "ok" is counted beside them."""
 FINE = ("ok", "unnoticed")
@@ -121,8 +121,10 @@ def main() -> int:
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    work, version = given.work.resolve(), commit()
     child.warm_up()
+    from lineartime.benchmark.measure import commit
+
+    work, version = given.work.resolve(), commit()
     folders.make(work)
     make_canary(work)
     if given.only is not None:

@@ -68,10 +68,12 @@ class Streams:
 
 def warm_up() -> None:
     """Import all that a verb imports. No backward pass and no threads: neither survives a fork."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+                   "TORCH_CPP_LOG_LEVEL": "FATAL"}  # which the command line sets for ranks before it imports torch
     import matplotlib.figure
     import pandas  # noqa: F401
     import pyarrow.parquet  # noqa: F401
+    import sklearn.metrics  # noqa: F401
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401

@@ -6,24 +6,17 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 from drills import child, folders
-
-Reader = Callable[[Path, Path, Path], Callable[[], object]]
-"""Of the folders `made`, `it` (or file) and `out`: what a process does."""
+from drills.folders import MADE, Command, verb
 
 
-def command(*arguments: str) -> Reader:
-    """A verb whose arguments name {made}, {it} and {out}."""
-    return lambda made, it, out: child.verb([text.format(made=made, it=it, out=out) for text in arguments])
-
-
-def in_python(function: Callable[[Path], object]) -> Reader:
+def in_python(function: Callable[[Path], object]) -> Command:
     """A function of the folder whose result is printed; an error ends the process as on the command line."""
     return lambda made, it, out: child.as_verb(lambda: print(json.dumps(function(it))))
 
@@ -75,61 +68,60 @@ class Subject(NamedTuple):
 
     source: str
     other: str
-    readers: dict[str, Reader]
+    readers: dict[str, Command]
 
 
 SUBJECTS = [
     Subject("run", "run2", {
         "load_model": in_python(loaded),
         "from_pretrained": in_python(lambda it: from_pretrained(latest(it))),
-        "evaluate": command("evaluate", "{it}", "--data", "{made}/data", "--json"),
-        "evaluate latest": command("evaluate", "{it}/latest", "--data", "{made}/data", "--json"),
-        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE),
-        "plot": command("plot", "{it}"),
-        "plot side by side": command("plot", "a={it}", "b={made}/run2", "--out", "{out}/both.png"),
-        "export": command("export", "{it}", "--out", "{out}/exported"),
-        "train, complete": lambda made, it, out: child.verb(folders.train(made / "data", it))}),
+        "evaluate": verb("evaluate", "{it}", "--data", "{made}/data", "--json"),
+        "evaluate latest": verb("evaluate", "{it}/latest", "--data", "{made}/data", "--json"),
+        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE),
+        "plot": verb("plot", "{it}"),
+        "plot side by side": verb("plot", "a={it}", "b={made}/run2", "--out", "{out}/both.png"),
+        "export": verb("export", "{it}", "--out", "{out}/exported"),
+        "train, complete": verb(*folders.train("{made}/data", "{it}"))}),
     Subject("unfinished", "run2", {
-        "train, resumed": lambda made, it, out: child.verb(folders.train(made / "data", it)),
+        "train, resumed": verb(*folders.train("{made}/data", "{it}")),
         "load_model": in_python(loaded),
-        "plot": command("plot", "{it}")}),
+        "plot": verb("plot", "{it}")}),
     Subject("data", "data2", {
-        "train": lambda made, it, out: child.verb(folders.train(it, out / "run")),
-        "evaluate": command("evaluate", "{made}/run", "--data", "{it}", "--json"),
-        "evaluate --contexts": command("evaluate", "{made}/run", "--data", "{it}", "--contexts", "8,32", "--json"),
-        "export": command("export", "{made}/run", "--data", "{it}", "--out", "{out}/exported"),
-        "prepare over": lambda made, it, out: child.verb(folders.prepare(made / "text.txt", it))}),
+        "train": verb(*folders.train("{it}", "{out}/run")),
+        "evaluate": verb("evaluate", "{made}/run", "--data", "{it}", "--json"),
+        "evaluate --contexts": verb("evaluate", "{made}/run", "--data", "{it}", "--contexts", "8,32", "--json"),
+        "export": verb("export", "{made}/run", "--data", "{it}", "--out", "{out}/exported"),
+        "prepare over": verb(*folders.prepare("{made}/text.txt", "{it}"))}),
     Subject("exported", "exported2", {
         "load_model": in_python(loaded),
         "from_pretrained": in_python(from_pretrained),
-        "evaluate": command("evaluate", "{it}", "--data", "{made}/data", "--json"),
-        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE)}),
+        "evaluate": verb("evaluate", "{it}", "--data", "{made}/data", "--json"),
+        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE)}),
     Subject("small", "exported", {
         "load_model": in_python(loaded),
-        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE)}),
+        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE)}),
     Subject("transformers", "transformers2", {
         "from_pretrained": in_python(from_pretrained),
         "load_model": in_python(loaded),
-        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE)}),
+        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE)}),
     Subject("finetuned", "finetuned2", {
-        "answer": command("answer", "{it}", "--question", "Town 3?", "--document", "{made}/text2.txt", "--context",
-                          "48",
-                          "--max-answer-tokens", "6", "--json"),
-        "evaluate --questions": command("evaluate", "{it}", *ASK),
-        "finetune, complete": lambda made, it, out: child.verb(folders.finetune(made, it)),
+        "answer": verb("answer", "{it}", "--question", "Town 3?", "--document", "{made}/text2.txt", "--context",
+                       "48", "--max-answer-tokens", "6", "--json"),
+        "evaluate --questions": verb("evaluate", "{it}", *ASK),
+        "finetune, complete": verb(*folders.finetune(MADE, "{it}")),
         "load_model": in_python(loaded)}),
     Subject("old", "run2", {
         "load_model": in_python(loaded),
-        "generate": command("generate", "{it}", folders.PROMPT, *GENERATE),
-        "plot": command("plot", "{it}")}),
+        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE),
+        "plot": verb("plot", "{it}")}),
     Subject("quality.jsonl", "quality2.jsonl", {
-        "report": command("report", "--rows", "{it}"),
-        "report a table": command("report", "lm_wiki40b", "--scale", "cpu", "--rows", "{it}"),
-        "reproduce --plan": command("reproduce", "lm_wiki40b", "--plan", "--rows", "{it}")}),
+        "report": verb("report", "--rows", "{it}"),
+        "report a table": verb("report", "lm_wiki40b", "--scale", "cpu", "--rows", "{it}"),
+        "reproduce --plan": verb("reproduce", "lm_wiki40b", "--plan", "--rows", "{it}")}),
     Subject("speed.jsonl", "speed2.jsonl", {
-        "report speed": command("report", "speed", "--rows", "{it}")}),
+        "report speed": verb("report", "speed", "--rows", "{it}")}),
     Subject("contexts.json", "contexts2.json", {
-        "plot": command("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
+        "plot": verb("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
 ]
 PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
 OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]
@@ -200,7 +192,8 @@ def delete(path: Path, random: Random) -> str:
 
 def replace(path: Path, random: Random) -> str:
     path.unlink()
-    kind = random.choice(["link to itself", "link to nothing", "link to /dev/null", "pipe", "folder", "full folder"])
+    kind = random.choice(["link to itself", "link to nothing", "link to /dev/null", "link to canary", "pipe", "folder",
+                          "full folder"])
     if kind == "pipe":
         os.mkfifo(path)
     elif "folder" in kind:
@@ -208,7 +201,9 @@ def replace(path: Path, random: Random) -> str:
         if kind == "full folder":
             (path / "file").write_text("x")
     else:
-        path.symlink_to({"itself": path.name, "nothing": "no-such-file", "/dev/null": "/dev/null"}[kind.split()[-1]])
+        canary = next(parent / "canary/file" for parent in path.parents if (parent / "canary").exists())
+        path.symlink_to({"itself": path.name, "nothing": "no-such-file", "/dev/null": "/dev/null",
+                         "canary": canary}[kind.split()[-1]])
     return f"a {kind}"
 
 
@@ -223,6 +218,27 @@ def not_text(path: Path, random: Random) -> str:
                                     b"{}",
                                     b'"text"', b"1e999", b"NaN", path.read_bytes().replace(b"\n", b"\r\n")]))
     return f"begins with {path.read_bytes()[:10]!r}"
+
+
+def change_lines(path: Path, random: Random) -> str:
+    """A line deleted, doubled, swapped with another, with another digit, or one that is not of the file."""
+    lines = path.read_bytes().splitlines(True)
+    at, other = random.randrange(len(lines)), random.randrange(len(lines))
+    digits = [match.start() for match in re.finditer(rb"\d", lines[at])]
+    kind = random.choice(["deleted", "doubled", "swapped", "added", *["digit"] * 2 * bool(digits)])
+    if kind == "deleted":
+        del lines[at]
+    elif kind == "doubled":
+        lines.insert(other, lines[at])
+    elif kind == "swapped":
+        lines[at], lines[other] = lines[other], lines[at]
+    elif kind == "added":
+        lines.insert(at, random.choice([b"{}\n", b"\n", b"garbage\n", b"\xff\n"]))
+    else:
+        line, digit = lines[at], random.choice(digits)
+        lines[at] = line[:digit] + b"%d" % ((line[digit] - 48 + random.randint(1, 9)) % 10) + line[digit + 1 :]
+    path.write_bytes(b"".join(lines))
+    return f"line {at + 1}, {other + 1}: {kind}"
 
 
 def wrong_value(path: Path, random: Random) -> str:
@@ -328,6 +344,8 @@ def damage(subject: Subject, reader: str, made: Path, it: Path, random: Random) 
     kinds = [*ANY]
     if path.suffix in (".json", ".jsonl"):
         kinds += [wrong_value] * 8 + [not_text] * 2
+    if path.suffix in (".jsonl", ".part"):
+        kinds += [change_lines] * 8
     if path.suffix == ".safetensors":
         kinds += [not_finite] * 5
     if not reader.startswith(("train", "finetune", "prepare")):
@@ -348,7 +366,7 @@ def begin(made: Path, folder: Path, source: str) -> tuple[Path, Path]:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "out").mkdir(parents=True)
     it = folder / "it" / source
-    it.parent.mkdir()
+    it.parent.mkdir(parents=True)
     if (made / source).is_dir():
         shutil.copytree(made / source, it, symlinks=True)
     else:
@@ -357,27 +375,32 @@ def begin(made: Path, folder: Path, source: str) -> tuple[Path, Path]:
 
 
 @cache
-def undamaged(made: Path, folder: Path, source: str, reader: str) -> tuple[str, dict[str, object]]:
+def undamaged(made: Path, folder: Path, source: str, read: Command) -> tuple[str, dict[str, object]]:
     """What a reader prints and writes when nothing is damaged."""
     it, out = begin(made, folder, source)
-    subject = next(subject for subject in SUBJECTS if subject.source == source)
-    ended = child.run(subject.readers[reader](made, it, out), folder)
-    assert ended.code == 0, (source, reader, ended)
+    ended = child.run(read(made, it, out), folder)
+    assert ended.code == 0, (source, ended)
     return ended.out, folders.left(out) | written(it)
 
 
 def written(it: Path) -> dict[str, object]:
-    """What a reader may write into what it reads: a run that goes on, and its picture."""
+    """What a reader may write into what it reads: a run that goes on, and its picture; the rows of a file that is not
+    whole, beside it."""
+    if it.suffix == ".part":
+        return folders.left(it.parent)
+    if it.name == "unfinished-labels":
+        return folders.left(it)
     if it.name not in ("run", "unfinished"):
         return {}
     return {name: value for name, value in folders.left(it).items() if not name.startswith("step-")
             and name in ("result.json", "loss.png", "sample.txt")}
 
 
-def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
+def trial(made: Path, folder: Path, random: Random,
+          pairs: Sequence[tuple[Subject, str]] = (*PAIRS, *OFTEN)) -> dict[str, object]:
     """One file damaged, one reader of it."""
-    subject, reader = random.choice([*PAIRS, *OFTEN])
-    expected = undamaged(made, folder, subject.source, reader)
+    subject, reader = random.choice(pairs)
+    expected = undamaged(made, folder, subject.source, subject.readers[reader])
     it, out = begin(made, folder, subject.source)
     name, how = damage(subject, reader, made, it, random)
     ended = child.run(subject.readers[reader](made, it, out), folder)
@@ -399,9 +422,13 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
             "outcome": "refused" if ended.code else "warned" if named else "same"}
 
 
+HASHED = (".part", ".ids", ".rows")
+"""Files whose every byte is covered by a hash."""
+
+
 def plausible(path: Path, how: str) -> bool:
     """Whether a damaged file cannot be told from a whole one: no hash covers it, and it is well-formed."""
-    if path.parent.name.startswith("step-") or (path.parent / "manifest.json").exists():
+    if path.parent.name.startswith("step-") or (path.parent / "manifest.json").exists() or path.suffix in HASHED:
         return False
     if how == "delete: deleted":
         return path.name == "result.json"  # the run has not ended yet

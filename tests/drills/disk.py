@@ -5,9 +5,8 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-from lineartime import checkpoint
 
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.truncate")
 """Audit events of changes, see the documentation of `sys.addaudithook`."""
@@ -22,6 +21,8 @@ class Disk:
     `count` is how many changes there were."""
 
     def __init__(self, folder: Path, *, at: int = 0, number: int = 0, error: int = 0, stays: bool = False):
+        from lineartime import checkpoint
+
         self.folder, self.at, self.number, self.error, self.stays = os.path.realpath(folder), at, number, error, stays
         self.count, self.short = 0, False
         self.real = {"write": os.write, "fsync": os.fsync, "open": io.open}
@@ -96,3 +97,24 @@ class File(io.FileIO):
 
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+
+def disturbed(do: Callable[[], object], folder: Path, **how) -> Callable[[], object]:
+    """A function on a `Disk`."""
+    def call() -> None:
+        Disk(folder, **how)
+        do()
+
+    return call
+
+
+def counted(do: Callable[[], object], folder: Path, path: Path) -> Callable[[], object]:
+    """A function that writes into a file how often it has changed the disk below `folder`."""
+    def call() -> None:
+        disk = Disk(folder)
+        try:
+            do()
+        finally:
+            path.write_text(str(disk.count))
+
+    return call

@@ -5,17 +5,36 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import made_questions
 import tiny_runs
 from drills import child, odd_files
+from drills.disk import disturbed
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tiny_runs.SETTINGS | {"steps": 6, "eval_every": 3, "keep": 2, "eval_tokens": 100}
+MODEL = ("n_layers", "d_model", "query_key_dim", "chunk_size")
+"""Settings that weights to begin with have already."""
 QUESTIONS = ["--learning-rates", "1e-2,2.5e-3", "--context", "48", "--epochs", "1", "--max-answer-tokens", "6", "--set",
              "chunk_size=4", "--set", "tokens_per_step=384", "--set", "eval_tokens=100"]
+DOCUMENTS = ["--learning-rates", "3e-2,1e-3", "--epochs", "2", *(word for field in (
+    "tokens_per_step=256", "micro_batch_tokens=128", "eval_every=3", "save_every=2") for word in ("--set", field))]
 PROMPT = "Reader, I"
+
+
+Command = Callable[[Path, Path, Path], Callable[[], object]]
+"""Of the folders `made`, `it` (or a file) and `out`: what a process does."""
+
+
+MADE = Path("{made}")
+
+
+def verb(*arguments: str) -> Command:
+    """A command line whose arguments name {made}, {it} and {out}."""
+    return lambda made, it, out: child.verb([text.format(made=made, it=it, out=out) for text in arguments])
 
 
 def train(data: object, out: object, **changes: object) -> list[str]:
@@ -24,13 +43,38 @@ def train(data: object, out: object, **changes: object) -> list[str]:
     return ["train", "flash", "--data", str(data), "--out", str(out), *pairs]
 
 
+def train_from(run: object, data: object, out: object) -> list[str]:
+    """A training that begins with the weights of a run."""
+    _, _, *more = train(data, out)
+    pairs = zip(more[::2], more[1::2], strict=True)
+    kept = [word for pair in pairs if not pair[1].startswith(MODEL) for word in pair]
+    return ["train", "--from", str(run), *kept]
+
+
 def finetune(made: Path, out: object) -> list[str]:
     return ["finetune", str(made / "masked"), "--questions", str(made / "train.json"), "--validation",
             str(made / "dev.json"), "--out", str(out), *QUESTIONS]
 
 
+def finetune_documents(made: Path, task: str, out: object) -> list[str]:
+    splits = [word for option, name in (("documents", "train"), ("validation", "dev"), ("test", "test"))
+              for word in (f"--{option}", str(made / f"{name}.jsonl"))]
+    return ["finetune", str(made / "run"), "--task", task, *splits, "--out", str(out), *DOCUMENTS]
+
+
+def read_documents(made: Path, out: Path) -> list[str]:
+    """A vector, or the labels, of each document, by the name of the file for them."""
+    name, model = ("embed", "run") if out.name.startswith("vectors") else ("classify", "labels")
+    return [name, str(made / model), str(made / "train.jsonl"), "--out", str(out)]
+
+
+def add_tokens(made: Path, out: object) -> list[str]:
+    return prepare(made / "text.txt", out, "--tokenizer", str(made / "run"), "--add-tokens", str(made / "tokens.txt"))
+
+
 def prepare(text: object, out: object, *more: str) -> list[str]:
-    return ["prepare", str(text), "--out", str(out), "--vocab-size", "280", "--held-out", "0.2", "--jobs", "1", *more]
+    size = [] if "--tokenizer" in more else ["--vocab-size", "280"]
+    return ["prepare", str(text), "--out", str(out), "--held-out", "0.2", "--jobs", "1", *size, *more]
 
 
 def command(made: Path, arguments: list[str]) -> None:
@@ -38,6 +82,32 @@ def command(made: Path, arguments: list[str]) -> None:
     ended = child.run(child.verb(arguments), made)
     if ended.code != 0:
         raise RuntimeError(f"{arguments}: {ended}")
+
+
+def cut_off(made: Path, arguments: list[str], folder: Path, at: int) -> None:
+    """Run a verb that is killed at its `at`-th change of the disk below a folder."""
+    ended = child.run(disturbed(child.verb(arguments), folder, at=at, number=signal.SIGKILL), made)
+    if ended.code != -signal.SIGKILL:
+        raise RuntimeError(f"{arguments}: {ended}")
+
+
+def make_documents(made: Path) -> None:
+    """Documents with labels, models that learned from them, and work on them that was cut off."""
+    import made_documents
+
+    for name, n in (("train", 24), ("dev", 12), ("test", 9)):
+        made_documents.write_rows(made / f"{name}.jsonl", made_documents.made_rows(n, len(name)))
+    (made / "tokens.txt").write_text("waves\ntrees\nSTREETS\n")
+    command(made, finetune_documents(made, "classify", made / "labels"))
+    command(made, finetune_documents(made, "embed", made / "vectors"))
+    cut_off(made, finetune_documents(made, "classify", made / "unfinished-labels"), made / "unfinished-labels", 150)
+    (made / "parts").mkdir()
+    for name in ("vectors.npy", "vectors.jsonl", "vectors.parquet", "labels.jsonl", "labels.parquet"):
+        cut_off(made, read_documents(made, made / "parts" / name), made / "parts", 16)
+    command(made, add_tokens(made, made / "extended"))
+    for k in (1, 2):
+        command(made, prepare(made / "text.txt", made / f"shares/{k}", str(made / "text2.txt"), "--tokenizer",
+                              str(made / "data"), "--part", f"{k}/2"))
 
 
 def save_pretrained(source: Path, out: Path) -> None:
@@ -89,6 +159,7 @@ def make(work: Path) -> Path:
     (made / "text.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode(), mtime=0))
     (made / "page").mkdir()
     (made / "page/page.md").write_text("".join(f"<!-- table lm_wiki40b cpu: {mark} -->\n" for mark in ("begin", "end")))
+    make_documents(made)
     odd_files.make(made)
     stamp.write_text(sources.hexdigest())
     return made

@@ -6,35 +6,30 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from drills import child, folders
-from drills.disk import SIGNALS, Disk
+from drills.disk import SIGNALS, counted, disturbed
+from drills.folders import MADE, Command, verb
 
 ROWS = [{"row": number, "text": "é" * number} for number in range(12)]
 
 
 class Scenario(NamedTuple):
-    """A command, which leaves everything in the folder `out`."""
+    """A command, which leaves everything in the folder `out`, or in `it`, which is in that."""
 
-    command: Callable[[Path, Path], Callable[[], object]]
-    """Of the folders `made` and `out`: what a process does."""
+    command: Command
     begins_with: str | None = None
-    """A folder of `made` that is copied to `out`/it first."""
+    """A folder of `made` that is copied to `it` first."""
     when_done: str = ""
     """What a command says, with code 2, that does not go over what is complete."""
 
 
-def command(*arguments: str) -> Callable[[Path, Path], Callable[[], object]]:
-    """A verb whose arguments name the folders {made} and {out}."""
-    return lambda made, out: child.verb([text.format(made=made, out=out) for text in arguments])
-
-
-def append_rows(made: Path, out: Path) -> Callable[[], object]:
+def append_rows(made: Path, it: Path, out: Path) -> Callable[[], object]:
     """Append the rows that a file lacks, one process at a time, as `reproduce` does."""
     def append() -> None:
         from lineartime import checkpoint
@@ -50,26 +45,25 @@ def append_rows(made: Path, out: Path) -> Callable[[], object]:
     return child.as_verb(append)
 
 
+THERE = "the output is there already"
 SCENARIOS: dict[str, Scenario] = {
-    "train": Scenario(lambda made, out: child.verb(folders.train(made / "data", out / "run"))),
-    "train, resumed": Scenario(lambda made, out: child.verb(folders.train(made / "data", out / "it")), "unfinished"),
-    "train, masked": Scenario(lambda made, out: child.verb(
-        folders.train(made / "masked-data", out / "run", causal="false", steps=4))),
-    "prepare": Scenario(lambda made, out: child.verb(folders.prepare(made / "text.txt", out / "data"))),
-    "prepare, compressed lines": Scenario(lambda made, out: child.verb(
-        folders.prepare(made / "text.jsonl.gz", out / "deep/data", "--tokenizer", "bytes"))),
-    "export": Scenario(command("export", "{made}/run", "--out", "{out}/models/it"),
-                       when_done="the output is there already"),
-    "finetune": Scenario(lambda made, out: child.verb(folders.finetune(made, out / "answers"))),
-    "evaluate --contexts": Scenario(command("evaluate", "{made}/run", "--data", "{made}/data", "--contexts", "8,32",
-                                            "--out", "{out}/contexts.json")),
-    "evaluate --predictions": Scenario(command(
+    "train": Scenario(verb(*folders.train("{made}/data", "{it}"))),
+    "train, resumed": Scenario(verb(*folders.train("{made}/data", "{it}")), "unfinished"),
+    "train, masked": Scenario(verb(*folders.train("{made}/masked-data", "{it}", causal="false", steps=4))),
+    "prepare": Scenario(verb(*folders.prepare("{made}/text.txt", "{it}"))),
+    "prepare, compressed lines": Scenario(verb(
+        *folders.prepare("{made}/text.jsonl.gz", "{out}/deep/data", "--tokenizer", "bytes"))),
+    "export": Scenario(verb("export", "{made}/run", "--out", "{out}/models/new"), when_done=THERE),
+    "finetune": Scenario(verb(*folders.finetune(MADE, "{it}"))),
+    "evaluate --contexts": Scenario(verb("evaluate", "{made}/run", "--data", "{made}/data", "--contexts", "8,32",
+                                         "--out", "{out}/contexts.json")),
+    "evaluate --predictions": Scenario(verb(
         "evaluate", "{made}/finetuned", "--questions", "{made}/dev.json", "--context", "48", "--max-answer-tokens", "6",
         "--predictions", "{out}/predictions.json")),
-    "plot": Scenario(command("plot", "{out}/it"), "run"),
-    "plot, side by side": Scenario(command("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
-    "report": Scenario(command("report", "--rows", "{made}/quality.jsonl", "--into", "{out}/it/page.md", "--images",
-                               "{out}/images"), "page"),
+    "plot": Scenario(verb("plot", "{it}"), "run"),
+    "plot, side by side": Scenario(verb("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
+    "report": Scenario(verb("report", "--rows", "{made}/quality.jsonl", "--into", "{it}/page.md", "--images",
+                            "{out}/images"), "page"),
     "rows": Scenario(append_rows),
 }
 OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]
@@ -97,34 +91,28 @@ def begin(made: Path, folder: Path, scenario: Scenario) -> Path:
 
 
 @cache
-def calm(made: Path, folder: Path, name: str) -> Calm:
+def calm(made: Path, folder: Path, scenario: Scenario) -> Calm:
     """What the undisturbed command leaves, how long it takes, and how often it changes the disk."""
-    out = begin(made, folder, SCENARIOS[name])
-    do = SCENARIOS[name].command(made, out)
-
-    def counted() -> None:
-        disk = Disk(out)
-        try:
-            do()
-        finally:
-            (folder / "changes").write_text(str(disk.count))
-
-    first = child.run(counted, folder)
+    out = begin(made, folder, scenario)
+    do = scenario.command(made, out / "it", out)
+    first = child.run(counted(do, out, folder / "changes"), folder)
     assert first.code == 0, first
     what, changes = folders.left(out), int((folder / "changes").read_text())
-    out = begin(made, folder, SCENARIOS[name])
+    out = begin(made, folder, scenario)
     again = child.run(do, folder)
-    assert folders.left(out) == what, f"{name} leaves other bytes the second time"
+    assert folders.left(out) == what, "it leaves other bytes the second time"
     largest = max((path.stat().st_size for path in out.rglob("*") if path.is_file()), default=1)
     return Calm(what, again.seconds, changes, largest)
 
 
-def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
+def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenario] = SCENARIOS,
+          often: Sequence[str] = OFTEN) -> dict[str, object]:
     """One command, disturbed up to three times; then it runs to its end."""
-    name = random.choice([*SCENARIOS, *OFTEN * 2])
-    undisturbed = calm(made, folder, name)
-    out = begin(made, folder, SCENARIOS[name])
-    do = SCENARIOS[name].command(made, out)
+    name = random.choice([*scenarios, *often * 2])
+    scenario = scenarios[name]
+    undisturbed = calm(made, folder, scenario)
+    out = begin(made, folder, scenario)
+    do = scenario.command(made, out / "it", out)
     told: list[str] = []
 
     def result(verdict: str, message: str = "", **more: object) -> dict[str, object]:
@@ -155,10 +143,10 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
             killed = each.code == -signal.SIGKILL and kind in ("instant", "change")
             stopped = each.code in (-signal.SIGTERM, -signal.SIGINT) and kind in ("instant", "change")
             wrong = None if killed or stopped else child.misbehaviour(each)
-            if wrong or (kind in ("fails", "full", "two") and each.code not in (0, 6) and not was_done(each, name)):
+            if wrong or (kind in ("fails", "full", "two") and each.code not in (0, 6) and not was_done(each, scenario)):
                 return result(wrong or "code", f"{each.code}: {each.err[-600:]}", code=each.code)
     last = child.run(do, folder)
-    if last.code != 0 and not was_done(last, name):
+    if last.code != 0 and not was_done(last, scenario):
         return result("lost", f"the same command again ends in {last.code}: {last.err[-600:]}", code=last.code)
     found = folders.left(out)
     if found == undisturbed.left:
@@ -169,18 +157,9 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
     return result("leftover" if only_more else "lost", json.dumps({"more": more, "fewer": fewer, "different": other}))
 
 
-def was_done(ended: child.Ended, name: str) -> bool:
+def was_done(ended: child.Ended, scenario: Scenario) -> bool:
     """Whether a command found that there was nothing left to do, and refused to."""
-    said = SCENARIOS[name].when_done
-    return bool(said) and ended.code == 2 and said in ended.err
-
-
-def disturbed(do: Callable[[], object], out: Path, **how) -> Callable[[], object]:
-    def call() -> None:
-        Disk(out, **how)
-        do()
-
-    return call
+    return bool(scenario.when_done) and ended.code == 2 and scenario.when_done in ended.err
 
 
 def two(do: Callable[[], object], folder: Path, later: float) -> list[child.Ended]:

@@ -13,12 +13,13 @@ from random import Random
 import pytest
 
 import drills.__main__ as drills
-from drills import child, folders, kills
+import lineartime.benchmark.measure  # noqa: F401  # before a child is forked that is stopped soon
+from drills import child, corruptions, folders, kills, ranks
 from drills.disk import Disk
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/helpers"]))
-SHARE = ["kills=3", "corruptions=6", "commands=10"]
+SHARE = ["kills=3", "corruptions=6", "commands=10", "documents=3", "ranks=1"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -132,9 +133,9 @@ def test_a_disk_counts(tmp_path):
     assert child.run(count, tmp_path).err == "5"
 
 
-def test_a_command_that_loses_rows_is_seen(tmp_path, monkeypatch):
+def test_a_command_that_loses_rows_is_seen(tmp_path):
     """It appends without a look at what a kill has left."""
-    def careless(made, out):
+    def careless(made, it, out):
         def append():
             path = out / "rows"
             there = len(path.read_text().splitlines()) if path.exists() else 0
@@ -144,14 +145,50 @@ def test_a_command_that_loses_rows_is_seen(tmp_path, monkeypatch):
 
         return append
 
-    monkeypatch.setattr(kills, "SCENARIOS", {"careless": kills.Scenario(careless)})
-    monkeypatch.setattr(kills, "OFTEN", [])
+    scenarios = {"careless": kills.Scenario(careless)}
     verdicts: set[object] = set()
     for number in range(100):
-        verdicts.add(kills.trial(tmp_path, tmp_path / "trial", Random(number))["verdict"])
+        verdicts.add(kills.trial(tmp_path, tmp_path / "trial", Random(number), scenarios, [])["verdict"])
         if verdicts >= {"ok", "lost"}:
             return
     raise AssertionError(verdicts)
+
+
+def test_a_reader_that_believes_a_damaged_file_is_seen(tmp_path):
+    """It copies whatever lines are there."""
+    def careless(made, it, out):
+        return child.as_verb(lambda: (out / "rows").write_bytes(it.read_bytes()))
+
+    (tmp_path / "made/parts").mkdir(parents=True)
+    (tmp_path / "canary").mkdir()
+    (tmp_path / "canary/file").touch()
+    (tmp_path / "made/parts/rows.part").write_text("".join(f"row {number}\n" for number in range(20)))
+    subject, verdicts = corruptions.Subject("parts/rows.part", "parts/rows.part", {"copy": careless}), set()
+    for number in range(100):
+        done = corruptions.trial(tmp_path / "made", tmp_path / "trial", Random(number), [(subject, "copy")])
+        verdicts.add(done["verdict"])
+        if verdicts >= {"ok", "silent"}:
+            return
+    raise AssertionError(verdicts)
+
+
+KILLED, FULL = ranks.Fault(2, "signal", (1,), signal.SIGKILL), ranks.Fault(2, "full", (1,), limit=2)
+LOST, DISK = "error: a rank was lost\n", "error: no space\n"
+
+
+@pytest.mark.parametrize(("fault", "codes", "errors", "verdict"), [
+    (KILLED, (7, -9), (LOST, ""), None), (KILLED, (0, 0), ("", ""), None), (KILLED, (7, -9), ("", ""), "noisy"),
+    (KILLED, (7, -9), (LOST, LOST), "noisy"), (KILLED, (6, -9), (DISK, ""), "code"),
+    (KILLED, (-9, 7), ("", LOST), "code"),
+    (KILLED, (1, -9), ("error: internal: no\n", ""), "internal"), (KILLED, (7, -9), (LOST, "Traceback\n"), None),
+    (FULL, (7, 6), ("", DISK), None), (FULL, (7, 7), ("", LOST), "code"),
+    (FULL._replace(limit=1), (7, 6), ("", ""), None),
+    (FULL._replace(port="rank 0"), (7, 6), (LOST, DISK), None)])
+def test_what_ranks_may_not_do(fault, codes, errors, verdict):
+    ended = [child.Ended(code, "", err, 0.1, 0) for code, err in zip(codes, errors, strict=True)]
+    assert (ranks.wrong(fault, ended) or (None,))[0] == verdict
+    stuck = [each._replace(over="waiting") for each in ended]
+    assert ranks.wrong(fault, stuck)[0] == "hung"
 
 
 def test_a_change_outside_is_seen(tmp_path):

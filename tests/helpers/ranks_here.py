@@ -1,10 +1,14 @@
 """Ranks of one machine, with the environment that `torchrun` gives them."""
 
 import datetime
+import json
 import os
 import subprocess
 
+import torch
 from torch.distributed import TCPStore
+
+from lineartime import checkpoint
 
 
 class RanksHere:
@@ -54,3 +58,21 @@ class RanksHere:
         for process in self.processes:
             process.kill()
             process.wait()
+
+
+def state_of(out):
+    """Weights, moments, metrics without their clock, and scores: what does not depend on the number of ranks."""
+    saved = checkpoint.load((out / "latest").resolve())
+    metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
+    moments = {f"moments of {name}": moment.flatten() for name, moment in checkpoint.joined(saved, "optimizer").items()}
+    return {**checkpoint.joined(saved, "model"), **moments, "metrics": metrics, "result": result}
+
+
+def differences(out, expected):
+    """The names of what is not as in another run, whose `state_of` is given."""
+    def same(a, b):
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+
+    found = state_of(out)
+    return [name for name in sorted({*found, *expected}) if not same(found.get(name), expected.get(name))]
