@@ -137,14 +137,18 @@ def start(do: Callable[[], object], folder: Path, streams: Streams | None = None
 
 def called(do: Callable[[], object]) -> int:
     """The exit code that a Python process would have which does this and ends."""
-    code = 0
+    code, begun = 0, False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        begun = True
         do()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except KeyboardInterrupt as e:
         code = 130
+        if not begun:  # it came before the command: the process ends as one that has not set a handler
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
         if any("lineartime" in Path(frame.filename).parts for frame in traceback.extract_tb(e.__traceback__)):
             traceback.print_exc()
     except BaseException:
