@@ -20,7 +20,7 @@ from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache, with_room
 from lineartime.decoding.extend import extend_chunks, extend_row
 from lineartime.decoding.inputs import DecodeInputs, TokenPosition
-from lineartime.gau import GatedAttentionUnit, gau_config
+from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import (
     ACTIVATIONS,
     RelPosBias,
@@ -51,10 +51,10 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
     FLASH does (`ModelConfig.attends_as_flash`).
 
     With several heads, each head is a slice of z and of v. Without the gate, W_o takes [u, A v]. Raises UsageError for
-    a wrong field."""
+    the configuration of a model without GAUs."""
 
-    def __init__(self, config: ModelConfig | None = None, **fields: object):
-        config = gau_config(config, fields)
+    def __init__(self, config: ModelConfig):
+        self.check_kind(config)
         ResidualLayer.__init__(self, config)
         self.make_parameters(n_made=2 if config.chunk_size is None else 6 if config.first_to_all else 4,
                              out_width=config.d_inner if config.gate else 2 * config.d_inner)

@@ -315,6 +315,7 @@ TRANSFORMER_PLUS = replace(TRANSFORMER, abs_pos="scaled_sin", rel_pos="rope")
 TRANSFORMER_PLUS_PLUS = replace(TRANSFORMER_PLUS, ffn="glu")
 PERFORMER = replace(TRANSFORMER_PLUS, attn_kernel="relu", attn_type="linear", prefix_sum="scan")
 COMBINER = replace(TRANSFORMER_PLUS, attn_type="rowmajor_axial", chunk_size=256)
+MC_TFM_PLUS_PLUS = replace(TRANSFORMER_PLUS_PLUS, attn_type="mixed_chunk", chunk_size=256)
 FLASH_QUAD = replace(TRANSFORMER_PLUS, n_heads=1, attn_kernel="relu2", ffn="gau", activation="silu", n_layers=24,
                      expansion_factor=2, gate=True)
 FLASH = replace(FLASH_QUAD, attn_type="mixed_chunk", chunk_size=256)
@@ -327,7 +328,7 @@ PRESETS: dict[str, ModelConfig] = {
     "performer": PERFORMER,
     "performer-matmul": replace(PERFORMER, prefix_sum="matmul"),
     "combiner": COMBINER,
-    "mc-tfm++": replace(TRANSFORMER_PLUS_PLUS, attn_type="mixed_chunk", chunk_size=256),
+    "mc-tfm++": MC_TFM_PLUS_PLUS,
     "flash-quad": FLASH_QUAD,
     "flash": FLASH,
     "flash+": FLASH_PLUS,
@@ -354,14 +355,18 @@ def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfi
     return replace_fields(config, fields)
 
 
-def layer_config(config: ModelConfig | None, preset: str, fields: dict[str, Any]) -> ModelConfig:
-    """The configuration of one layer: `config`, or by default the preset `preset`, with any field replaced.
+def layer_config(config: ModelConfig | None, preset: ModelConfig, **fields: Any) -> ModelConfig:
+    """The configuration of one layer: `config`; or without it `preset` with these fields.
 
-    Raises UsageError if config is not a ModelConfig, for an unknown field, or a wrong value."""
-    require(config is None or isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name",
-            repr(config), "such as d_model=512")
-    alone = replace(PRESETS[preset], abs_pos="learned")  # a layer has no absolute positions: any width will do
-    return replace_fields(config or alone, fields)
+    Raises UsageError if config is not a ModelConfig, for a wrong value, and for a config and fields together."""
+    if config is None:
+        return replace(preset, abs_pos="learned", **fields)  # a layer has no absolute positions: any width will do
+    require(isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name", repr(config),
+            "such as d_model=512")
+    given = [name for name, value in fields.items() if value != getattr(preset, name)]
+    require(not given, "a layer takes a ModelConfig or fields, not both", ", ".join(given),
+            "dataclasses.replace puts fields into a ModelConfig")
+    return config
 
 
 @dataclass(frozen=True)

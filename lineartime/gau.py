@@ -3,26 +3,19 @@
 FLASH-Quad is a stack of the first, FLASH of the second. A causal FLASH layer with a single chunk computes the first.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.config import ModelConfig, layer_config
+from lineartime.config import FLASH, FLASH_QUAD, ModelConfig, layer_config
 from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks, extend_row
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.ops.reference import make_heads, split_uvz
 from lineartime.settings import require
-
-
-def gau_config(config: ModelConfig | None, fields: dict[str, object]) -> ModelConfig:
-    """The configuration of a GAU layer: by default FLASH-Quad's, or with a chunk size FLASH's, with `fields` replaced.
-
-    Raises UsageError for a wrong field, or a model without GAUs."""
-    config = layer_config(config, "flash-quad" if fields.get("chunk_size") is None else "flash", fields)
-    require(config.ffn == "gau", "a GatedAttentionUnit is a layer of a model with ffn = gau", f"ffn = {config.ffn}")
-    return config
 
 
 class GatedAttentionUnit(ResidualLayer):
@@ -35,13 +28,28 @@ class GatedAttentionUnit(ResidualLayer):
     Raises UsageError for a wrong field, and for a GAU that computes something else, see `ModelConfig.is_ablated_gau`:
     `ablations.AblatedGatedAttentionUnit` is for it."""
 
-    def __init__(self, config: ModelConfig | None = None, **fields: object):
-        config = gau_config(config, fields)
+    def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, chunk_size: int | None = None,
+                 causal: bool = True, expansion_factor: float = 2, query_key_dim: int = 128,
+                 norm: Literal["layer_norm", "scale_norm"] = "layer_norm", context: int = 512,
+                 attn_scale_len: int | None = None, chunk_pooling: Literal["mean", "sum"] = "mean",
+                 rope_base: float = 10_000, init_std: float = 0.02, linear_scale_init: float | None = None,
+                 local_scale_init: float | None = None):
+        config = layer_config(
+            config, FLASH_QUAD if chunk_size is None else FLASH, d_model=d_model, chunk_size=chunk_size, causal=causal,
+            expansion_factor=expansion_factor, query_key_dim=query_key_dim, norm=norm, context=context,
+            attn_scale_len=attn_scale_len, chunk_pooling=chunk_pooling, rope_base=rope_base, init_std=init_std,
+            linear_scale_init=linear_scale_init, local_scale_init=local_scale_init)
+        self.check_kind(config)
         require(not config.is_ablated_gau, "this GAU is neither FLASH's nor FLASH-Quad's", "GatedAttentionUnit",
                 "take lineartime.ablations.AblatedGatedAttentionUnit")
         super().__init__(config)
         self.make_parameters(n_made=2 if config.chunk_size is None else 4, out_width=config.d_inner)
         self.init_weights(config.init_std)
+
+    @staticmethod
+    def check_kind(config: ModelConfig) -> None:
+        """Raise UsageError for the configuration of a model without GAUs."""
+        require(config.ffn == "gau", "a GatedAttentionUnit is a layer of a model with ffn = gau", f"ffn = {config.ffn}")
 
     def make_parameters(self, n_made: int, out_width: int) -> None:
         """Make norm, projections, scales and position bias. n_made: number of heads made from z. out_width: inputs of

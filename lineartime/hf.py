@@ -50,7 +50,8 @@ from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZE
 from lineartime.decoding.cache import DecodingState
 from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.model import LanguageModel, SpanModel, in_order, init_head, init_weights
+from lineartime.layers import in_order
+from lineartime.model import LanguageModel, SpanModel, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer, weight_files
 from lineartime.settings import require

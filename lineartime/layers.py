@@ -70,8 +70,12 @@ class RelPosBias(nn.Module):
         return (cos * (a1 * b1 + a2 * b2) + sin * (a1 * b2 - a2 * b1)).sum(-1)
 
     def forward(self, length: int) -> Tensor:
-        """w for `length` queries and as many keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]."""
+        """w for `length` queries and as many keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]. Raises
+        UsageError for more than a table has."""
         if self.n < TOEPLITZ_BELOW:
+            if length > self.n:
+                raise UsageError("row longer than the position table", f"{length} tokens, the table has {self.n}",
+                                 "make it with a larger context, or with a chunk_size")
             return self.weight[self.n - length : self.n + length - 1]
         return self.at(torch.arange(1 - length, max(length, 1), device=self.a.device))
 
@@ -153,12 +157,43 @@ def check_segment_ids(segment_ids_BT: Tensor) -> None:
         raise UsageError("wrong segment_ids", f"row {row}: {segment_ids_BT[row, token]} at token {token}", todo)
 
 
-def one_document_info(x_BTD: Tensor, config: ModelConfig) -> SequenceInfo:
-    """`SequenceInfo` of rows that are one document each and start at position 0."""
-    if config.rel_pos is None:
-        return SequenceInfo(None)
-    position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
-    return SequenceInfo(rotary(position_1T, config.qk_width, at_least_float32(x_BTD).dtype, config.rope_base))
+def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, segment_ids_BT: Tensor | None = None,
+                  ranks: Ranks | None = None) -> SequenceInfo:
+    """The `SequenceInfo` of rows of tokens at these positions, integers `[1 or B, T]`. dtype: that of sin and cos.
+
+    Raises UsageError for rows of several documents in a model with learned chunk weights."""
+    angles = None if config.rel_pos is None else rotary(position_BT, config.qk_width, dtype, config.rope_base)
+    info = SequenceInfo(angles, segment_ids_BT, shared_by=ranks)
+    if segment_ids_BT is None:
+        return info
+    # Compiled, softmax attention takes a mask in place of `cu_seqlens`, whose length changes with the batch.
+    masks = config.attn_kernel == "softmax" and config.attn_type == "quadratic"
+    if config.by_document and not (torch.compiler.is_compiling() and masks):
+        info.cu_seqlens = cu_seqlens(segment_ids_BT)
+    if config.chunk_pooling == "attention":
+        if not ((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
+            raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
+                             "give each document its own row")
+    return info
+
+
+def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The order that moves the tokens of each row to its front, so that padding shifts neither positions nor chunk
+    boundaries; and the segment ids in it, -1 for padding."""
+    order_BT = padding_mask_BT.int().argsort(dim=1, descending=True, stable=True)
+    ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
+    return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
+
+
+def in_order(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
+    """The vectors of each row in another order: place t has that of place order_BT[b, t]."""
+    return x_BTD.gather(1, order_BT.to(x_BTD.device)[..., None].expand_as(x_BTD))
+
+
+def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
+    """Raise UsageError unless a tensor is None or has this shape."""
+    if given is not None and given.shape != shape:
+        raise UsageError("wrong shape", f"{name} {list(given.shape)}", f"give {list(shape)}, one for each token")
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
@@ -195,6 +230,7 @@ class ResidualLayer(nn.Module):
     yet added to x. The next layer adds delta and normalises the sum by one op (`ops.add_norm`)."""
 
     norm: nn.LayerNorm | ScaleNorm
+    in_proj: nn.Linear
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -219,15 +255,42 @@ class ResidualLayer(nn.Module):
                 else:
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
-    def forward(self, x_BTD: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """x + f(norm(x)): `[B, T, D]`, floating, T at most `config.max_len`. info: positions and documents; by
-        default each row is one document that starts at position 0. Raises UsageError for wrong segment ids."""
-        if info is not None and info.segment_ids_BT is not None:
-            check_segment_ids(info.segment_ids_BT)
-            if self.config.by_document and info.cu_seqlens is None:
-                info = dataclasses.replace(info, cu_seqlens=cu_seqlens(info.segment_ids_BT))
-        x_BTD, delta_BTD = self.add(x_BTD, None, info or one_document_info(x_BTD, self.config))
-        return x_BTD + delta_BTD
+    def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
+        """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
+
+        segment_ids: the document of each token, integers `[B, T]` of at least 0 that do not decrease along a row, -1
+        for padding at its end; by default each row is one document. padding_mask: `[B, T]`, True for tokens, False for
+        padding, which may be anywhere in a row; the segment id of padding does not matter. No document sees another,
+        and a token is computed as if its row had no padding. What comes out for padding is finite and means nothing.
+
+        Raises UsageError for another shape or dtype, wrong segment ids, and a row longer than a position table."""
+        self.check_input(x_BTD)
+        check_shape("segment_ids", segment_ids, x_BTD.shape[:2])
+        check_shape("padding_mask", padding_mask, x_BTD.shape[:2])
+        order_BT = None
+        if padding_mask is not None:
+            order_BT, segment_ids = tokens_first(padding_mask, segment_ids)
+            x_BTD = in_order(x_BTD, order_BT)
+        if segment_ids is not None:
+            check_segment_ids(segment_ids)
+            x_BTD = x_BTD.masked_fill((segment_ids < 0)[..., None], 0.0)  # 0 times a NaN of padding would be NaN
+        position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
+        info = sequence_info(self.config, position_1T, at_least_float32(x_BTD).dtype, segment_ids)
+        x_BTD, delta_BTD = self.add(x_BTD, None, info)
+        x_BTD = x_BTD + delta_BTD
+        return x_BTD if order_BT is None else in_order(x_BTD, order_BT.argsort(1))
+
+    def check_input(self, x_BTD: Tensor) -> None:
+        """Raise UsageError unless x is `[B, T, D]`, and of the dtype of the projection, which a module that replaces it
+        may have of its own. Under autocast any floating dtype will do."""
+        width, weight = self.config.d_model, self.in_proj.weight
+        if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
+            raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
+        if x_BTD.dtype == weight.dtype or type(self.in_proj) is not nn.Linear:
+            return
+        if not (x_BTD.is_floating_point() and torch.is_autocast_enabled(x_BTD.device.type)):
+            raise UsageError("wrong dtype of a layer's input", f"{x_BTD.dtype}, the weights are {weight.dtype}",
+                             "convert the input or the layer with .to, or compute under torch.autocast")
 
     def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
         """x + delta, and the output of this layer's branch, which is the next delta: both `[B, T, D]`."""

@@ -1,6 +1,7 @@
 """The Transformer's two layers: multi-head self-attention, whose core is one of five, and the feed-forward network."""
 
-from typing import Protocol
+from dataclasses import replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,14 @@ from lineartime.attention.mixed_chunk import MixedChunk
 from lineartime.attention.performer import Performer
 from lineartime.attention.relu2 import ReluSquared
 from lineartime.attention.softmax import Softmax
-from lineartime.config import ModelConfig, layer_config
+from lineartime.config import (
+    COMBINER,
+    MC_TFM_PLUS_PLUS,
+    PERFORMER,
+    TRANSFORMER_PLUS_PLUS,
+    ModelConfig,
+    layer_config,
+)
 from lineartime.decoding.cache import Cache
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
@@ -44,9 +52,31 @@ class MultiHeadAttention(ResidualLayer):
     With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The arguments are a `ModelConfig`, or fields of one by
     name; other fields are those of the preset with this attn_type. Raises UsageError for a wrong field."""
 
-    def __init__(self, config: ModelConfig | None = None, **fields: object):
-        presets = {"linear": "performer", "rowmajor_axial": "combiner", "mixed_chunk": "mc-tfm++"}
-        config = layer_config(config, presets.get(str(fields.get("attn_type")), "transformer++"), fields)
+    def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, n_heads: int = 12,
+                 attn_type: Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"] = "quadratic",
+                 attn_kernel: Literal["softmax", "relu2", "relu"] | None = None, chunk_size: int | None = None,
+                 causal: bool = True, norm: Literal["layer_norm", "scale_norm"] = "layer_norm",
+                 rel_pos: Literal["rope"] | None = "rope", rope_base: float = 10_000, gate: bool = False,
+                 activation: Literal["gelu", "silu"] = "gelu", context: int = 512, attn_scale_len: int | None = None,
+                 prefix_sum: Literal["scan", "matmul", "blocks"] | None = None,
+                 chunk_pooling: Literal["mean", "sum", "fixed", "written"] = "mean",
+                 chunk_parts: Literal["both", "local", "global"] = "both", overlap: bool = False,
+                 document_mask: Literal["exact", "paper"] = "exact", key_conv: int = 0, local_key_conv: bool = False,
+                 linear_scale_init: float | None = None, linear_rope: bool = True, linear_gate: bool = False,
+                 linear_norm: bool = False, linear_divisor: float | None = None, keys_start_as_queries: bool = False,
+                 init_std: float = 0.02):
+        presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
+        preset = TRANSFORMER_PLUS_PLUS if config is not None else presets.get(attn_type, TRANSFORMER_PLUS_PLUS)
+        config = layer_config(
+            config, preset, d_model=d_model, n_heads=n_heads, attn_type=attn_type,
+            attn_kernel=preset.attn_kernel if attn_kernel is None else attn_kernel,
+            chunk_size=preset.chunk_size if chunk_size is None else chunk_size, causal=causal, norm=norm,
+            rel_pos=rel_pos, rope_base=rope_base, gate=gate, activation=activation, context=context,
+            attn_scale_len=attn_scale_len, prefix_sum=preset.prefix_sum if prefix_sum is None else prefix_sum,
+            chunk_pooling=chunk_pooling, chunk_parts=chunk_parts, overlap=overlap, document_mask=document_mask,
+            key_conv=key_conv, local_key_conv=local_key_conv, linear_scale_init=linear_scale_init,
+            linear_rope=linear_rope, linear_gate=linear_gate, linear_norm=linear_norm, linear_divisor=linear_divisor,
+            keys_start_as_queries=keys_start_as_queries, init_std=init_std)
         require(config.ffn != "gau", "a model with ffn = gau has no MultiHeadAttention", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
         super().__init__(config)
@@ -134,8 +164,12 @@ class FeedForward(ResidualLayer):
     The arguments are a `ModelConfig`, or fields of one by name; other fields are those of Transformer++. Raises
     UsageError for a wrong field."""
 
-    def __init__(self, config: ModelConfig | None = None, **fields: object):
-        config = layer_config(config, "transformer++", fields)
+    def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, expansion_factor: float = 4,
+                 ffn: Literal["mlp", "glu"] = "glu", activation: Literal["gelu", "silu"] = "gelu",
+                 norm: Literal["layer_norm", "scale_norm"] = "layer_norm", init_std: float = 0.02):
+        preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # any width will do
+        config = layer_config(config, preset, d_model=d_model, expansion_factor=expansion_factor, ffn=ffn,
+                              activation=activation, norm=norm, init_std=init_std)
         require(config.ffn != "gau", "a model with ffn = gau has no FeedForward", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
         super().__init__(config)

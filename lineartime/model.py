@@ -17,11 +17,19 @@ from lineartime.decoding.inputs import DecodeInputs
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
-from lineartime.layers import ResidualLayer, ScaledSin, SequenceInfo, check_segment_ids, cu_seqlens, make_norm
+from lineartime.layers import (
+    ResidualLayer,
+    ScaledSin,
+    check_segment_ids,
+    check_shape,
+    in_order,
+    make_norm,
+    sequence_info,
+    tokens_first,
+)
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import rotary
 from lineartime.settings import require
 
 
@@ -80,27 +88,16 @@ class LanguageModel(nn.Module):
             segment_ids_BT = starts_BT.cumsum(1)
         order_BT = None
         if padding_mask_BT is not None:
-            # Tokens move to the front of their row, so that padding shifts neither positions nor chunk boundaries.
-            order_BT = padding_mask_BT.int().argsort(dim=1, descending=True, stable=True)
-            ids_BT, valid_BT = ids_BT.gather(1, order_BT), padding_mask_BT.bool().gather(1, order_BT)
+            order_BT, segment_ids_BT = tokens_first(padding_mask_BT, segment_ids_BT)
+            ids_BT = ids_BT.gather(1, order_BT)
             embeds_BTD = None if embeds_BTD is None else in_order(embeds_BTD, order_BT)
-            segment_ids_BT = torch.zeros_like(ids_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
-            segment_ids_BT = torch.where(valid_BT, segment_ids_BT, -1)
         if given and segment_ids_BT is not None:
             check_segment_ids(segment_ids_BT)
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         if ranks.size > 1:
             self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
             ids_BT, segment_ids_BT, position_1T = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
-        info = SequenceInfo(self.rotary(position_1T), segment_ids_BT, shared_by=ranks)
-        # Compiled, softmax attention takes a mask in place of `cu_seqlens`, whose length changes with the batch.
-        masks = self.config.attn_kernel == "softmax" and self.config.attn_type == "quadratic"
-        if segment_ids_BT is not None and self.config.by_document and not (torch.compiler.is_compiling() and masks):
-            info.cu_seqlens = cu_seqlens(segment_ids_BT)
-        if segment_ids_BT is not None and self.config.chunk_pooling == "attention":
-            if not ((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
-                raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
-                                 "give each document its own row")
+        info = sequence_info(self.config, position_1T, self.embed.weight.dtype, segment_ids_BT, ranks)
         embeds_BTD = self.embed(ids_BT) if embeds_BTD is None else embeds_BTD
         x_BTD, delta_BTD = embeds_BTD + self.abs_pos(position_1T), None
         for i, layer in enumerate(self.residual_layers()):
@@ -137,13 +134,6 @@ class LanguageModel(nn.Module):
         check_shape("targets", targets, x.shape[:-1])
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
-
-    def rotary(self, position_BT: Tensor) -> tuple[Tensor, Tensor] | None:
-        """sin and cos of RoPE, see `reference.rotary`; None in a model without RoPE."""
-        config = self.config
-        if config.rel_pos is None:
-            return None
-        return rotary(position_BT, config.qk_width, self.embed.weight.dtype, config.rope_base)
 
     def check_length(self, length: int) -> None:
         """Raise UsageError for a row longer than the position tables allow."""
@@ -223,7 +213,7 @@ class LanguageModel(nn.Module):
         """`extend` without the update of `DecodingState`; only the caches are updated."""
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
-        info = SequenceInfo(self.rotary(position_BN))
+        info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         x_BND, delta_BND = embeds_BND + self.abs_pos(position_BN), None
         remaining = iter(caches)
@@ -235,17 +225,6 @@ class LanguageModel(nn.Module):
             else:
                 x_BND, delta_BND = layer.add(x_BND, delta_BND, info)
         return self.norm(x_BND + delta_BND)
-
-
-def in_order(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
-    """The vectors of each row in another order: place t has that of place order_BT[b, t]."""
-    return x_BTD.gather(1, order_BT.to(x_BTD.device)[..., None].expand_as(x_BTD))
-
-
-def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
-    """Raise UsageError unless a tensor is None or has this shape."""
-    if given is not None and given.shape != shape:
-        raise UsageError("wrong shape", f"{name} {list(given.shape)}", f"give {list(shape)}, one for each token")
 
 
 def make_layers(config: ModelConfig) -> list[ResidualLayer]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig, model_config
 from lineartime.errors import UsageError
-from lineartime.layers import SequenceInfo, cu_seqlens
+from lineartime.layers import SequenceInfo, cu_seqlens, sequence_info
 from lineartime.memory import ReadNorm
 from lineartime.model import LanguageModel
 from lineartime.ops.reference import make_heads, rotary, split_uvz
@@ -52,7 +52,7 @@ def agree_with_definition(config: ModelConfig, rows: list[list[int]], seed: int)
     read: list[Tensor] = []
     for norm in (module for module in layer.modules() if isinstance(module, ReadNorm)):
         norm.register_forward_hook(lambda norm, inputs, out: read.append(inputs[0].detach().square().mean(-1)))
-    found = layer(x_BTD, info_of(config, ids_BT))
+    found = layer(x_BTD, ids_BT)
     # The norm divides by the size of what is read, and multiplies rounding so: no example reads nearly nothing.
     assume(all(bool(((square == 0) | (square > 1e-5)).all()) for square in read))
     wanted = torch.stack([layer_output(config, w, x_TD, row) for x_TD, row in zip(x_BTD, rows, strict=True)])
@@ -105,21 +105,20 @@ def test_the_base_of_rope(name: str) -> None:
     config = replace(CONFIGS[name], rope_base=50.0, n_layers=1)
     model, x_BTD = random_model(config), random_x(11)
     info = info_of(config, torch.zeros(2, 11, dtype=torch.long))
-    assert all(map(torch.equal, model.rotary(torch.arange(11)[None]), info.rotary))
+    assert all(map(torch.equal, sequence_info(config, torch.arange(11)[None], torch.float64).rotary, info.rotary))
     slowest_T = torch.arange(11, dtype=torch.float64) * 50.0 ** -(1 - 2 / config.qk_width)
     assert error(info.rotary[0][0, :, -1], slowest_T.sin()) <= EXACT
     layer = model.layers[0]
-    assert error(layer(x_BTD), layer(x_BTD, info)) <= EXACT
+    assert error(layer(x_BTD), sum(layer.add(x_BTD, None, info))) <= EXACT
     other = info_of(replace(config, rope_base=10_000.0), torch.zeros(2, 11, dtype=torch.long))
-    assert error(layer(x_BTD), layer(x_BTD, other)) > 1e-3
+    assert error(layer(x_BTD), sum(layer.add(x_BTD, None, other))) > 1e-3
 
 
 def first_layer_output(config: ModelConfig, x_BTD: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:
     layer = random_model(replace(config, n_layers=1)).layers[0]
     if weights is not None:
         layer.load_state_dict(weights)
-    ids_BT = torch.zeros(x_BTD.shape[:2], dtype=torch.long)
-    return layer(x_BTD, info_of(config, ids_BT)) - x_BTD
+    return layer(x_BTD, torch.zeros(x_BTD.shape[:2], dtype=torch.long)) - x_BTD
 
 
 def random_x(length: int) -> Tensor:
@@ -149,7 +148,7 @@ def test_chunk_sizes_of_the_paper(chunk_size: int, parts: str, causal: bool) -> 
     across = q_lin @ k_lin.mT * earlier / earlier.sum(-1, keepdim=True).clamp(min=1)
     a_BTT = {"both": local + across, "local": local, "global": across}[parts]
     wanted = x_BTD + layer.out_proj(u_BTE * (a_BTT @ v_BTE))
-    assert error(layer(x_BTD, info), wanted) <= EXACT
+    assert error(layer(x_BTD), wanted) <= EXACT
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

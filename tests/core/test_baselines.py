@@ -16,7 +16,6 @@ from lineartime.attention import performer
 from lineartime.attention.combiner import rowmajor_axial_attention
 from lineartime.attention.performer import performer_attention, relu_features
 from lineartime.config import model_config
-from lineartime.layers import SequenceInfo
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
 from lineartime.ops.reference import rope, rotary
@@ -67,8 +66,7 @@ def test_recorded_values_of_combiner(causal: bool, first: list[float], absolute_
         for part, n in ((layer.out_proj, 3), (layer.summary_proj, 4), (layer.summary_key, 5)):
             part.weight.copy_(matrix(n).T)
     layer.add_norm = lambda x_BTD, delta_BTD: (x_BTD, x_BTD)
-    info = SequenceInfo(rotary(torch.arange(6)[None], 4, torch.float64))
-    out_BTD = layer(x_BTD, info) - x_BTD
+    out_BTD = layer(x_BTD) - x_BTD
     assert_recorded(out_BTD.detach(), first, absolute_sum)
 
 

@@ -6,12 +6,14 @@ PyTorch's compiler writes C++ for a CPU, so these take seconds each and need a c
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from lineartime import GatedAttentionUnit, MultiHeadAttention
 from lineartime.config import model_config
-from lineartime.layers import cu_seqlens, one_document_info
+from lineartime.layers import sequence_info
 from lineartime.model import token_losses
 from tiny_models import CONFIGS, LONG_MEMORY, random_ids, random_model, with_end
 
@@ -85,11 +87,10 @@ def test_packed_transformers_compile_to_one_graph(name, causal):
         difference = (compiled(ids_BT, **more) - model(ids_BT, **more))[valid_BT]
         assert (ids_BT[:, 1:] == 0).any() and difference.abs().max() < 1e-12
     with torch.no_grad():  # a layer on its own splits the rows too
-        info, x_BTD = one_document_info(model.embed(ids_BT), model.config), model.embed(ids_BT)
-        info.segment_ids_BT = (ids_BT == 0).cumsum(1)
-        layer = model.layers[0]
-        expected = layer(x_BTD, replace(info, cu_seqlens=cu_seqlens(info.segment_ids_BT)))
-        assert torch.equal(layer(x_BTD, info), expected)
+        x_BTD, segment_ids_BT, layer = model.embed(ids_BT), (ids_BT == 0).cumsum(1), model.layers[0]
+        info = sequence_info(model.config, torch.arange(23)[None], torch.float64, segment_ids_BT)
+        assert info.cu_seqlens is not None
+        assert torch.equal(layer(x_BTD, segment_ids_BT), sum(layer.add(x_BTD, None, info)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -105,3 +106,49 @@ def test_exported_with_any_length(name, causal):
         ids_BT = random_ids(2, length, seed=length)
         with torch.no_grad():
             assert torch.equal(program.module()(ids_BT), model(ids_BT))
+
+
+LAYERS = {"flash": partial(GatedAttentionUnit, chunk_size=8, query_key_dim=8),
+          "flash-quad": partial(GatedAttentionUnit, query_key_dim=8, context=400),
+          "attention": partial(MultiHeadAttention, n_heads=2)}
+
+
+class Unchecked(torch.nn.Module):
+    """What a layer computes, without its checks."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_BTD):
+        info = sequence_info(self.layer.config, torch.arange(x_BTD.shape[1])[None], x_BTD.dtype)
+        x_BTD, delta_BTD = self.layer.add(x_BTD, None, info)
+        return x_BTD + delta_BTD
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_alone_is_one_graph_and_its_checks_are_not_in_it(name):
+    """With documents and padding too, and exported for any batch and length."""
+    torch.manual_seed(0)
+    layer, x_BTD = LAYERS[name](d_model=16).double(), torch.randn(2, 23, 16, dtype=torch.float64)
+    ids_BT = torch.tensor([[0] * 9 + [1] * 14, [0] * 23])
+    valid_BT = (torch.arange(23) % 5 > 0).expand(2, 23)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for how in ({}, {"segment_ids": ids_BT}, {"padding_mask": valid_BT}):
+        assert torch.allclose(compiled(x_BTD, **how), layer(x_BTD, **how), rtol=0, atol=1e-12)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = layer.float()
+        assert torch.compile(narrow, backend="aot_eager", fullgraph=True)(x_BTD.bfloat16()).dtype == torch.bfloat16
+    layer = layer.double()
+    dims = {0: torch.export.Dim("B", max=64), 1: torch.export.Dim("T", min=2, max=400)}
+    program, unchecked = (torch.export.export(each, (x_BTD,), dynamic_shapes=(dims,))
+                          for each in (layer, Unchecked(layer)))
+    calls, without = ([node.target for node in each.graph.nodes if node.op == "call_function"]
+                      for each in (program, unchecked))
+    assert calls == without
+    for shape in ((1, 2), (3, 17), (2, 400)):
+        x_BTD = torch.randn(*shape, 16, dtype=torch.float64)
+        with torch.no_grad():
+            assert torch.equal(program.module()(x_BTD), layer(x_BTD))

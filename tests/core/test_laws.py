@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig
 from lineartime.errors import UsageError
-from lineartime.layers import RelPosBias, ScaledSin, SequenceInfo
+from lineartime.layers import RelPosBias, ScaledSin, sequence_info
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
-from lineartime.ops.reference import rotary, split_uvz, toeplitz
+from lineartime.ops.reference import split_uvz, toeplitz
 from tiny_models import (
     BIDIRECTIONAL,
     CHUNK,
@@ -287,10 +287,8 @@ def test_wrong_segment_ids_are_refused(name: str, wrong: list[int]) -> None:
     wrong_BT, right_BT = torch.tensor([[0, 0, 0, 1, 1, -1], wrong]), torch.tensor([[0, 0, 0, 1, 1, -1], [3] * 6])
     with pytest.raises(UsageError, match=r"wrong segment_ids: row 1: .* at token \d; number"):
         model(ids_BT, wrong_BT)
-    angles = model.rotary(torch.arange(6)[None])
-    x_BTD = model.embed(ids_BT)
     with pytest.raises(UsageError, match="wrong segment_ids"):
-        model.layers[0](x_BTD, SequenceInfo(angles, wrong_BT))
+        model.layers[0](model.embed(ids_BT), wrong_BT)
     model(ids_BT, right_BT)
     # What a mask calls padding may have any id; what is left is checked.
     valid_BT = torch.tensor([[True] * 5 + [False], [False] * 5 + [True]]) & (wrong_BT >= 0)
@@ -330,6 +328,9 @@ def test_other_shapes_are_refused(name: str) -> None:
                   {"padding_mask_BT": torch.ones(2, 1, dtype=torch.bool)}):
         with pytest.raises(UsageError, match="wrong shape"):
             model(ids_BT, **wrong)
+    for wrong in ({"segment_ids": ids_BT.T}, {"padding_mask": ids_BT[0]}):
+        with pytest.raises(UsageError, match="wrong shape"):
+            model.layers[0](model.embed(ids_BT), **wrong)
 
 
 @CAUSAL
@@ -357,9 +358,8 @@ def test_documents_of_whole_chunks_are_the_documents_alone(causal: bool, chunks:
     layer = random_model(replace(FLASH, causal=causal), seed).layers[0]
     x_BTD = torch.randn(1, sum(lengths), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     segment_ids_BT = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    info = SequenceInfo(rotary(torch.arange(sum(lengths))[None], 4, torch.float64), segment_ids_BT)
     alone = torch.cat([layer(part_BTD) for part_BTD in x_BTD.split(lengths, dim=1)], dim=1)
-    assert same(layer(x_BTD, info), alone)
+    assert same(layer(x_BTD, segment_ids_BT), alone)
 
 
 @EVERY_MODEL
@@ -396,6 +396,49 @@ def test_padding_and_batch_change_nothing(name: str, causal: bool, rows: list[tu
         assert same(logits_BTV[row, valid_T], alone_TV)
     order_B = torch.tensor(data.draw(st.permutations(range(len(rows)))))
     assert same(model(ids_BT[order_B], padding_mask_BT=valid_BT[order_B]), logits_BTV[order_B])
+
+
+@EVERY_MODEL
+@settings(max_examples=3)
+@given(packing=padded(), seed=SEEDS)
+def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: bool, packing: tuple[Tensor, Tensor],
+                                                             seed: int) -> None:
+    """The layers by themselves, one after another, give the model's hidden states and gradients, and those of the row
+    without its padding, which may hold NaN; no document has a part in another's."""
+    segment_ids_T, valid_T = packing
+    if name in UNPACKED:
+        segment_ids_T = torch.zeros_like(segment_ids_T)
+    segment_ids_BT, valid_BT = segment_ids_T[None], valid_T[None]
+    model = random_model(replace(EVERY[name], causal=causal), seed)
+    ids_BT, generator = random_ids(1, len(valid_T), seed=seed), torch.Generator().manual_seed(seed)
+    e_BTD = model.embed(ids_BT).detach().requires_grad_()
+    cotangent_ND = torch.randn(int(valid_T.sum()), 8, dtype=torch.float64, generator=generator)
+
+    def by_layers(padding: float, segment_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
+        x_BTD = e_BTD + model.abs_pos((valid_BT.cumsum(1) - 1).clamp(min=0))
+        x_BTD = x_BTD.masked_fill(~valid_BT[..., None], padding)
+        x_BTD = x_BTD if padding_mask is not None else x_BTD[:, valid_T]
+        for layer in model.layers:
+            x_BTD = layer(x_BTD, segment_ids=segment_ids, padding_mask=padding_mask)
+            assert x_BTD.isfinite().all()
+        return model.norm(x_BTD if padding_mask is None else x_BTD[:, valid_T])
+
+    def gradients(out_ND: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((out_ND * cotangent_ND).sum(), [e_BTD, *model.parameters()], retain_graph=True,
+                                   materialize_grads=True)
+
+    found_BND = by_layers(math.nan, segment_ids_BT, valid_BT)
+    assert torch.equal(found_BND, by_layers(1e3, segment_ids_BT, valid_BT))
+    alone_BND = by_layers(0.0, segment_ids_BT[valid_BT][None], None)
+    of_model_ND = model.hidden(ids_BT, segment_ids_BT, valid_BT, embeds_BTD=e_BTD)[0, valid_T]
+    found = gradients(found_BND[0])
+    for wanted_ND in (of_model_ND, alone_BND[0]):
+        assert same(found_BND[0], wanted_ND) and all(map(same, found, gradients(wanted_ND)))
+    for document in segment_ids_T[valid_T].unique():
+        own_T = valid_T & (segment_ids_T == document)
+        by_x, = torch.autograd.grad((found_BND[0] * cotangent_ND)[segment_ids_T[valid_T] == document].sum(), e_BTD,
+                                    retain_graph=True)
+        assert (by_x[0, ~own_T] == 0).all() and (by_x[0, own_T] != 0).any()
 
 
 @EVERY_MODEL
@@ -458,11 +501,11 @@ def test_angles_far_out(width: int) -> None:
     exact = torch.tensor([[exact_sin_cos(p, i, half) for i in range(half)] for p in FAR], dtype=torch.float64)
     scaled_sin = ScaledSin(width)
     torch.nn.init.ones_(scaled_sin.scalar)
-    model = LanguageModel(replace(FLASH, query_key_dim=width))
-    position = torch.tensor(FAR)
+    config, position = replace(FLASH, query_key_dim=width), torch.tensor(FAR)
     for precision in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", precision):
-            rotary_angles, embedding = model.rotary(position), scaled_sin(position)
+            rotary_angles = sequence_info(config, position, torch.float32).rotary
+            embedding = scaled_sin(position)
         assert rotary_angles is not None
         for found in (torch.stack(rotary_angles, -1), torch.stack(embedding.chunk(2, -1), -1)):
             assert found.dtype == torch.float32
@@ -552,9 +595,8 @@ def cost_spread(config: ModelConfig, lengths: list[int], enough: float = 0.0, mo
         for length in lengths:
             x_BTD = torch.randn(n_tokens // length, length, config.d_model, requires_grad=True)
             segment_ids_BT = (torch.rand(x_BTD.shape[:2]) < 1 / 700).cumsum(1)
-            info = SequenceInfo(rotary(torch.arange(length)[None], config.query_key_dim, torch.float32), segment_ids_BT)
             start = time.process_time()
-            layer(x_BTD, info).sum().backward()
+            layer(x_BTD, segment_ids_BT).sum().backward()
             seconds[length] = min(time.process_time() - start, seconds.get(length, math.inf))
         spread = max(seconds.values()) / min(seconds.values())
         if spread <= enough:

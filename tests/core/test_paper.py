@@ -12,7 +12,7 @@ from conformance_cases import Case, error, errors_of, largest_error, names
 from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import PRESETS, TASKS, ModelConfig, model_config
 from lineartime.gau import GatedAttentionUnit
-from lineartime.layers import RelPosBias, ScaledSin, SequenceInfo, make_norm
+from lineartime.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.model import LanguageModel
 from lineartime.ops.ablations import ablated_mixed_chunk_attention, chunk_weights
 from lineartime.ops.reference import rope, rotary, toeplitz
@@ -43,10 +43,11 @@ def gated_attention_unit(var: Weights, n: int, causal: bool, norm_type: str, *, 
     """A layer of the listing's sizes, its own weights on the meta device: they must all come from the listing."""
     d, s = var["dense/kernel"].shape[0], var["gamma"].shape[1]
     with torch.device("meta"):
-        made = AblatedGatedAttentionUnit if chunks and document_mask == "paper" else GatedAttentionUnit
         fields = {"chunk_size": n, "document_mask": document_mask} if chunks else {"attn_scale_len": n}
-        return made(d_model=d, expansion_factor=var["dense_1/kernel"].shape[0] // d, query_key_dim=s, causal=causal,
-                    norm=norm_type, **fields)
+        config = model_config("flash" if chunks else "flash-quad", d_model=d, query_key_dim=s, causal=causal,
+                              expansion_factor=var["dense_1/kernel"].shape[0] // d, norm=norm_type, abs_pos="learned",
+                              **fields)
+        return AblatedGatedAttentionUnit(config) if config.is_ablated_gau else GatedAttentionUnit(config)
 
 
 def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, norm_type: str,
@@ -54,10 +55,7 @@ def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, n
     """The package's FLASH layer with the signature of the listing."""
     n = x_BGCD.shape[2]
     layer = gated_attention_unit(var, n, causal, norm_type, chunks=True, document_mask=document_mask)
-    x_BTD = x_BGCD.flatten(1, 2)
-    position_1T = torch.arange(x_BTD.shape[1])[None]
-    info = SequenceInfo(rotary(position_1T, layer.config.query_key_dim, x_BTD.dtype), segment_ids_BGC.flatten(1))
-    return call(layer, var, x_BTD, info).unflatten(1, (-1, n))
+    return call(layer, var, x_BGCD.flatten(1, 2), segment_ids_BGC.flatten(1)).unflatten(1, (-1, n))
 
 
 def check_case(case: Case, out: Tensor, leaves: Weights) -> None:

@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import PRESETS, model_config
-from lineartime.layers import SequenceInfo, cu_seqlens
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model import LanguageModel, init_weights
-from lineartime.ops.reference import rotary
 
 T, D, H = 11, 24, 4
 K = D // H
@@ -54,7 +52,7 @@ def turned(x_K: Tensor, position: int) -> Tensor:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("documents", [None, [0] * 4 + [1] * 7])
 def test_multi_head_attention(norm: str, with_rope: bool, causal: bool, documents: list[int] | None) -> None:
-    layer = MultiHeadAttention(d_model=D, n_heads=H, causal=causal, norm=norm)
+    layer = MultiHeadAttention(d_model=D, n_heads=H, causal=causal, norm=norm, rel_pos="rope" if with_rope else None)
     w, x_TD = random_layer(layer), random_x(T, D)
     qkv_TF = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
     q_THK, k_THK, v_THK = (part_TD.view(T, H, K) for part_TD in qkv_TF.split(D, dim=1))
@@ -68,10 +66,8 @@ def test_multi_head_attention(norm: str, with_rope: bool, causal: bool, document
             out_THK[i, h] = (k_LK @ q_K / K**0.5).softmax(0) @ v_THK[keys, h]
     expected = x_TD + out_THK.flatten(1) @ w["out_proj.weight"].T + w["out_proj.bias"]
 
-    info = SequenceInfo(rotary(torch.arange(T)[None], K, torch.float64) if with_rope else None)
-    if documents is not None:
-        info.cu_seqlens = cu_seqlens(torch.tensor([documents]))
-    assert torch.allclose(layer(x_TD[None], info)[0], expected, rtol=0, atol=1e-12)
+    segment_ids_BT = None if documents is None else torch.tensor([documents])
+    assert torch.allclose(layer(x_TD[None], segment_ids_BT)[0], expected, rtol=0, atol=1e-12)
 
 
 @NORMS
@@ -84,14 +80,14 @@ def test_feed_forward(norm: str, activation: str) -> None:
         return x * (0.5 * (1 + torch.erf(x / 2**0.5)) if activation == "gelu" else torch.sigmoid(x))
 
     for glu in (False, True):
-        layer = FeedForward(d_model=D, n_heads=H, expansion_factor=2, norm=norm, activation=activation,
+        layer = FeedForward(d_model=D, expansion_factor=2, norm=norm, activation=activation,
                             ffn="glu" if glu else "mlp")
         w = random_layer(layer)
         inner = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
         e = layer.config.d_inner
         inner = act(inner[:, :e]) * inner[:, e:] if glu else act(inner)
         expected = x_TD + inner @ w["out_proj.weight"].T + w["out_proj.bias"]
-        assert torch.allclose(layer(x_TD), expected, rtol=0, atol=1e-12)
+        assert torch.allclose(layer(x_TD[None])[0], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("init_std", [0.02, 0.07])
