@@ -22,8 +22,12 @@ class GatedAttentionUnit(ResidualLayer):
     """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are scales and offsets of z, rotated (Eqs. 3-5).
 
     Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk size, A is the same
-    inside a chunk (n = chunk_size) plus linear attention across chunks. The arguments are a `ModelConfig`, or fields
-    of one by name. `model.init_weights` lists the initial values.
+    inside a chunk (n = chunk_size) plus linear attention across chunks. The norm and the residual are inside; a token
+    sees only those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name.
+    `model.init_weights` lists the initial values.
+
+    `forward` takes packed documents and padding; `empty_cache` and `extend` decode, and README has an example. Second
+    derivatives work on a processor; where kernels run, set `layer.impl = "reference"` for them.
 
     Raises UsageError for a wrong field, and for a GAU that computes something else, see `ModelConfig.is_ablated_gau`:
     `ablations.AblatedGatedAttentionUnit` is for it."""

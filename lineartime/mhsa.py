@@ -49,8 +49,10 @@ class MultiHeadAttention(ResidualLayer):
     | linear, relu | Performer | phi(q) sum phi(k) v / phi(q) sum phi(k), phi(x) = relu(x) + 1e-3 |
     | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and a summary of every other chunk |
 
-    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The arguments are a `ModelConfig`, or fields of one by
-    name; other fields are those of the preset with this attn_type. Raises UsageError for a wrong field."""
+    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are inside; a token sees only
+    those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name; None is what
+    the preset with this attn_type has. `forward`, `empty_cache` and `extend` are used as in `GatedAttentionUnit`.
+    Raises UsageError for a wrong field."""
 
     def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, n_heads: int = 12,
                  attn_type: Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"] = "quadratic",

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -112,6 +114,21 @@ def test_examples_run(page: Path) -> None:
     names: dict[str, object] = {}
     for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         exec(compile(code, str(page), "exec"), names)
+
+
+def test_the_layer_of_readme_decodes_what_it_computes() -> None:
+    """Its example of decoding gives the rows that the layer gives at once, here in float64."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## One layer")[1].split("\n## ")[0]
+    names: dict[str, Any] = {}
+    torch.set_default_dtype(torch.float64)
+    try:
+        for code in re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
+            exec(compile(code, "README.md", "exec"), names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    decoded_BTD, x_BTD = torch.cat(names["new"], dim=1), names["x"]
+    assert torch.allclose(decoded_BTD, names["layer"](x_BTD)[:, :20], rtol=0, atol=1e-12)
+    assert (decoded_BTD - x_BTD[:, :20]).abs().max() > 1e-6
 
 
 def test_there_are_pages() -> None:
