@@ -64,7 +64,7 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     named = str(data or description["data"])
     manifests = read_manifests(named)
     require(sha256_of(named, manifests) == description["data_sha256"], "this is not the run's data", named,
-            "give --data what the run was trained on")
+            f"give --data what the run was trained on; {run / 'run.json'} has its hash")
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.bfloat16())
     model = model.to(device)
