@@ -218,6 +218,8 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
                         if file_name not in files:
                             files[file_name] = stack.enter_context(safetensors.safe_open(folder / file_name, "pt"))
                         flat = files[file_name].get_tensor(name).view(-1)
+                        if not flat.is_floating_point():
+                            raise _damage(folder / file_name, f"{name} is {flat.dtype}")
                         pieces.append(flat[max(start - first, 0) : stop - first])
                 found[name] = torch.cat(pieces)
                 if len(found[name]) != stop - start:

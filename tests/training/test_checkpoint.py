@@ -118,6 +118,13 @@ def test_special_values_keep_their_bits(tmp_path):
     assert equal(load(path).tensors["model"], odd)
 
 
+def test_whole_numbers_are_no_moments(tmp_path):
+    tensors = {"optimizer": {"w": torch.ones(3, dtype=torch.int32)}}
+    path = checkpoint.save(tmp_path, 1, run="r", tensors=tensors, files={}, keep=1)
+    with pytest.raises(CheckpointError, match=r"damaged checkpoint: .*/optimizer.safetensors: w is torch.int32"):
+        checkpoint.read_parts(path, "optimizer", {"w": ((3,), 0, 2)})
+
+
 def test_tensor_files_are_plain_safetensors(tmp_path):
     path = save(tmp_path, 1)
     with safetensors.safe_open(path / "model.safetensors", "pt") as file:
