@@ -4,6 +4,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from lineartime.benchmark.markdown import machine, markdown, provenance_words
 from lineartime.config import ModelConfig, to_dict
 from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
+from lineartime.errors import UsageError
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
 from lineartime.markdown import code_block, in_markdown
-from lineartime.run_config import run_config
+from lineartime.run_config import SIZES, nearest_preset, run_config
 from lineartime.settings import replace_fields
 
 
@@ -50,13 +52,25 @@ class Card:
 
 
 def model_card(card: Card, about: str) -> str:
-    """The card's Markdown; `about` replaces its heading."""
+    """The card's Markdown; `about` replaces its heading, and where it begins with one, the front matter too."""
     heading = f"# {card.description['preset']}, {describe(card.config).n_parameters:,} parameters"
-    sections = [about.strip() or heading, "## Model", model_table(card), "## Training", training_table(card),
+    does = "text-generation" if card.config.causal else "fill-mask"
+    about = about.strip() or heading
+    about = about if about.startswith("---") else front_matter(card.config, does) + about
+    sections = [about, "## Model", model_table(card), "## Training", training_table(card),
                 code_block(train_command(card)), "## Held-out scores", scores_text(card)]
     if card.sample is not None:
         sections += ["## Sample", sample_text(card.sample)]
     return "\n\n".join([*sections, made_by(card.provenance)]) + "\n"
+
+
+def front_matter(config: ModelConfig, does: str) -> str:
+    """The YAML that model hubs read at the beginning of a card. does: the hub's name for what the model does. The
+    licence and the language are not known here."""
+    tags = [nearest_preset(config), *(["gated-attention-unit"] if config.ffn == "gau" else []),
+            *(["linear-attention"] if config.attn_type in ("mixed_chunk", "linear") else [])]
+    return (f"---\n# license and language: not known to lineartime; name them here\nlibrary_name: lineartime\n"
+            f"pipeline_tag: {does}\ntags: [{', '.join(tags)}]\n---\n\n")
 
 
 def model_table(card: Card) -> str:
@@ -105,21 +119,42 @@ def minute(seconds: float) -> str:
 
 
 def train_command(card: Card) -> str:
-    """The command that trains such a model, with every setting that differs from the paper's size and the defaults."""
-    preset, task = card.description["preset"], card.description["task"]
+    """The command that trains such a model: the size that is nearest, and every setting that differs from it."""
     shares = ",".join(f"DATA{i}:{weight}" for i, (_, weight) in enumerate(card.text, 1))
-    plain = run_config({"model": preset, "task": task, "data": "DATA" if len(card.text) == 1 else shares, "out": "RUN",
-                        "steps": card.description["train"]["steps"]})  # the warm-up's default depends on it
-    defaults, begin = to_dict(plain.model) | to_dict(plain.train), [preset, "--size", "paper", "--task", task]
+    settings = {"data": "DATA" if len(card.text) == 1 else shares, "out": "RUN"}
+    source = None
     if "from" in card.description:
-        own = replace_fields(ModelConfig(), card.description["from_model"])
-        defaults, begin = to_dict(own) | to_dict(plain.train), ["--from", source_of(card), "--size", "paper"]
-    words = ["lineartime", "train", *begin, "--data", plain.data, "--out", plain.out]
-    for name, value in (to_dict(card.config) | card.description["train"]).items():
-        of_data = name in ("vocab_size", "end_of_document")
-        if name == "steps" or (value != defaults[name] and not of_data):
-            words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
+        source = replace_fields(ModelConfig(), card.description["from_model"])
+        settings["from"] = source_of(card)
+    else:
+        settings |= {name: card.description["preset" if name == "model" else name] for name in ("model", "task")}
+    wanted, by_size = to_dict(card.config) | card.description["train"], {}
+    for size in SIZES:
+        with suppress(UsageError):  # a size that these settings do not go with
+            by_size[size] = changed_settings(settings | {"size": size}, wanted, source)
+    settings["size"] = size = min(by_size, key=lambda each: len(by_size[each]))
+    words = ["lineartime", "train", *([settings["model"]] if source is None else [])]
+    for name in ("from", "size", "task", "data", "out"):
+        words += [f"--{name}", settings[name]] if name in settings else []
+    for name, value in by_size[size].items():
+        words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
     return shlex.join(words)
+
+
+def changed_settings(settings: dict[str, Any], wanted: dict[str, Any], source: ModelConfig | None) -> dict[str, Any]:
+    """What is to be set beside `settings` for a run with the fields that are wanted, but those of its data.
+
+    A size fits other fields to the steps, the context and the width, so these are set first."""
+    changed: dict[str, Any] = {}
+    fitted_to = ("steps",) if settings["size"] == "paper" else ("steps", "context", "d_model")
+    while True:
+        made = run_config(settings | changed, source)
+        fields = to_dict(made.model) | to_dict(made.train)
+        other = {name: value for name, value in wanted.items()
+                 if value != fields[name] and name not in ("vocab_size", "end_of_document")}
+        if not other:
+            return {name: changed[name] for name in wanted if name in changed}
+        changed |= {name: other[name] for name in fitted_to if name in other} or other
 
 
 def source_of(card: Card) -> str:

@@ -10,6 +10,8 @@ from lineartime.atomic_io import read_bytes, remove_leftovers, written_aside
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
 from lineartime.documents.report import PICTURES, REPORT_FILE
 from lineartime.errors import CheckpointError, ResourceError
+from lineartime.model import DocumentClassifier
+from lineartime.release.card import front_matter
 from lineartime.release.export import CARD_FILE
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, load_model
 from lineartime.settings import require
@@ -26,9 +28,11 @@ def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
     config = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
     files = {name: text.encode() for name, text in {
         CONFIG_FILE: config_with_code(config), CODE_FILE: CODE, **tokenizer_files(tokenizer)}.items()}
+    does = "text-classification" if isinstance(model, DocumentClassifier) else "feature-extraction"
     pictures = [name for name in PICTURES if os.path.lexists(folder / name)]
     try:
-        shown = {CARD_FILE: read_bytes(folder / REPORT_FILE), **{name: read_bytes(folder / name) for name in pictures}}
+        shown = {name: read_bytes(folder / name) for name in pictures}
+        shown[CARD_FILE] = front_matter(model.config, does).encode() + read_bytes(folder / REPORT_FILE)
     except OSError as e:
         raise CheckpointError("cannot read", e.filename, e.strerror) from None
     weights = {name: weight.detach() for name, weight in model.named_parameters()}

@@ -112,7 +112,9 @@ def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     means_BD = (x_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)
     assert pooling["word_embedding_dimension"] == means_BD.shape[1]
     assert np.abs(means_BD.numpy() - lineartime.embed(ours.double(), tokenizer, texts)).max() < 1e-12
-    assert "# Labels of documents" in (tmp_path / "shared" / "README.md").read_text()
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert card.startswith("---\n") and "# Labels of documents" in card
+    assert "\npipeline_tag: text-classification\n" in card
 
 
 def test_a_pair_is_one_text_of_transformers(trained):

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import typer
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
@@ -27,11 +28,12 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import checkpoint
 from lineartime.cli import verbs
-from lineartime.config import to_dict
+from lineartime.config import model_config, to_dict
 from lineartime.data import pretrained
 from lineartime.errors import CONTROL, CheckpointError, ResourceError, UsageError
+from lineartime.release.card import Card, train_command
 from lineartime.run import read_metrics, read_run
-from lineartime.run_config import parse_setting, run_config
+from lineartime.run_config import SIZES, parse_setting, run_config
 from tiny_runs import STEPS, command, prepare_text
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +152,10 @@ def test_the_card_says_what_was_trained(card: str, run: Path, exported: Path) ->
     lines = [line for line in read_metrics(run) if "loss" in line and line["step"] <= SAVED]
     speed = statistics.median(line["clock"]["tokens_per_s"] for line in lines)
     n_parameters = sum(p.numel() for p in lineartime.load_model(run)[0].parameters())
-    assert card.startswith("# Tiny\n\nIt knows one book.\n\n## Model\n")
+    front = re.match(r"---\n(.*?)\n---\n\n(.*)", card, re.DOTALL)
+    assert front is not None and front[2].startswith("# Tiny\n\nIt knows one book.\n\n## Model\n")
+    assert yaml.safe_load(front[1]) == {"library_name": "lineartime", "pipeline_tag": "text-generation",
+                                        "tags": ["flash", "gated-attention-unit", "linear-attention"]}
     assert f"| Steps | {SAVED} of {STEPS}, of 128 tokens |" in card and f"| Tokens | {SAVED * 128:,}: " in card
     assert f"| Parameters | {n_parameters:,} |" in card and f" {speed:,.0f} tokens a second (median)" in card
     assert read_run(run)["data_sha256"] in card and re.search(r"; commit ([0-9a-f]{10}|unknown)", card)
@@ -160,11 +165,36 @@ def test_the_card_says_what_was_trained(card: str, run: Path, exported: Path) ->
 def test_the_cards_command_trains_the_same(card: str, run: Path) -> None:
     (line,) = [line for line in card.splitlines() if line.startswith("lineartime ")]
     words = shlex.split(line)
-    assert words[:11] == "lineartime train flash --size paper --task wiki40b --data DATA --out RUN".split()
-    assert set(words[11::2]) == {"--set"}
-    meant = run_config({"model": "flash", "data": "DATA", "out": "RUN", "vocab_size": 257, "end_of_document": 256,
-                        **dict(map(parse_setting, words[12::2]))})
+    assert words[:4] == "lineartime train flash --size".split() and words[4] in SIZES
+    assert words[5:11] == "--task wiki40b --data DATA --out RUN".split() and set(words[11::2]) == {"--set"}
+    meant = run_config({"model": "flash", "size": words[4], "data": "DATA", "out": "RUN", "vocab_size": 257,
+                        "end_of_document": 256, **dict(map(parse_setting, words[12::2]))})
     assert to_dict(meant.model) == read_run(run)["model"] and to_dict(meant.train) == read_run(run)["train"]
+
+
+@pytest.mark.parametrize("task", ["wiki40b", "c4"])
+@pytest.mark.parametrize("changed", [{}, {"steps": 120}, {"n_layers": 4, "context": 1024}, {"seed": 3, "clip": None}])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", ["flash", "transformer++"])
+def test_a_cards_command_names_the_size_and_what_was_changed(model: str, size: str, changed: dict[str, int | None],
+                                                             task: str) -> None:
+    """What a size fits to these settings by itself is not named."""
+    made = run_config({"model": model, "size": size, "task": task, "data": "d", "out": "o", "vocab_size": 257,
+                       "end_of_document": None if task == "c4" else 256, **changed})
+    card = Card({"preset": model, "task": task, "train": to_dict(made.train)}, made.model, "", [(None, 1)], [], 1, 1,
+                {}, None, {})
+    words = shlex.split(train_command(card))
+    assert words[:11] == f"lineartime train {model} --size {size} --task {task} --data DATA --out RUN".split()
+    assert sorted(words[12::2]) == sorted(f"{name}={value}".lower() for name, value in changed.items())
+
+
+def test_a_run_from_weights_names_them_and_the_size() -> None:
+    own = model_config("flash", n_layers=2, d_model=64, chunk_size=64, context=256)
+    given = {"from": "small", "data": "d", "out": "o", "size": "tiny", "context": 512}
+    made = run_config(given, own)
+    card = Card({"preset": "flash", "task": "wiki40b", "train": to_dict(made.train), "from": "small",
+                 "from_model": to_dict(own)}, made.model, "", [(None, 1)], [], 1, 1, {}, None, {})
+    assert train_command(card) == "lineartime train --from small --size tiny --data DATA --out RUN --set context=512"
 
 
 def test_the_cards_sample_is_what_generate_prints(card: str, exported: Path, call: Call) -> None:
@@ -178,7 +208,8 @@ def test_a_masked_model(tmp_path: Path, call: Call) -> None:
     run_verb(*command(data, run, causal="false", steps=3))
     assert call("export", run, "--out", out, "--data", data)[0] == 0
     card = (out / "README.md").read_text()
-    assert card.startswith("# flash, ") and "| nats per masked token |" in card
+    assert "\npipeline_tag: fill-mask\n" in card and "\n---\n\n# flash, " in card
+    assert "| nats per masked token |" in card
     assert "per byte" not in card and "Sample" not in card
     assert not lineartime.load_model(out)[0].config.causal
 
