@@ -164,8 +164,12 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, byt
                          "delete it, or choose another --out")
     if begun != first:
         file.truncate(0)
-        file.write(first)
-        file.flush()
+        try:
+            file.write(first)
+            file.flush()
+        except OSError:  # of a full disk; a file with a few bytes of a line could not be told from somebody else's
+            path.unlink(missing_ok=True)
+            raise
     for own, row in sound_rows(file, first):
         last, n_rows, n_cut, end = own, n_rows + 1, n_cut + (CUT in row), end + N_CHECKSUM + len(row)
     file.seek(end)

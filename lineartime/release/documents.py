@@ -32,9 +32,13 @@ def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
     pictures = [name for name in PICTURES if os.path.lexists(folder / name)]
     try:
         shown = {name: read_bytes(folder / name) for name in pictures}
-        shown[CARD_FILE] = front_matter(model.config, does).encode() + read_bytes(folder / REPORT_FILE)
+        report = read_bytes(folder / REPORT_FILE)
     except OSError as e:
         raise CheckpointError("cannot read", e.filename, e.strerror) from None
+    if not report.startswith(b"# "):
+        raise CheckpointError("damaged report", folder / REPORT_FILE,
+                              "take it from a copy, or fine-tune into another folder")
+    shown[CARD_FILE] = front_matter(model.config, does).encode() + report
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     like = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,19 @@ def test_a_file_that_is_not_ours_stays(tmp_path, text):
     with pytest.raises(UsageError, match="unfinished") as raised:
         go_on(tmp_path / "v.jsonl")
     assert part.read_bytes() == text and "\n" not in str(raised.value)
+
+
+def test_a_disk_that_is_full_at_the_first_line_leaves_no_file(tmp_path):
+    """What a few bytes of that line are of could not be told."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, before[1]))
+    try:
+        with pytest.raises(ResourceError, match="cannot write"):
+            go_on(tmp_path / "v.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    go_on(tmp_path / "v.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["a link", "a link to nowhere", "a second name", "a pipe", "a folder"])
