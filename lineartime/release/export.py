@@ -11,11 +11,13 @@ import torch
 from lineartime.atomic_io import remove_leftovers, written_aside
 from lineartime.benchmark.measure import provenance
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
+from lineartime.config import model_config
 from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
+from lineartime.data.run_settings import RUN_FILE
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
-from lineartime.errors import ResourceError, UsageError
+from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
@@ -61,19 +63,23 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
     if isinstance(model, DocumentClassifier | DocumentEncoder):
         raise UsageError("this is one run of a fine-tuning on documents", str(run), "name the folder that holds it")
+    try:
+        model_config(description["preset"], description["task"])  # the card has the command that trains such a model
+    except UsageError as e:
+        raise CheckpointError("damaged", run / RUN_FILE, str(e)) from None
     named = str(data or description["data"])
     manifests = read_manifests(named)
     require(sha256_of(named, manifests) == description["data_sha256"], "this is not the run's data", named,
-            f"give --data what the run was trained on; {run / 'run.json'} has its hash")
+            f"give --data what the run was trained on; {run / RUN_FILE} has its hash")
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.bfloat16())
     model = model.to(device)
     streams = {split: open_data(named, split) for split in SPLITS if all(split in each.splits for each in manifests)}
     scores = {split: evaluate_data(model, stream, batch_rows=8, progress=StopSignal().watch(
         "", progress, "evaluating", stream.n_tokens))[0] for split, stream in streams.items()}
-    if not (run / METRICS_FILE).exists():
-        logger.warning(f"{run / METRICS_FILE} is missing: the card has no training time")
     lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
+    if not lines:
+        logger.warning(f"{run / METRICS_FILE} is missing or empty: the card has no training time")
     metrics = [line for line in lines if line["step"] <= facts["step"]]
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
