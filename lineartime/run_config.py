@@ -73,7 +73,7 @@ class RunConfig:
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"n_layers": 6, "d_model": 192, "query_key_dim": 64, "chunk_size": 128, "context": 512,
-             "tokens_per_step": 4096, "micro_batch_tokens": 2048, "steps": 500, "learning_rate": 4e-3,
+             "tokens_per_step": 4096, "micro_batch_tokens": 2048, "steps": 500, "learning_rate": 8e-3,
              "eval_every": 50, "eval_tokens": 16_384, "save_every": 50},
     "small": {"n_layers": 10, "d_model": 256, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
               "tokens_per_step": 16_384, "micro_batch_tokens": 4096, "steps": 2000, "learning_rate": 4e-3,
@@ -84,6 +84,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "paper": {}}
 """Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop, "small" hours; "base"
 is for one GPU; "paper" is the preset of the task, with the steps and rates of Tables 6-10."""
+HALF_RATE = ("transformer", "transformer+", "transformer++", "combiner")
+"""Presets that take half of a size's learning rate, by the search at "tiny" in runs/size_rates.py."""
+PAIRS = {"clip": 1.0, "clip_scope": "global", "adam_beta2": 0.95}
+"""What suits pairs of attention and FFN better than the paper's values, by the same search."""
 SHAPE_FIELDS = ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "chunk_size")
 """Fields that say how large a model is."""
 RECIPE_FIELDS = ("learning_rate", "warmup_steps", "clip", "clip_scope", "adam_beta2", "init_std")
@@ -92,8 +96,8 @@ RECIPE_FIELDS = ("learning_rate", "warmup_steps", "clip", "clip_scope", "adam_be
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     """The settings of a size for a preset, next to those that are `given`, which rows, batches, heads and warm-up fit:
-    a pair of attention and FFN counts as two GAUs, a head is at least 64 wide, and the warm-up is a twentieth of the
-    steps. "paper" has none.
+    a pair of attention and FFN counts as two GAUs and has the values of `PAIRS`, a head is at least 64 wide, and the
+    warm-up is a twentieth of the steps, of pairs a fifth. "paper" has none.
 
     Raises UsageError for an unknown size or model."""
     require_name("size", size, SIZES)
@@ -101,8 +105,10 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
     if not (own := dict(SIZES[size])):
         return own
     preset = PRESETS[model]
-    if preset.ffn != "gau":
-        own["n_layers"] //= 2
+    if model in HALF_RATE:
+        own["learning_rate"] /= 2
+    if is_pairs := preset.ffn != "gau":
+        own |= {**PAIRS, "n_layers": own["n_layers"] // 2}
         del own["query_key_dim"]
     if preset.chunk_size is None:
         del own["chunk_size"]
@@ -110,11 +116,11 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
     numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
     if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
         context, micro, tokens, steps, width = numbers
-        if preset.ffn != "gau":
+        if is_pairs:
             own["n_heads"] = next((n for n in range(width // 64, 1, -1) if width % (2 * n) == 0), 1)
         micro = max(min(micro, tokens) // context, 1) * context
         own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
-                "warmup_steps": min(max(steps // 20, 1), steps),
+                "warmup_steps": min(max(steps // (5 if is_pairs else 20), 1), steps),
                 "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
     return {name: value for name, value in own.items() if name not in given}
 

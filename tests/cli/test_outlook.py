@@ -22,7 +22,7 @@ from lineartime.benchmark import plan
 from lineartime.cli import outlook
 from lineartime.cli.outlook import Pace
 from lineartime.cli.terminal import Terminal, duration
-from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
+from lineartime.config import PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config
 from lineartime.data import run_settings
 from lineartime.data.run_settings import fitting_size, sized_config, stored_sizes
 from lineartime.data.tokens import read_manifest
@@ -30,9 +30,12 @@ from lineartime.errors import UsageError
 from lineartime.info import describe
 from lineartime.run_config import SIZES, run_config
 from lineartime.training import StopSignal
+from scripts import loaded
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
+ROOT = Path(__file__).parents[2]
 PLACE = {"data": "D", "out": "R"}
+size_rates = loaded("runs", "size_rates")
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +58,25 @@ def test_the_sizes_of_every_model_rise_and_are_alike(model: str) -> None:
     assert counts == pytest.approx([7.6e6, 13.8e6, 58e6, 112e6], rel=0.12)
     for task in TASKS:
         config = run_config({"model": model, "task": task, "size": "tiny", **PLACE})
-        assert config.model.d_model == 192 and config.train.warmup_steps == 25 and config.model.init_std == 0.04
+        assert config.model.d_model == 192 and config.model.init_std == 0.04
+
+
+@pytest.mark.parametrize("model", size_rates.SEARCHES)
+def test_a_size_has_the_recipe_that_was_best_for_the_model(model: str) -> None:
+    """After new rows: python runs/size_rates.py --into docs/results.md."""
+    config = run_config({"model": model, "size": "tiny", "steps": size_rates.STEPS, **PLACE})
+    best = size_rates.recipe_of(size_rates.best(model))
+    assert best == {name: getattr(config.train if name in TRAIN_FIELDS else config.model, name) for name in best}
+    assert size_rates.table() in (ROOT / "docs/results.md").read_text(encoding="utf-8")
 
 
 def test_what_is_set_stands_and_the_rest_fits_it() -> None:
     def made(**given: object) -> tuple[int, ...]:
-        config = run_config({"model": "flash", "size": "tiny", **given, **PLACE})
+        config = run_config({"model": "flash", "size": "tiny"} | given | PLACE)
         train = config.train
         return (config.model.context, train.micro_batch_tokens, train.tokens_per_step, train.steps, train.warmup_steps)
 
-    assert made() == (512, 2048, 4096, 500, 25)
+    assert made() == (512, 2048, 4096, 500, 25) and made(model="transformer++") == (512, 2048, 4096, 500, 100)
     assert made(context=768) == (768, 1536, 3072, 500, 25)
     assert made(context=8192) == (8192, 8192, 8192, 500, 25)
     assert made(tokens_per_step=1024, steps=3) == (512, 1024, 1024, 3, 1)
@@ -115,7 +127,7 @@ def test_a_file_that_is_whole_has_the_papers_other_fields(left_out: list[str], s
         f"{name} = {value}\n" for name, value in fields.items() if name not in left_out))
     assert call("train", tmp_path / "run.toml", "--data", data, "--out", tmp_path / "run")[0] == 0
     ((config, _, words, _),) = plans
-    assert words.startswith(size) and config.train.learning_rate == (7e-4 if size == "paper" else 4e-3)
+    assert words.startswith(size) and config.train.learning_rate == (7e-4 if size == "paper" else 8e-3)
 
 
 def test_from_python_a_size_is_chosen_too_and_told(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
@@ -124,7 +136,11 @@ def test_from_python_a_size_is_chosen_too_and_told(data: Path, tmp_path: Path, c
                                                         "tokens_per_step": 128, "micro_batch_tokens": 64})
     monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("tiny", "a reason"))
     given = {"model": "flash", "data": data, "out": tmp_path / "run", "n_layers": 1}
-    done = lineartime.train(given, device="cpu")
+
+    def not_many(step: int, number: int) -> None:
+        assert number < 2, "a step of the paper's size"
+
+    done = lineartime.train(given, device="cpu", on_micro_batch=not_many)
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]  # shown anywhere
     assert told == ("size tiny, but for n_layers, for a reason; to choose another, name a size: tiny, small, base, "
                     "paper; it takes 2 steps of 128 tokens")
@@ -253,7 +269,7 @@ def test_a_line_comes_off_a_terminal_while_a_step_takes_long(data: Path, capsys:
 
 def test_the_time_left_is_corrected(data: Path, capsys: pytest.CaptureFixture[str],
                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three slow micro-batches, of a machine that is busy, are forgotten."""
+    """Slow micro-batches, of a machine that was busy, are forgotten."""
     config = run_config({"model": "flash", "size": "tiny", **PLACE})
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -263,7 +279,7 @@ def test_the_time_left_is_corrected(data: Path, capsys: pytest.CaptureFixture[st
         for step in range(100):
             for number in range(2):
                 pace(step, number)
-                now[0] += 30 if step < 2 else 3
+                now[0] += 30 if step < 60 else 3
             if step == 1:
                 assert pace.left(2) == "about 8 hours"
     assert pace.left(100) == "about 40 minutes"
