@@ -143,9 +143,10 @@ class ModelConfig:
                                   ("overlap", False), ("first_to_all", False)):
                 require(getattr(self, name) == default, f"{name} is for mixed chunk attention",
                         f"{name} = {getattr(self, name)}, attn_type = {self.attn_type}", "leave it out")
-        require(self.document_mask == "exact" or self.chunk_pooling == "mean", "the paper's document mask averages",
+        require(self.document_mask == "exact" or self.chunk_pooling == "mean",
+                "the paper's document mask goes with chunk_pooling = mean alone",
                 f"chunk_pooling = {self.chunk_pooling}", 'set document_mask = "exact"')
-        require(self.document_mask == "exact" or not self.overlap, "the paper's document mask knows no overlap",
+        require(self.document_mask == "exact" or not self.overlap, "the paper's document mask does not go with overlap",
                 f"document_mask = {self.document_mask}", 'set document_mask = "exact"')
         require(not self.overlap or self.chunk_parts != "global", "there is no local part to overlap",
                 f"chunk_parts = {self.chunk_parts}", "leave overlap out")
@@ -159,7 +160,7 @@ class ModelConfig:
     def _check_kernel(self) -> None:
         """Raise UsageError if attention type, kernel and heads contradict each other."""
         kernels = {"rowmajor_axial": ("softmax",), "linear": ("relu",)}.get(self.attn_type, ("softmax", "relu2"))
-        require(self.attn_kernel in kernels, f"{self.attn_type} attention has another kernel",
+        require(self.attn_kernel in kernels, f"{self.attn_type} attention does not take this kernel",
                 f"attn_kernel = {self.attn_kernel}", f"set attn_kernel = {' or '.join(kernels)}")
         require((self.prefix_sum is not None) == (self.attn_type == "linear"), "prefix_sum is for linear attention",
                 f"prefix_sum = {self.prefix_sum}, attn_type = {self.attn_type}",

@@ -209,7 +209,8 @@ class StopSignal:
     def check(self, note: str) -> None:
         """Raise Stopped, with `note`, if a stop was requested."""
         if self.number is not None:
-            raise Stopped(f"stopped by {signal.Signals(self.number).name}", note, self.number)
+            name = signal.Signals(self.number).name
+            raise Stopped(f"stopped by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}", note, self.number)
 
     def agree(self, ranks: Ranks) -> bool:
         """Whether a stop was requested of any rank: one answer for all, so that they stop at the same place. A signal
@@ -333,7 +334,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     def stop_if_asked(step: int, _: int = 0) -> None:
         if stop.agree(ranks):
             save(step)
-            stop.check(f"saved at step {step} of {config.steps}; the same command resumes" if step else "before step 1")
+            stop.check(f"saved at step {step} of {config.steps}; the same command goes on" if step else "before step 1")
 
     def begin_micro_batch(step: int, numbers: Iterator[int]) -> None:
         stop_if_asked(step)  # a step takes minutes

@@ -111,7 +111,7 @@ def info(
         return
     if model not in PRESETS and Path(model).is_dir():
         if processes is not None:
-            raise UsageError("a plan is of a model", model, f"name one of {', '.join(PRESETS)}")
+            raise UsageError("--plan takes the name of a model", model, f"give one of {', '.join(PRESETS)}")
         from lineartime.data.tokens import read_manifest, verify_data
 
         manifest = verify_data(Path(model)) if verify else read_manifest(Path(model))
@@ -123,7 +123,7 @@ def info(
             + ("verified by SHA-256" if verify else "not read; --verify compares their SHA-256"))
         return
     if verify:
-        raise UsageError("no folder of prepared data", model, "name one to --verify")
+        raise UsageError("--verify takes a folder of prepared data", model, "see `lineartime prepare`")
     chosen = {"model": model, "task": task, **chosen}
     if processes is not None:
         from lineartime.benchmark.plan import print_plan

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lineartime.cli.arguments import Device, Strict, pick_device
-from lineartime.cli.terminal import Terminal, interrupted_at_once, note, results_are_files, say, say_stopping
+from lineartime.cli.terminal import (
+    Terminal,
+    counted_documents,
+    interrupted_at_once,
+    note,
+    results_are_files,
+    say,
+    say_stopping,
+)
 from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
 
@@ -105,7 +113,7 @@ def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, v
                           plan: dict[str, Any]) -> None:
     """`lineartime finetune` for labels or vectors of documents. plan: further fields of `DocumentTuning`."""
     if not documents or not validation or out is None:
-        raise UsageError("too little is named", f"--task {task}", "it takes --documents, --validation and --out")
+        raise UsageError("options are missing", f"--task {task}", "it takes --documents, --validation and --out")
     with interrupted_at_once():
         from lineartime.documents import contrast, report
         from lineartime.documents.examples import Fields
@@ -128,7 +136,7 @@ def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, v
         say(f"lr {name:<9} {words(each['held_out'])}" + ("  <- best" if result["best"] == f"lr-{name}" else ""))
     say(f"without {before} {words(result[f'without_{before}'])}")
     if "test" in result:
-        say(f"test         {words(result['test'])} on {result['test']['n_documents']:,} documents")
+        say(f"test         {words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
     say(f"\nreport   {out / REPORT_FILE}")
     say(f"weights  {out / 'best'}  (open with lineartime.load_model or transformers)")
     say(f"next     lineartime {task} {out} FILES")
@@ -196,13 +204,13 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", fil
                 "precision": reading.precision})
             with unfinished_rows(out, description, schema) as (n_done, n_cut, add):
                 if n_done:
-                    note(f"going on behind {n_done:,} documents that are there")
+                    note(f"going on behind the first {counted_documents(n_done)}")
                 write(itertools.islice(examples, n_done, None), add)
     seconds = time.monotonic() - started
-    note(f"read     {n_documents:,} documents, {n_tokens:,} tokens in {seconds:,.1f} s: "
+    note(f"read     {counted_documents(n_documents)}, {n_tokens:,} tokens in {seconds:,.1f} s: "
          f"{n_tokens / max(seconds, 1e-9):,.0f} tokens/s")
     if n_cut:
-        note(f"cut      {n_cut:,} documents to {reading.max_tokens:,} tokens")
+        note(f"cut      {counted_documents(n_cut)} to {reading.max_tokens:,} tokens")
     if out is not None:
         note(f"written  {out}")
 

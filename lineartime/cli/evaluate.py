@@ -63,35 +63,37 @@ def evaluate(
     if contexts is None and not recurrence and out is not None:
         raise UsageError("nothing is written without --contexts or --recurrence", out, "--json prints the scores")
     if contexts is not None and (questions or context is not None or batch_rows is not None or recurrence):
-        raise UsageError("too much is named", "evaluate --contexts",
+        raise UsageError("options that do not go together", "evaluate --contexts",
                          "leave out --questions, --context, --batch-rows and --recurrence")
     if document_tokens is not None and contexts is None:
-        raise UsageError("too much is named", "evaluate", "--document-tokens goes with --contexts")
+        raise UsageError("options that do not go together", "evaluate", "--document-tokens goes with --contexts")
     if (recurrence and questions) or (chunk is not None and not recurrence):
-        raise UsageError("too much is named", "evaluate", "--chunk goes with --recurrence, and --questions does not")
+        raise UsageError("options that do not go together", "evaluate",
+                         "--chunk goes with --recurrence, and --questions does not")
     for path in (out, predictions):
         if path is not None and not path.parent.is_dir():
             raise ResourceError("cannot write", path, "there is no such folder")
     lengths = whole_numbers(contexts) if contexts is not None else []
     if shipped is not None and run is not None:
-        raise UsageError("two models are named", f"{run} and --model {shipped}", "leave one out")
+        raise UsageError("two models are given", f"{run} and --model {shipped}", "leave one out")
     folder = named_folder(run) if run is not None else model_folder(shipped) if shipped is not None else None
     require_precision(precision)
     if questions:
         if data is not None or (folder is None) == (score is None) or (score is not None and predictions is not None):
-            raise UsageError("too much or too little is named", "evaluate --questions",
-                             "name a run, or a file of answers with --score")
+            raise UsageError("--questions scores either a run or a file of answers", "evaluate",
+                             "give RUN, or --score FILE; leave out --data")
         if score is not None and (context is not None or stride is not None or batch_rows is not None):
-            raise UsageError("too much is named", "evaluate --score",
+            raise UsageError("options that do not go together", "evaluate --score",
                              "leave out --context, --stride and --batch-rows: no model reads")
         options = {"context": context, "stride": stride, "max_answer_tokens": max_answer_tokens,
                    "batch_rows": batch_rows or 8, "precision": precision}
         evaluate_questions(folder, questions, evidence, options, predictions, score, as_json, strict, device)
-    elif folder is None or data is None or score is not None or predictions is not None:
-        raise UsageError("too much or too little is named", "evaluate",
-                         "name a run and --data, or --questions for a fine-tuned run")
-    elif evidence is not None or stride is not None:
-        raise UsageError("too much is named", "evaluate", "--evidence and --stride go with --questions")
+    elif any(option is not None for option in (score, predictions, evidence, stride)):
+        raise UsageError("options that do not go together", "evaluate",
+                         "--score, --predictions, --evidence and --stride are for --questions")
+    elif folder is None or data is None:
+        raise UsageError("evaluate needs a run and prepared text", "evaluate",
+                         "give RUN --data DATA, or for a fine-tuned run --questions FILE")
     elif lengths:
         evaluate_contexts(folder, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
     elif recurrence:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lineartime.distributed.ranks import launched, speaks_first
-from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, escaped
+from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, escaped
 
 LONGEST_ERROR = 700
 """Characters; less than ten lines of a terminal."""
@@ -41,7 +41,7 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
 
 
 def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
-    """Say an error in one line, on the first rank that has one; returns the code."""
+    """Say an error, or which signal ended the command, in one line on the first rank that has one; returns the code."""
     if debug:
         import traceback
 
@@ -54,6 +54,7 @@ def fail(error: BaseException, code: int, debug: bool, message: str | None = Non
         line += f" (rank {ranks.rank} on {socket.gethostname()})"
     if len(line) > LONGEST_ERROR:
         line = f"{line[:LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2:]}"
+    begin = "" if isinstance(error, Stopped | KeyboardInterrupt) else "error: "  # a stop that was asked for is none
     with suppress(OSError):  # the code counts where stderr is full
-        print(f"error: {line}", file=sys.stderr if ranks.is_first else sys.__stderr__)
+        print(begin + line, file=sys.stderr if ranks.is_first else sys.__stderr__)
     return code

@@ -30,7 +30,7 @@ def export(
     folder = named_folder(run)
     if is_of_documents(folder):
         if data is not None or about is not None or prompt:
-            raise UsageError("too much is named", "export",
+            raise UsageError("options that do not go together", "export",
                              "its report is the card: leave out --data, --about and --prompt")
         from lineartime.release.documents import export_documents
 
@@ -70,7 +70,7 @@ def plot(
     named = {label if equals else Path(label).name: Path(run or label) for label, equals, run in split}
     files = [path for path in named.values() if path.suffix == ".json"]
     if out is None and (len(runs) > 1 or files):
-        raise UsageError("no file is named for the picture", "--out", "give a .png")
+        raise UsageError("the picture needs a file", "plot", "give --out a .png")
     if files and len(files) < len(named):
         raise UsageError("runs and files of `evaluate --contexts` side by side", str(files[0]), "draw them apart")
     from lineartime.plot import plot_comparison, plot_context_use, plot_run

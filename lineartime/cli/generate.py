@@ -42,7 +42,7 @@ def generate(
     require_precision(precision)
     arguments = arguments or []
     if shipped is None and not arguments:
-        raise UsageError("no model is named", "generate", "name a run, or a model that ships: --model small")
+        raise UsageError("generate needs a model", "none is named", "name a run, or the shipped model small")
     run = named_folder(arguments[0]) if shipped is None else model_folder(shipped)
     prompts = arguments[1:] if shipped is None else arguments
     texts = read_prompts(prompts, prompt_file or [])

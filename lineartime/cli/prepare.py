@@ -55,9 +55,9 @@ def prepare(
                 and getattr(given.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
         if more:
             raise UsageError("--join takes the folders of the parts and --out", f"--{', --'.join(more)}",
-                             "leave it out: the parts know it")
+                             "leave it out: the parts have their own settings")
     if tokenizer != "train" and getattr(given.get_parameter_source("vocab_size"), "name", "DEFAULT") != "DEFAULT":
-        raise UsageError("this tokenizer has its vocabulary", f"--tokenizer {tokenizer} --vocab-size {vocab_size}",
+        raise UsageError("this tokenizer has its own vocabulary", f"--tokenizer {tokenizer} --vocab-size {vocab_size}",
                          "leave out --vocab-size")
     from lineartime.data.prepare import join, prepare
 

@@ -94,7 +94,7 @@ def finetune(
             "balance": balance, "patience": patience, "max_tokens": max_tokens, "strict": strict})
         return
     if not questions or not validation or out is None:
-        raise UsageError("too little is named", "finetune", "it takes --questions, --validation and --out")
+        raise UsageError("options are missing", "finetune", "it takes --questions, --validation and --out")
     with interrupted_at_once():
         from lineartime.finetuning import LEARNING_RATES
         from lineartime.qa.finetune import CONTEXT, FineTuning, finetune
@@ -136,7 +136,7 @@ def answer(
 ) -> None:
     """Answer one question from documents of any length."""
     if not question.strip() or not document:
-        raise UsageError("too little is named", "answer", 'it takes --question "..." and --document FILE')
+        raise UsageError("options are missing", "answer", 'it takes --question "..." and --document FILE')
     if batch_rows < 1 or document.count("-") > 1:
         raise UsageError("wrong value", f"batch_rows = {batch_rows}, document = {', '.join(document)}",
                          "batch_rows takes whole numbers from 1, and stdin is read once")

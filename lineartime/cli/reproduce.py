@@ -37,8 +37,8 @@ def reproduce(
     names = tables or list(TABLES)
     for name in names:
         require_name("table", name, [*TABLES, RECALL])
-    require(names == [RECALL] or RECALL not in names, "recall is a study of its own", " ".join(names),
-            "give it a command of its own")
+    require(names == [RECALL] or RECALL not in names, "recall does not run together with tables", " ".join(names),
+            "run it by itself")
     require_name("scale", scale, SCALE_NAMES)
     size = cast(ScaleName, scale)
     require(ranks == 1 or names != [RECALL], "the runs of recall are processes of their own", f"ranks = {ranks}",

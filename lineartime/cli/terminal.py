@@ -200,7 +200,7 @@ class Terminal:
 
     def reading(self, n_bytes: int, total: int | None, n_documents: int, tokens_per_s: float) -> None:
         """Show how much text is read."""
-        words = f"{n_documents:,} documents done, {tokens_per_s:,.0f} tokens/s"
+        words = f"{counted_documents(n_documents)} done, {tokens_per_s:,.0f} tokens/s"
         self.begin("bytes of text", total).update(self.task, completed=n_bytes, description=words)
         self.say_now_and_then(f"{n_bytes:,}" + ("" if total is None else f"/{total:,}") + f" bytes of text  {words}")
 
@@ -261,6 +261,11 @@ class TextStreamer:
             return
         for number, (prompt, text) in enumerate(zip(self.prompts, self.text, strict=True), 1):
             print(f"== {number}\n{prompt}{text}")
+
+
+def counted_documents(n: int) -> str:
+    """The number of documents in words, such as "1 document"."""
+    return f"{n:,} document" + "s" * (n != 1)
 
 
 def prompt_progress(terminal: Terminal, longest: int) -> Callable[[int], None] | None:

@@ -101,7 +101,7 @@ def ordered_parts(folders: Sequence[Path]) -> list[tuple[TextPart, Path]]:
 
     Raises UsageError for parts that are missing, are there twice or do not belong together; DataError as `read_part`
     does."""
-    require(len(folders) > 0, "no parts are named", "--join", "name the folder of every part")
+    require(len(folders) > 0, "there are no parts to join", "--join", "give the folder of every part")
     parts: dict[int, tuple[TextPart, Path]] = {}
     for folder in folders:
         part = read_part(folder)

@@ -105,7 +105,8 @@ def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenize
         require_name("task", task, TASKS)
         settings["task"] = task
     if hub:
-        require(task is not None, "no data set is named", "hub", f"name the task: {', '.join(corpora.HUB)}")
+        require(task is not None, "the hub has several data sets", "none is named",
+                f"give --task, one of {', '.join(corpora.HUB)}")
         require(not (inputs or sample or validation or test or held_out), "wrong inputs", "the hub and others",
                 "a data set of the hub comes with its splits")
         settings |= {"hub": corpora.HUB[settings["task"]][0], "documents": documents}

@@ -255,7 +255,7 @@ def with_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     require(bool(new), "no tokens", str(path), "write one in each line")
     for number, token in new.items():
         where = f"{path}, line {number}: {token}"
-        require(token not in seen, "a token that is there already", where, "take it out")
+        require(token not in seen, "the vocabulary has this token already", where, "take it out")
         require(len(token.split()) == 1, "a token with white space", where, "take a word of it")
         seen.add(token)
     inner.add_tokens([AddedToken(token, normalized=False) for token in new.values()])

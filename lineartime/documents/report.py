@@ -123,11 +123,11 @@ def of_classes(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray
               f"Rows are the labels, columns what the model says, {of_row}.{more}{lacks}", ""]
     p, right = metrics.confidences(head, logits_NL, targets)
     bins = metrics.bins_of(p, right)
-    draw(Picture("How often the model is right by how probable it holds what it says; the dashed line is what it "
-                 "should be", (Panel("calibration", "probability, by the model", "share that is right", (
-                     Line("the model", tuple((x, y) for x, y, _ in bins), {"color": COLOURS[0]}),
-                     Line("what it should be", ((0.0, 0.0), (1.0, 1.0)),
-                          {"color": COLOURS[-1], "marker": "", "linestyle": "--"}))),)), out / CALIBRATION_FILE)
+    draw(Picture("How often the model is right, by how sure it is; the dashed line is what it should be", (Panel(
+        "calibration", "probability, by the model", "share that is right", (
+            Line("the model", tuple((x, y) for x, y, _ in bins), {"color": COLOURS[0]}),
+            Line("what it should be", ((0.0, 0.0), (1.0, 1.0)),
+                 {"color": COLOURS[-1], "marker": "", "linestyle": "--"}))),)), out / CALIBRATION_FILE)
     what = "the class that it names" if head.problem_type == ONE else "each class's being there"
     return [*lines, f"![calibration]({CALIBRATION_FILE})", "",
             f"The probability of {what}, in bins of a tenth; they differ by {metrics.calibration_error(p, right):.3f} "

@@ -57,7 +57,7 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
             file.seek(-len(WHOLE), os.SEEK_END)
             if is_ours and file.read() == WHOLE:
                 part_of(out).unlink()
-    require(not os.path.lexists(out), "the output is there already", str(out), "choose another or delete it")
+    require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
 
@@ -175,7 +175,7 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, byt
     file.seek(end)
     rest = file.readline(MAX_BYTES)
     if rest.endswith(b"\n") and rest != WHOLE:  # a kill leaves less than a line
-        logger.warning(f"damaged: {path}; its first {n_rows:,} documents are kept, the others are read again")
+        logger.warning(f"damaged: {path}; its documents up to number {n_rows:,} are kept, the others are read again")
     file.truncate(end)
     return n_rows, n_cut, last
 

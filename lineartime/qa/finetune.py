@@ -76,7 +76,7 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
             "pretrain with causal = false (masked language modelling); a causal model goes on with `lineartime train "
             "--from RUN`")
     for name in changes:
-        require(name != "context", "the context is no setting", name, "give --context")
+        require(name != "context", "the context is an option, not a setting", name, "give --context")
         require(name in CHANGEABLE, "the pretrained model decides this", name,
                 f"fine-tuning may change {', '.join(CHANGEABLE)}")
     fields: dict[str, Any] = {}
@@ -222,7 +222,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     def train_one(each: RunConfig, ranks: Ranks) -> dict[str, Any]:
         """Run one learning rate, or resume it; returns its scores on all validation questions."""
         files = {**tokenizer_files(tokenizer), CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
-        answered = stop.watch("what is trained is saved; the same command resumes", progress, "answering",
+        answered = stop.watch("what is trained is saved; the same command goes on", progress, "answering",
                               len(validation), ranks)
 
         def begin(ranks: Ranks) -> tuple[LanguageModel, Questions, dict[str, str]]:

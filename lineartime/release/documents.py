@@ -23,7 +23,7 @@ def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
     weights in float32, what `transformers` and `sentence-transformers` read, and its report as the card; returns the
     bytes of the weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
     remove_leftovers(out)
-    require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
+    require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
     model, tokenizer, facts = load_model(folder, strict=strict)
     config = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
     files = {name: text.encode() for name, text in {

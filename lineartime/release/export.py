@@ -55,7 +55,7 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     UsageError if `out` exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
     damage, ResourceError for the disk."""
     remove_leftovers(out)
-    require(not out.exists(), "the output is there already", str(out), "choose another or delete it")
+    require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
     require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
     description = read_run(run)
     model, tokenizer, facts = load_model(run, strict=strict)

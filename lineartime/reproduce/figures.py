@@ -17,6 +17,7 @@ from lineartime.reproduce.tables import value
 SPREAD = ["mean", "min", "max"]
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 LEFT_OUT_NATS = 0.2
+QUALITY = "minus nats per token"
 RING = {"marker": "o", "linestyle": "", "markersize": 7, "color": "#444444", "markerfacecolor": "white", "zorder": 4}
 
 
@@ -77,7 +78,7 @@ def cost_panels(results: Results) -> list[Panel]:
             clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
         ends = [each.points[-1][0] for each in drawn]
         drawn += [Line("reaches it", tuple(rings), RING)] if rings else []
-        panels.append(Panel(title_of(results, column), f"{', '.join(unique(clocks))}, {units}", "minus log perplexity",
+        panels.append(Panel(title_of(results, column), f"{', '.join(unique(clocks))}, {units}", QUALITY,
                             tuple(drawn), level=None if math.isnan(best) else -best,
                             level_name=f"best of {results.table.reference}",
                             x_scale="log" if ends and max(ends) > 10 * min(ends) else "linear"))
@@ -122,7 +123,7 @@ def size_panels(results: Results) -> list[Panel]:
     quality = (-results.trained.loss.astype(float)).groupby(["row", "column"]).agg(["mean", "min", "max"])
     quality["ms"] = 1000 * results.steps["median"] / results.steps.tokens
     points = quality.dropna().rename(index=lambda row: row.split()[0], level="row").set_index("ms", append=True)
-    return [Panel(title_of(results, column), "ms per 1,000 tokens of training", "minus log perplexity",
+    return [Panel(title_of(results, column), "ms per 1,000 tokens of training", QUALITY,
                   lines((row.split()[0] for row in results.table.models),
                         points[points.index.isin([column], level="column")].droplevel("column")))
             for column in results.columns]

@@ -88,7 +88,7 @@ class Place:
     def below_texts(self, name: str) -> str:
         """A file or folder of the texts, or what is on the hub. Raises UsageError where no texts are named."""
         if self.texts is None and not name.startswith("hub:"):
-            raise UsageError("no texts are named", name, "give --texts the folder that holds it")
+            raise UsageError("no folder of texts is given", name, "give --texts the folder that holds it")
         return name if self.texts is None or name.startswith("hub:") else str(self.texts / name)
 
 

@@ -134,9 +134,10 @@ REFUSED = [
                         "try chunk_size = 256"),
     ({"model": "combiner", "chunk_size": None}, "this attention needs a chunk size: attn_type = rowmajor_axial, "),
     ({"model": "performer", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = linear; leave it "),
-    ({"document_mask": "paper", "chunk_pooling": "sum"}, "the paper's document mask averages: chunk_pooling = sum"),
+    ({"document_mask": "paper", "chunk_pooling": "sum"},
+     "the paper's document mask goes with chunk_pooling = mean alone: chunk_pooling = sum"),
     ({"document_mask": "paper", "overlap": True},
-     'the paper\'s document mask knows no overlap: document_mask = paper; set document_mask = "exact"'),
+     'the paper\'s document mask does not go with overlap: document_mask = paper; set document_mask = "exact"'),
     ({"chunk_parts": "global", "overlap": True}, "there is no local part to overlap: chunk_parts = global; leave "),
     ({"chunk_pooling": "attention", "chunk_parts": "local"},
      "learned chunk weights are for GAU layers with one head and a linear part: ffn = gau, n_heads = 1, chunk_part"),
@@ -144,7 +145,8 @@ REFUSED = [
     ({"model": "mc-tfm++", "chunk_pooling": "attention"}, "learned chunk weights are for GAU layers with one head "),
     ({"chunk_pooling": "attention", "end_of_document": 0}, "learned chunk weights are for unpacked rows: "
      "end_of_document = 0; set end_of_document = none: a row is one document"),
-    ({"document_mask": "paper", "chunk_pooling": "attention"}, "the paper's document mask averages: chunk_pooling = "),
+    ({"document_mask": "paper", "chunk_pooling": "attention"},
+     "the paper's document mask goes with chunk_pooling = mean alone: chunk_pooling = "),
     ({"model": "flash-quad", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = quadratic"),
     ({"model": "flash-quad", "overlap": True}, "overlap is for mixed chunk attention: overlap = True, attn_type = qu"),
     ({"model": "combiner", "overlap": True}, "overlap is for mixed chunk attention: overlap = True, attn_type = row"),
@@ -197,12 +199,15 @@ REFUSED = [
     ({"attn_type": "linear", "chunk_size": None, "attn_kernel": "relu", "prefix_sum": "scan"},
      "a GAU's attention is quadratic or mixed_chunk: attn_type = linear"),
     ({"attn_type": "rowmajor_axial", "attn_kernel": "softmax"}, "a GAU's attention is quadratic or mixed_chunk: "),
-    ({"attn_kernel": "relu"}, "mixed_chunk attention has another kernel: attn_kernel = relu; "
+    ({"attn_kernel": "relu"}, "mixed_chunk attention does not take this kernel: attn_kernel = relu; "
                               "set attn_kernel = softmax or relu2"),
-    ({"model": "transformer", "attn_kernel": "relu"}, "quadratic attention has another kernel: attn_kernel = relu; "),
-    ({"model": "performer", "attn_kernel": "softmax"}, "linear attention has another kernel: attn_kernel = softmax; "
+    ({"model": "transformer", "attn_kernel": "relu"},
+     "quadratic attention does not take this kernel: attn_kernel = relu; "),
+    ({"model": "performer", "attn_kernel": "softmax"},
+     "linear attention does not take this kernel: attn_kernel = softmax; "
                                                        "set attn_kernel = relu"),
-    ({"model": "combiner", "attn_kernel": "relu2"}, "rowmajor_axial attention has another kernel: attn_kernel = "),
+    ({"model": "combiner", "attn_kernel": "relu2"},
+     "rowmajor_axial attention does not take this kernel: attn_kernel = "),
     ({"model": "performer", "prefix_sum": None}, "prefix_sum is for linear attention: prefix_sum = None, attn_type = "
                                                  "linear; set it to scan"),
     ({"prefix_sum": "scan"}, "prefix_sum is for linear attention: prefix_sum = scan, attn_type = mixed_chunk; leave"),

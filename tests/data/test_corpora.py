@@ -308,7 +308,7 @@ FAULTS: dict[str, tuple[int, list[str], list[str]]] = {
     "hub and sample": (2, ["--task", "pg19", "--hub", "--sample"], ["wrong inputs"]),
     "hub and test": (2, ["--task", "pg19", "--hub", "--test", "book.txt"], ["wrong inputs"]),
     "hub and held out": (2, ["--task", "pg19", "--hub", "--held-out", "0.1"], ["wrong inputs"]),
-    "hub of what": (2, ["--hub"], ["no data set is named", "c4, wiki40b, pg19"]),
+    "hub of what": (2, ["--hub"], ["the hub has several data sets", "c4, wiki40b, pg19"]),
     "no documents": (2, ["--task", "pg19", "--hub", "--documents", "0"], ["documents = 0"]),
     "documents of files": (2, ["--task", "pg19", "book.txt", "--documents", "3"], ["documents = 3"]),
     "nothing": (2, ["--task", "pg19"], ["there are none"]),

@@ -84,7 +84,7 @@ def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     out, _ = trained
     code, said, err = call("export", out, "--out", tmp_path / "shared")
     assert code == 0 and "sentence-transformers" in said, err
-    assert_refused(*call("export", out, "--out", tmp_path / "shared")[::2], 2, "the output is there already")
+    assert_refused(*call("export", out, "--out", tmp_path / "shared")[::2], 2, "the output exists already")
     assert_refused(*call("export", out, "--out", tmp_path / "x", "--prompt", "x")[::2], 2, "leave out")
     shutil.copytree(out, tmp_path / "odd", symlinks=True)
     (tmp_path / "odd" / "mine.png").symlink_to("/etc/hostname")

@@ -181,7 +181,7 @@ def test_what_a_kill_behind_the_rename_leaves_goes(tmp_path, monkeypatch):
     out = tmp_path / "v.jsonl"
 
     def refused():
-        with pytest.raises(UsageError, match="the output is there already"):
+        with pytest.raises(UsageError, match="the output exists already"):
             check_out(out, ENDINGS)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):

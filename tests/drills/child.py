@@ -310,6 +310,11 @@ def as_verb(function: Callable[[], object]) -> Callable[[], None]:
     return call
 
 
+def last_words(err: str) -> int:
+    """The lines that say why a command ended."""
+    return sum(line.startswith(("error: ", "stopped by ", "interrupted")) for line in err.splitlines())
+
+
 ALLOWED = {0, 2, 3, 4, 5, 6, 130, 143}
 
 
@@ -323,6 +328,6 @@ def misbehaviour(ended: Ended) -> str | None:
         return "internal"
     if "Traceback" in ended.err or ended.n_lines > 10:
         return "noisy"
-    if ended.code != 0 and sum(line.startswith("error: ") for line in ended.err.splitlines()) != 1:
+    if ended.code != 0 and last_words(ended.err) != 1:
         return "noisy"
     return None

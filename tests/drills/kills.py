@@ -45,7 +45,7 @@ def append_rows(made: Path, it: Path, out: Path) -> Callable[[], object]:
     return child.as_verb(append)
 
 
-THERE = "the output is there already"
+THERE = "the output exists already"
 SCENARIOS: dict[str, Scenario] = {
     "train": Scenario(verb(*folders.train("{made}/data", "{it}"))),
     "train, resumed": Scenario(verb(*folders.train("{made}/data", "{it}")), "unfinished"),

@@ -165,7 +165,7 @@ def wrong(fault: Fault, ended: list[Ended]) -> tuple[str, str] | None:
         if verdict or each.code not in {0} | CODES[fault.kind]:
             return verdict or "code", said
     failed = [each.code for each in others if each.code]
-    lines = sum(line.startswith("error: ") for each in ended for line in each.err.splitlines())
+    lines = sum(child.last_words(each.err) for each in ended)
     least = bool(failed) and not (fault.limit or 0) % 2
     most = 1 if fault.port == "agent" and fault.kind != "store" else fault.n_ranks
     if not least <= lines <= most:

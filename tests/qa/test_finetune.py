@@ -236,7 +236,7 @@ def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path, warm_co
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=100)
-    assert process.returncode == 143 and "error: stopped by SIGTERM" in err and "Traceback" not in err
+    assert process.returncode == 143 and "\nstopped by SIGTERM: " in f"\n{err}" and "Traceback" not in err
     assert list((tmp_path / "out" / RATES[0]).glob("step-*"))
 
 
@@ -370,7 +370,8 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, 
     refused(capsys, ["evaluate", folder / "pretrained", "--questions", dev], 2, "not fine-tuned")
     refused(capsys, ["evaluate", done, "--data", folder / "prepared"], 2, "--questions")
     refused(capsys, ["evaluate", done], 2, "--data")
-    refused(capsys, ["evaluate", done, "--questions", dev, "--data", folder / "prepared"], 2, "too much")
+    refused(capsys, ["evaluate", done, "--questions", dev, "--data", folder / "prepared"], 2,
+            "scores either a run or a file of answers")
     refused(capsys, ["evaluate", "--questions", dev], 2, "--score")
     refused(capsys, ["evaluate", done, "--questions", dev, "--score", dev], 2, "--score")
     refused(capsys, ["evaluate", "--questions", dev, "--score", dev], 3, "a prediction is not a string")
@@ -381,7 +382,7 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, 
         refused(capsys, ["evaluate", done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], 6,
                 "p.json")
     refused(capsys, ["evaluate", "--questions", dev, "--score", dev, "--context", 9], 2, "no model reads")
-    refused(capsys, ["evaluate", done, "--data", folder / "prepared", "--stride", 9], 2, "go with --questions")
+    refused(capsys, ["evaluate", done, "--data", folder / "prepared", "--stride", 9], 2, "are for --questions")
     refused(capsys, ["generate", done, "x"], 2, "lineartime answer")
     ask = ["answer", done, "--question", "Who?"]
     refused(capsys, ask, 2, "--document")

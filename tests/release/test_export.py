@@ -235,8 +235,8 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
     assert code == 0 and re.search(r"context +512\b", out) and re.search(r"Hidden size +16\b", out)
     assert call("info", exported)[1].split("\n", 1)[1] == call("info", "tiny")[1].split("\n", 1)[1]
     for words, arguments in [(["tinny", "did you mean tiny"], ["generate", "--model", "tinny", "x"]),
-                             (["no model is named", "--model"], ["generate"]),
-                             (["two models"], ["evaluate", exported, "--model", "tiny", *score]),
+                             (["generate needs a model", "small"], ["generate"]),
+                             (["two models are given"], ["evaluate", exported, "--model", "tiny", *score]),
                              (["an exported folder already", exported], ["export", "tiny", "--out", run / "x"]),
                              (["not fine-tuned on labels"], ["classify", "tiny", run / "metrics.jsonl"]),
                              *((["no weights here: tinny", "shipped model: tiny"], wrong) for wrong in (
@@ -280,7 +280,7 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
         path.write_bytes(path.read_bytes()[:-1])
     for code, words, arguments in [
         (2, ["--out"], [run]),
-        (2, ["there already"], [run, "--out", exported]),
+        (2, ["the output exists already"], [run, "--out", exported]),
         (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
         (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),

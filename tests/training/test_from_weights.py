@@ -197,7 +197,7 @@ def test_new_tokens_begin_as_the_mean_of_what_they_were(root: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("text", "words"), [
     ("", "no tokens"), ("two words", "tokens.txt, line 1: two words"), ("x\nyes\nyes", "line 3: yes; take it out"),
-    ("a", "a token that is there already"), ("na\u00efve", "a token that this tokenizer does not give back")])
+    ("a", "the vocabulary has this token already"), ("na\u00efve", "a token that this tokenizer does not give back")])
 def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, call: Call, text: str, words: str) -> None:
     (tmp_path / "tokens.txt").write_text(text)
     if text.startswith("x"):
