@@ -117,7 +117,7 @@ def test_prepare_reads_stdin_and_says_what_it_held_out(tmp_path: Path, call: Cal
     code, _, err = call("prepare", "-", "-", "--out", tmp_path / "twice", stdin=TEXT)
     assert_refused(code, err, 2, "stdin is read once")
     code, _, err = call(*prepare, "--vocab-size", 500, stdin=TEXT)
-    assert_refused(code, err, 2, "this tokenizer has its vocabulary", "leave out --vocab-size")
+    assert_refused(code, err, 2, "this tokenizer has its own vocabulary", "leave out --vocab-size")
 
 
 def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> None:

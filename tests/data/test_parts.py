@@ -105,7 +105,7 @@ def test_parts_that_do_not_belong_together_are_refused(texts: Path, parts: list[
             ([first, second, others["settings"]], r"do not belong together: .* \(held_out\)"),
             ([first, others["number"]], r"do not belong together: .* \(number of parts\)"),
             ([first, second, others["files"]], r"do not belong together: .* \(files\)"),
-            ([], "no parts are named")):
+            ([], "there are no parts to join")):
         with pytest.raises(UsageError, match=message) as caught:
             join(folders, tmp_path / "out")
         assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
@@ -188,6 +188,6 @@ def test_parts_on_the_command_line(texts: Path, tmp_path: Path, call: Call) -> N
     code, _, err = call("info", tmp_path / "o", "--verify")
     assert_refused(code, err, 3, "damaged or missing file", shard)
     code, _, err = call("info", "flash", "--verify")
-    assert_refused(code, err, 2, "no folder of prepared data: flash")
+    assert_refused(code, err, 2, "--verify takes a folder of prepared data: flash")
     code, _, err = call("info", tmp_path / "o", "--plan", "2")
-    assert_refused(code, err, 2, "a plan is of a model")
+    assert_refused(code, err, 2, "--plan takes the name of a model")

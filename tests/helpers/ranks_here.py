@@ -52,7 +52,7 @@ class RanksHere:
         return "".join(self.printed_by(rank).read_text() for rank in range(len(self.processes)))
 
     def errors(self):
-        return [line for line in self.printed().splitlines() if line.startswith("error: ")]
+        return [line for line in self.printed().splitlines() if line.startswith(("error: ", "stopped by "))]
 
     def close(self):
         for process in self.processes:
