@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dispatch import have_tangent
+from lineartime.ops.dispatch import is_transformed
 from lineartime.ops.dtypes import at_least_float32, matmul_dtype
 from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
@@ -32,7 +32,7 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
     autocast does not affect it, and it returns losses of bfloat16 in bfloat16."""
     dtype = matmul_dtype(x_ND)
     chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight_VD), x_ND.device)
-    if torch._C._are_functorch_transforms_active() or have_tangent(x_ND, weight_VD, bias_V):
+    if is_transformed(x_ND, weight_VD, bias_V):
         return all_at_once(x_ND, weight_VD, bias_V, targets_N, dtype)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_ND, weight_VD, bias_V)):
         return LinearCrossEntropy.apply(x_ND, weight_VD, bias_V, targets_N, dtype, chunk_tokens)

@@ -163,13 +163,19 @@ def use_windows(impl: str | None, causal: bool, shared: bool, x: Tensor, *parame
         return False
     inputs = (x, *parameters)
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
-    return wants_gradient and not (torch._C._are_functorch_transforms_active() or have_tangent(*inputs))
+    return wants_gradient and not is_transformed(*inputs)
 
 
 @functools.cache
 def log_once(line: str) -> None:
     """Log a warning, unless the same line was logged before."""
     logger.warning(line)
+
+
+def is_transformed(*inputs: Tensor | None) -> bool:
+    """Whether a transform of `torch.func` is running, or forward mode: an op with a backward pass of its own then takes
+    its reference."""
+    return torch._C._are_functorch_transforms_active() or have_tangent(*inputs)
 
 
 def have_tangent(*inputs: Tensor | None) -> bool:
