@@ -104,6 +104,7 @@ def seen_before(rows_BL: np.ndarray, chunk: int, end_of_document: int) -> tuple[
     token_BT = last_before(rows_BL, of_token_BL)[:, 1:]
     # No document holds the bigram at its end before, for its first token is no bigram's second.
     bigram_BT = np.where(is_end_BT, -1, last_before(rows_BL[:, :-1], rows_BL[:, 1:], document_BL[:, 1:]))
+    chunk = min(chunk, rows_BL.shape[1])  # a longer one holds the row as well, and may be no number of 64 bits
     chunk_T = np.arange(rows_BL.shape[1] - 1) // chunk
     token, bigram = (np.where(place_BT < 0, 2, (place_BT // chunk != chunk_T).astype(np.int64))
                      for place_BT in (token_BT, bigram_BT))

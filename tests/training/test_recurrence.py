@@ -63,7 +63,8 @@ def in_words(row: list[int], chunk: int, end: int) -> tuple[list[int], list[int]
 
 @settings(max_examples=300)
 @given(rows=st.integers(1, 40).flatmap(lambda n: st.lists(st.lists(st.integers(0, 4), min_size=n + 1, max_size=n + 1),
-                                                          min_size=1, max_size=4)), chunk=st.integers(1, 12))
+                                                          min_size=1, max_size=4)),
+       chunk=st.integers(1, 12) | st.just(2**70))
 def test_classes_are_those_of_a_double_loop(rows: list[list[int]], chunk: int) -> None:
     """0 ends documents: there are several in a row, and empty ones."""
     token_BT, bigram_BT = seen_before(np.array(rows), chunk, 0)
