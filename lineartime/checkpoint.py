@@ -266,7 +266,11 @@ def point(link: Path, target: Path | str) -> None:
         _remove_leftovers(link.parent)
         if link.is_symlink() or not link.exists():
             _symlink(target, aside)
-            _rename(aside, link)
+            try:
+                _rename(aside, link)
+            except OSError:
+                _unlink(aside)
+                raise
 
 
 def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:

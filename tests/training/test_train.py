@@ -863,11 +863,14 @@ def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(save, data, tmp
 
 
 @pytest.mark.parametrize("step", ["_symlink", "_rename"])
-def test_a_disk_that_fails_at_the_link_of_the_last_checkpoint_leaves_no_older_link(step, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("time", [1, 2])
+def test_a_disk_that_fails_at_the_link_of_the_last_checkpoint_leaves_no_older_link(step, time, data, tmp_path,
+                                                                                      monkeypatch):
+    """At the save, and at the end of the run."""
     out, true_step, fails = tmp_path / "run", getattr(checkpoint, step), itertools.count(1)
 
     def failing(one, other):
-        if "link" in f"{one} {other}" and steps_saved(out) == 4 and next(fails) == 1:
+        if "link" in f"{one} {other}" and steps_saved(out) == 4 and next(fails) == time:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         true_step(one, other)
 
