@@ -6,15 +6,17 @@ the command line refuses a wrong configuration at once.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lineartime.errors import CheckpointError
 from lineartime.settings import check_fields, replace_fields, require, require_name
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
            "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16,
-           "row_tiles": 2**16, "window_tokens": 2**26}
+           "window_tokens": 2**26}
 """The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
 
 
@@ -419,9 +421,6 @@ class TrainConfig:
     Initial values differ from those of an unsharded run."""
     context_parallel: int = 1
     """Ranks of `torchrun` that share each row: consecutive ranks hold consecutive parts of it, of whole chunks."""
-    row_tiles: int | None = None
-    """Tiles of a row that are computed one by one: training ends in the same bits for any `context_parallel` that has
-    1, 2, 4, ... tiles per rank. None: `context_parallel`, a tile for each rank."""
     window_tokens: int | None = None
     """Tokens of a row that are differentiated at once, whole chunks: the memory of activations is that of a window, and
     the layers are computed once more. The gradient is that of whole rows. None: whole rows."""
@@ -442,10 +441,6 @@ class TrainConfig:
         check_largest(self)
         for name in ("warmup_steps", "weight_decay", "seed"):
             require(getattr(self, name) >= 0, f"{name} must not be negative", f"{name} = {getattr(self, name)}")
-        per_rank = self.n_tiles // self.context_parallel
-        require(per_rank * self.context_parallel == self.n_tiles and per_rank.bit_count() == 1,
-                "row_tiles must be 1, 2, 4, ... times context_parallel",
-                f"row_tiles = {self.row_tiles}, context_parallel = {self.context_parallel}")
         for name in ("learning_rate", "adam_epsilon"):
             require(getattr(self, name) > 0, f"{name} must be positive", f"{name} = {getattr(self, name)}")
         for name in ("adam_beta1", "adam_beta2"):
@@ -464,13 +459,13 @@ class TrainConfig:
         require(not self.shard or self.clip is None or self.clip_scope == "global",
                 "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
                 "set clip_scope = global")
-        require(not self.shard or (per_rank == 1 and self.context_parallel.bit_count() == 1),
-                "a sharded model has one tile of a row per rank, and 1, 2, 4, ... ranks share it",
-                f"context_parallel = {self.context_parallel}, row_tiles = {self.row_tiles}", "set shard = false")
+        require(not self.shard or self.context_parallel.bit_count() == 1,
+                "1, 2, 4, ... ranks can share a row of a sharded model",
+                f"context_parallel = {self.context_parallel}", "choose a power of 2, or set shard = false")
         require(self.window_tokens is None or self.window_tokens >= 1, "window_tokens must be at least 1",
                 f"window_tokens = {self.window_tokens}", 'say "none" for whole rows')
         for name, given in (("shard", self.shard), ("activation_checkpointing", self.activation_checkpointing),
-                            ("context_parallel", self.context_parallel > 1), ("row_tiles", self.n_tiles > 1)):
+                            ("context_parallel", self.context_parallel > 1)):
             require(self.window_tokens is None or not given, f"window_tokens does not go with {name}",
                     f"{name} = {getattr(self, name)}", "leave one out")
         require(self.tokens_per_step % self.micro_batch_tokens == 0,
@@ -488,10 +483,18 @@ class TrainConfig:
         three times as long, but scores `eval_tokens` at least."""
         return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
-    @property
-    def n_tiles(self) -> int:
-        """Tiles of a row, of which each rank that shares it has equally many."""
-        return self.context_parallel if self.row_tiles is None else self.row_tiles
+
+def stored_train(fields: Mapping[str, Any]) -> TrainConfig:
+    """The hyperparameters in the description of a run, also of one that an earlier version began.
+
+    Raises UsageError for a field that is not known or wrong, CheckpointError for a value of `row_tiles` that changed
+    what a run computes: that setting is gone."""
+    fields = dict(fields)
+    n_tiles = fields.pop("row_tiles", None)
+    if n_tiles not in (None, fields.get("context_parallel", 1)):
+        raise CheckpointError("the run has a setting that is gone", f"row_tiles = {n_tiles}",
+                              "go on with the version that began it, or begin a new run with --from this one")
+    return replace_fields(TrainConfig(), fields)
 
 
 def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "context_parallel") -> None:
@@ -510,7 +513,7 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
                 f"leave it out, or {off}")
     own = config.context // n_ranks
     require(config.context % (n_ranks * (config.chunk_size or 1)) == 0,
-            "every rank of context_parallel, and every one of row_tiles, must hold equally many whole chunks",
+            "every rank of context_parallel must hold equally many whole chunks",
             f"context = {config.context}, {n_ranks} parts, chunk_size = {config.chunk_size}",
             f"make context a multiple of {n_ranks * (config.chunk_size or 1)}")
     require(config.key_conv <= own, "a rank's part of a row is shorter than the window of key_conv",

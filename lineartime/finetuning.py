@@ -15,7 +15,7 @@ import torch
 
 from lineartime import checkpoint
 from lineartime.atomic_io import write_json
-from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig
+from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_train
 from lineartime.config import to_dict as fields_of
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.distributed.ranks import Ranks, connected, gather_json
@@ -131,7 +131,7 @@ def check_rates(learning_rates: tuple[float, ...], epochs: float, settings: Mapp
     require(not settings.get("shard"), "a fine-tuning is not sharded", "shard = true", "leave it out")
     require("learning_rate" not in settings, "several learning rates are tried", "learning_rate",
             "give --learning-rates")
-    for name, off in (("context_parallel", 1), ("row_tiles", 1), ("window_tokens", None)):
+    for name, off in (("context_parallel", 1), ("window_tokens", None)):
         require(settings.get(name) in (None, off), f"{name} is for language modelling",
                 f"{name} = {settings.get(name)}", "leave it out")
 
@@ -205,7 +205,7 @@ def point_to_best(out: Path, result: dict[str, Any]) -> None:
 
 def check_settings(stored: dict[str, Any], whole: dict[str, Any], out: Path) -> None:
     """Raise UsageError if the completed fine-tuning in `out` had other settings."""
-    trained = {name: fields_of(replace_fields(TrainConfig(), each)) for name, each in stored["train"].items()}
+    trained = {name: fields_of(stored_train(each)) for name, each in stored["train"].items()}
     changed = different(stored | {"train": trained}, json.loads(json.dumps(whole)))  # older ones have fewer fields
     if changed:
         raise UsageError("another fine-tuning is here", out,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
-from lineartime.config import ModelConfig, TrainConfig, to_dict
+from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
 from lineartime.config_json import (
     CLASSIFICATION,
     QUESTION_ANSWERING,
@@ -97,8 +97,6 @@ class Run:
         stored = read_run(out)
         # The data's hash counts, not its folder; the name of the weights counts, not what they are now.
         same_anyway = {"id": stored["id"], "data": config.data, "from_model": stored.get("from_model")}
-        if replace_fields(TrainConfig(), stored["train"]).n_tiles == config.train.n_tiles:  # on any number of ranks
-            stored["train"].update({name: description["train"][name] for name in ("context_parallel", "row_tiles")})
         old, new = stored["train"]["steps"], config.train.steps
         longer = stored | {"train": stored["train"] | {"steps": new}}
         if new > old and not different({**longer, **same_anyway}, {**description, **same_anyway}):
@@ -272,7 +270,7 @@ def read_run(out: Path) -> dict[str, Any]:
         raise CheckpointError("damaged", out / RUN_FILE, "it is no description of a run")
     try:
         configs = {"model": replace_fields(ModelConfig(), description["model"]),
-                   "train": replace_fields(TrainConfig(), description["train"])}
+                   "train": stored_train(description["train"])}
     except UsageError as e:
         raise CheckpointError("damaged", out / RUN_FILE, str(e)) from None
     return description | {name: to_dict(config) for name, config in configs.items()}

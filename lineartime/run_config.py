@@ -47,7 +47,7 @@ class RunConfig:
         context, micro = self.model.context, self.train.micro_batch_tokens
         require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
-        check_context_parallel(self.model, self.train.n_tiles)
+        check_context_parallel(self.model, self.train.context_parallel)
         if (window := self.train.window_tokens) is not None:
             require(self.model.causal, "window_tokens is for causal models", "causal = false", "leave it out")
             require(context % window == 0 and window % (self.model.chunk_size or 1) == 0,

@@ -48,7 +48,6 @@ from lineartime.distributed.ranks import (
     wait_for_all,
 )
 from lineartime.distributed.shard import OrderedReduceScatter, local, padded, shard_model, sharded_parts, write_back
-from lineartime.distributed.tiles import by_tile, twins_of
 from lineartime.distributed.windows import differentiate_windows
 from lineartime.errors import DataError, NumericsError, ResourceError, Stopped
 from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate_data, xz_bits_per_byte
@@ -98,8 +97,7 @@ def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.Ad
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig, *, parts: Sequence[Part] | None = None, ranks: Ranks = ALONE,
-                     twins: Sequence[nn.Module] = (), n_windows: int = 1,
-                     reduce_scatter: OrderedReduceScatter | None = None,
+                     n_windows: int = 1, reduce_scatter: OrderedReduceScatter | None = None,
                      between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
@@ -107,10 +105,9 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     numbers of targets and added as `distributed.ordered` does, so that the result does not depend on the number of
     ranks. With clip_scope "local" each micro-batch's gradient is clipped before the average, and the norm returned is
     the mean of their norms; with "global", and of a sharded model, the average is clipped, and the norm is its own.
-    parts: what this rank updates, by default all; `part.own.grad` is set. twins: of `tiles.twins_of`, one for each
-    further tile of a row that this rank has. n_windows: windows of a row, see `distributed.windows`; more than one for
-    `NextToken` and one tile. reduce_scatter: of a sharded model, `shard_model`'s. between is called before each
-    micro-batch, and may raise.
+    parts: what this rank updates, by default all; `part.own.grad` is set. n_windows: windows of a row, see
+    `distributed.windows`; more than one for `NextToken`. reduce_scatter: of a sharded model, `shard_model`'s. between
+    is called before each micro-batch, and may raise.
     Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite.
     """
     parts = list(parts or parts_of(model))
@@ -122,24 +119,22 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     losses, norms, is_sharded = [], [], reduce_scatter is not None and ranks.size > 1
     is_local = config.clip_scope == "local" and not config.shard  # a rank has no micro-batch's gradient of its own
     autocast = partial(torch.autocast, batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
-    models = [(model, parameters), *((twin, [p for p in twin.parameters() if p.requires_grad]) for twin in twins)]
 
-    def mean_loss(model: nn.Module, micro_batch: Sequence[Tensor], count: int, part: Ranks) -> Tensor:
+    def mean_loss(micro_batch: Sequence[Tensor], count: int, part: Ranks) -> Tensor:
         with autocast():
             return objective.losses(model, *micro_batch, ranks=part).sum() / max(count, 1)
 
-    def read(model: nn.Module, micro_batch: Sequence[Tensor], part: Ranks) -> None:
+    def read(micro_batch: Sequence[Tensor], part: Ranks) -> None:
         with autocast():
             read_rows(model, micro_batch[0], part)
 
-    def gradient_of(micro_batch: Sequence[Tensor], count: int, i: int, tile: Ranks) -> tuple[Tensor, list[Tensor]]:
-        model, parameters = models[i]
+    def gradient_of(micro_batch: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
         if n_windows > 1:
             forget(parameters)
-            loss = differentiate_windows(partial(read, model, micro_batch),
-                                         partial(mean_loss, model, micro_batch, count), n_windows).sum()
+            loss = differentiate_windows(partial(read, micro_batch), partial(mean_loss, micro_batch, count),
+                                         n_windows).sum()
         else:
-            loss = mean_loss(model, micro_batch, count, tile)
+            loss = mean_loss(micro_batch, count, ranks.in_row)
             forget(parameters)
             loss.backward()
         return loss.detach(), [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in parameters]
@@ -150,13 +145,12 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
             share = count / n_targets
             if reduce_scatter is not None:
                 reduce_scatter.share = share
-            tiles = by_tile(partial(gradient_of, micro_batch, count), len(models), ranks.in_row)
-            gradient = tree_sum(gradient for _, gradient in tiles)
+            loss, gradient = gradient_of(micro_batch, count)
             if not is_sharded:
                 sum_over_row(gradient, ranks.in_row)
             if is_local:
                 norms.append(clip_(gradient, config.clip))
-            losses.append(torch.stack([loss for loss, _ in tiles]) * share)
+            losses.append(loss * share)
             if share != 1 and not is_sharded:
                 torch._foreach_mul_(gradient, share)
             yield gradient
@@ -172,9 +166,9 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     forget(parameters)
     for part, g in zip(parts, total, strict=True):
         part.own.grad = (g if g.numel() == part.own.numel() else padded(g)).view_as(part.own)
-    # Of ranks in columns and rows, micro-batches and tiles; then micro-batch by micro-batch, as the rows are read.
-    losses_CRMN = gather(torch.stack(losses).cpu(), ranks).unflatten(0, (-1, ranks.in_row.size))
-    loss_value = losses_CRMN.permute((2, 0, 1, 3) if is_sharded else (0, 2, 1, 3)).flatten().sum().item()
+    # Of ranks in columns and rows, and micro-batches; then micro-batch by micro-batch, as the rows are read.
+    losses_CRM = gather(torch.stack(losses).cpu(), ranks).unflatten(0, (-1, ranks.in_row.size))
+    loss_value = losses_CRM.permute((2, 0, 1) if is_sharded else (0, 2, 1)).flatten().sum().item()
     for name, value in (("loss", loss_value), ("gradient norm", norm.item())):
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
@@ -301,10 +295,8 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
     config, context = run.config.train, run.config.model.context
     model.activation_checkpointing = config.activation_checkpointing
     model = model if config.shard else model.to(device)
-    twins = twins_of(model, config.n_tiles // config.context_parallel - 1)
     if config.compile:
-        for each in (model, *twins):
-            each.compile_layers()
+        model.compile_layers()
     reduce_scatter = None
     if config.shard:
         layers = [(layer, partial(layer.init_weights, model.config.init_std)) for layer in model.residual_layers()]
@@ -318,8 +310,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         run.best_so_far()  # before a save, which removes others
     if done:
         run.save(done, model, parts, optimizer, extra_files)  # a kill may have left the end of the last save undone
-    for each in (model, *twins):
-        each.train()
+    model.train()
     saved = done
 
     def save(step: int) -> None:
@@ -366,7 +357,7 @@ def fit(run: Run, model: LanguageModel, objective: Objective, *, extra_files: di
         fits = True
         try:
             loss, norm = compute_gradient(model, objective, batch, run.config.micro_batch_rows, config, parts=parts,
-                                          ranks=ranks, twins=twins, reduce_scatter=reduce_scatter,
+                                          ranks=ranks, reduce_scatter=reduce_scatter,
                                           n_windows=run.config.n_windows,
                                           between=partial(begin_micro_batch, step, itertools.count()))
             optimizer.step()
@@ -579,7 +570,7 @@ def suggest_size(model: nn.Module, parts: Sequence[Part], optimizer: torch.optim
     Each size is tried with two micro-batches and the optimizer's moments allocated, as in training, and an eighth more
     rows, because a new process finds its memory fragmented differently. Rows that ranks share are not tried."""
     n_rows = config.micro_batch_rows
-    if config.train.n_tiles > 1:
+    if config.train.context_parallel > 1:
         return "lower micro_batch_tokens" if n_rows > 1 else "raise context_parallel, or lower context"
     while n_rows > 1:
         n_rows = max(n for n in range(1, n_rows) if config.rows_per_step % n == 0)

@@ -119,10 +119,8 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
         n_all, n_layer = (sum(p.numel() for p in each.parameters()) for each in (model, model.layers[0]))
         n_outer = n_all - sum(p.numel() for p in model.layers.parameters())
         n_own = -(-n_all // n_ranks)
-        # Gradients beside that of a tile: of the tree over a process's micro-batches, at the last one, the sums of
-        # those before it; and those of the micro-batch's other tiles.
+        # Gradients beside that of a micro-batch: at a process's last one the sums of those before it, see `tree_sum`.
         n_pending = int(math.log2(n_micro_batches // ranks.in_column.size))
-        n_pending += config.train.n_tiles // ranks.in_row.size - 1
         with LiveBytes(parameters) as live:
             shares = [-(-p.numel() // n_ranks) for p in parameters]
             held = [torch.empty(n) for n in shares for _ in range(2)]  # moments
@@ -154,8 +152,8 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
 
 
 def forward_and_backward(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
-    """A process's part of one micro-batch, all its tiles at once, for their activations are alive together. Of windows,
-    which are not, two, beside what all of them give to each other.
+    """A process's part of one micro-batch. Of windows, of which one is alive at a time, two, beside what all of them
+    give to each other.
 
     ranks: those that share the rows."""
     train, length = config.train, config.model.context

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.atomic_io import read_bytes, read_json
-from lineartime.config import ModelConfig, TrainConfig
+from lineartime.config import ModelConfig, stored_train
 from lineartime.config_json import (
     CLASSIFICATION,
     QUESTION_ANSWERING,
@@ -138,8 +138,8 @@ def saved_run(out: Path) -> dict[str, Any]:
         return {}
     try:
         description = read_json(out / RUN_FILE)
-        for name, kind in (("model", ModelConfig), ("train", TrainConfig)):
-            replace_fields(kind(), description[name])
+        replace_fields(ModelConfig(), description["model"])
+        stored_train(description["train"])
     except (CheckpointError, UsageError, LookupError, TypeError):
         return {}
     whole = "warmup_steps" in description["train"]

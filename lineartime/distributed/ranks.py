@@ -67,7 +67,7 @@ class Ranks:
 
 ALONE = Ranks()
 RENDEZVOUS: dict[str, Any] = {}
-"""`tiles.Turns` by name of the group, where the ranks of a group are tiles of one process."""
+"""`windows.Carried` by the name of a group whose ranks are windows of one process."""
 
 
 def launched() -> Ranks:

@@ -58,13 +58,6 @@ def test_bytes_are_those_of_new_storages_while_they_are_alive():
     assert live.now == 0
 
 
-def test_tiles_of_a_row_are_alive_together():
-    settings = {"model": "flash", "context": 4096, "tokens_per_step": 4096, "micro_batch_tokens": 4096}
-    whole, tiled = planned(1, **settings), planned(1, **settings, row_tiles=4)
-    assert tiled.activations == pytest.approx(whole.activations, rel=0.05)
-    assert tiled.gradients - whole.gradients == pytest.approx(3 * whole.weights, rel=0.05)
-
-
 def test_a_row_in_windows_needs_the_activations_of_one():
     settings = {"model": "flash+", "context": 8192, "tokens_per_step": 8192, "micro_batch_tokens": 8192}
     whole, fourth, eighth = (planned(1, **settings, window_tokens=n) for n in (None, 2048, 1024))

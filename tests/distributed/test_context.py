@@ -21,7 +21,7 @@ from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig, run_config
 from lineartime.training import train
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
-from tiny_runs import SETTINGS, prepare_text, what_is_left
+from tiny_runs import SETTINGS, prepare_text
 
 EXACT = 1e-12
 
@@ -73,26 +73,11 @@ def test_bytes_do_not_depend_on_the_length_of_a_row(results):
         assert lengths[0] == lengths[1]
 
 
-def test_bits_do_not_depend_on_the_number_of_ranks_that_share_a_row(results):
-    for name, found in results["bits"].items():
-        different = {json.dumps(each) for each in found}
-        assert len(different) == (3 if "other tiles" in name else 1), name
-
-
-def test_training_on_four_ranks_leaves_the_bits_of_one_process(results, folder):
-    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "steps": 3}
-    train({**settings, "row_tiles": 4, "out": str(folder / "alone")}, device="cpu")
-    alone, shared = what_is_left(folder / "alone"), what_is_left(folder / "shared")
-    same = ["metrics.jsonl", "result.json", "step-00000003/model.safetensors", "step-00000003/config.json"]
-    assert [name for name in same if alone[name] != shared[name]] == []
-    found = train({**settings, "row_tiles": 4, "out": str(folder / "shared")}, device="cpu")
-    assert found.already
-
-
-def test_a_sharded_model_learns_the_same_where_ranks_share_its_rows(results, folder):
-    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "steps": 3, "shard": True}
-    train({**settings, "clip_scope": "global", "out": str(folder / "sharded-1")}, device="cpu")
-    losses = [[line["loss"] for line in read_metrics(folder / f"sharded-{n}") if "loss" in line] for n in (1, 2, 4)]
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_a_model_learns_the_same_where_ranks_share_its_rows(results, folder, kind):
+    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "steps": 3, **context_ranks.MODES[kind]}
+    train({**settings, "out": str(folder / f"{kind}-1")}, device="cpu")
+    losses = [[line["loss"] for line in read_metrics(folder / f"{kind}-{n}") if "loss" in line] for n in (1, 2, 4)]
     assert len(losses[0]) == 3
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""A row in windows or tiles: the gradient of the whole row, faults, memory, compiled code, a run, refusals."""
+"""A row in windows: the gradient of the whole row, faults, memory, compiled code, a run, refusals."""
 
 from dataclasses import replace
 
@@ -9,7 +9,6 @@ from context_ranks import BEGIN, LENGTH, SHARED, Tokens, model_of
 from lineartime import layers
 from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states
-from lineartime.distributed.tiles import twins_of
 from lineartime.distributed.windows import Carried
 from lineartime.errors import UsageError
 from lineartime.run import read_metrics
@@ -23,13 +22,12 @@ LAYOUTS = [BEGIN[n] for n in (1, 3, 4)]
 """Documents that begin with parts, with one part alone, and with the tokens before parts."""
 
 
-def gradient_of(model, n_windows=1, n_tiles=1):
+def gradient_of(model, n_windows=1):
     """The loss, the norm and the gradients of a step. Each of the `LAYOUTS` is a micro-batch of its own."""
     rows_BL = 1 + random_ids(len(LAYOUTS), LENGTH + 1, seed=3, vocab_size=model.config.vocab_size - 1)
     for row_L, at in zip(rows_BL, LAYOUTS, strict=True):
         row_L[list(at)] = 0
-    found = compute_gradient(model, Tokens(), [rows_BL], 1, CONFIG, n_windows=n_windows,
-                             twins=twins_of(model, n_tiles - 1))
+    found = compute_gradient(model, Tokens(), [rows_BL], 1, CONFIG, n_windows=n_windows)
     return found, [p.grad.clone() for p in model.parameters()]
 
 
@@ -46,22 +44,20 @@ def error_of(found, wanted):
 def test_the_gradient_is_that_of_the_whole_row(name):
     model = model_of(name, True, end_of_document=0)
     whole = gradient_of(model)
-    for parts in ({"n_windows": 2}, {"n_windows": 3}, {"n_windows": 4}, {"n_tiles": 4}):
-        error = error_of(gradient_of(model, **parts), whole)
-        assert error < 1e-12, parts
+    for n_windows in (2, 3, 4):
+        error = error_of(gradient_of(model, n_windows), whole)
+        assert error < 1e-12, n_windows
 
 
 @pytest.mark.parametrize("left_out_by", [0, 1, 2])
-@pytest.mark.parametrize("parts", ["n_windows", "n_tiles"])
-def test_an_exchange_that_a_part_leaves_out_is_an_error(monkeypatch, parts, left_out_by):
-    """Neither a wrong gradient nor a tile that waits for ever."""
+def test_an_exchange_that_a_window_leaves_out_is_an_error(monkeypatch, left_out_by):
     def left_out(leaving_DBF, passes_B, ranks):
         entering_DBF = exchange_states(leaving_DBF, passes_B, ranks)
         return entering_DBF.detach() if ranks.rank == left_out_by else entering_DBF
 
     monkeypatch.setattr(layers, "exchange_states", left_out)
     with pytest.raises(AssertionError, match="left out an exchange"):
-        gradient_of(model_of("flash", True), **{parts: 3})
+        gradient_of(model_of("flash", True), 3)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
@@ -153,7 +149,7 @@ def run_of(name, window, **changes):
     ("flash first to all", 8, {}, "window_tokens is for causal models"),
     ("flash", CONFIGS["flash"].chunk_size, {"activation_checkpointing": True},
      "window_tokens does not go with activation_checkpointing"),
-    ("flash", CONFIGS["flash"].chunk_size, {"row_tiles": 2}, "window_tokens does not go with row_tiles"),
+    ("flash", CONFIGS["flash"].chunk_size, {"context_parallel": 2}, "window_tokens does not go with context_parallel"),
     ("flash", CONFIGS["flash"].chunk_size, {"shard": True, "clip_scope": "global"},
      "window_tokens does not go with shard")])
 def test_refusals(name, window, changes, said):

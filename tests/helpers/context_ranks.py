@@ -3,7 +3,6 @@
 It forks `WORLD` ranks, which do every case, one after the other, and writes the largest errors into OUT, by case."""
 
 import datetime
-import hashlib
 import json
 import os
 import signal
@@ -21,7 +20,6 @@ from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states, with_neighbours
 from lineartime.distributed.ordered import gather_parts, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
-from lineartime.distributed.tiles import twins_of
 from lineartime.errors import Stopped
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel, masked_token_losses, part_of_rows, token_losses
@@ -301,26 +299,9 @@ def gradient_error(world, causal, clip_scope, fault=None):
                  for p, g in zip(model.parameters(), gradients, strict=True)))
 
 
-def gradient_bits(world, causal, clip_scope, n_tiles=4):
-    """A hash of the clipped gradient of 4 micro-batches in float32, with its loss and norm."""
-    model = model_of("flash long memory", causal).float()
-    config = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=LENGTH, clip=0.1, clip_scope=clip_scope,
-                         context_parallel=world.in_row.size, row_tiles=n_tiles)
-    parts, twins = parts_of(model, world), twins_of(model, n_tiles // world.in_row.size - 1)
-    rows_BL = random_ids(4, LENGTH + 1, seed=4)[world.in_column.share(4)]
-    batch = [rows_BL] if causal else [rows_BL[:, :-1], torch.where(rows_BL[:, 1:] < 3, rows_BL[:, 1:], NO_TARGET)]
-    found = compute_gradient(model, Tokens(), batch, 1, config, parts=parts, ranks=world, twins=twins)
-    with torch.no_grad():
-        for part in parts:
-            part.own.copy_(part.own.grad)
-    gather_parts([p.detach() for p in model.parameters()], world)
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return [hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16], *found]
-
-
 def run_cases(world, data):
     """Every case on the first 2, 3 and all ranks."""
-    results = {"errors": {}, "mutants": {}, "bytes": {}, "steps": {}, "compiled": {}, "bits": {}}
+    results = {"errors": {}, "mutants": {}, "bytes": {}, "steps": {}, "compiled": {}}
     groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(2, WORLD + 1)}
     ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}
     for causal in (True, False):
@@ -363,19 +344,10 @@ def run_cases(world, data):
     for fault in ("divisor", "targets"):
         shared = with_groups(in_rows(world, 2), TIMEOUT)
         results["mutants"][f"wrong {fault}"] = gradient_error(shared, True, "local", fault)
-    for causal, scope in ((True, "local"), (False, "global")):
-        case = f"causal {causal}, {scope} clipping"
-        results["bits"][case] = [gradient_bits(with_groups(in_rows(world, n), TIMEOUT), causal, scope)
-                                 for n in (1, 2, 4)]
-        if world.is_first:
-            results["bits"][case].append(gradient_bits(Ranks(), causal, scope))
-    if world.is_first:
-        results["bits"]["other tiles"] = [gradient_bits(Ranks(), True, "local", n) for n in (1, 2, 4)]
-    settings = {"model": "flash", "data": data, **SETTINGS, "steps": 3, "context_parallel": 2, "row_tiles": 4}
-    train({**settings, "out": str(Path(data).parent / "shared")}, device="cpu")
-    for n in (2, 4):
-        train({**settings, "row_tiles": None, "context_parallel": n, "shard": True, "clip_scope": "global",
-               "out": str(Path(data).parent / f"sharded-{n}")}, device="cpu")
+    settings = {"model": "flash", "data": data, **SETTINGS, "steps": 3}
+    for kind, n in ((kind, n) for kind in ("whole", "sharded") for n in (2, 4)):
+        train({**settings, **MODES[kind], "context_parallel": n, "out": str(Path(data).parent / f"{kind}-{n}")},
+              device="cpu")
     results["interrupted"] = {mode: different_after_stops(mode, data, world.is_first) for mode in MODES}
     return results
 

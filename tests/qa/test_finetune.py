@@ -441,10 +441,10 @@ def test_a_damaged_newest_checkpoint_is_said_or_refused(folder, done, tmp_path, 
         assert "warning: using step " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("setting", [{"context_parallel": 2}, {"row_tiles": 4}, {"window_tokens": 1}, {"shard": True},
+@pytest.mark.parametrize("setting", [{"context_parallel": 2}, {"window_tokens": 1}, {"shard": True},
                                      {"learning_rate": 1e-3}])
 def test_settings_that_are_for_language_modelling(setting):
     (name,) = setting
     with pytest.raises(UsageError, match=f"{name}|sharded"):
         check_rates((1e-4,), 1.0, setting)
-    check_rates((1e-4,), 1.0, {"context_parallel": 1, "row_tiles": None, "window_tokens": None})
+    check_rates((1e-4,), 1.0, {"context_parallel": 1, "window_tokens": None})
