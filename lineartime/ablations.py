@@ -39,7 +39,7 @@ from lineartime.ops.ablations import (
 )
 from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.memory import HeadOptions, memory_heads
+from lineartime.ops.memory import memory_heads
 from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, read_states, to_chunks
 
 CHUNK_BIAS_LEN = 512
@@ -99,20 +99,13 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         are entries of the batch."""
         config, segment_ids_BT = self.config, info.segment_ids_BT
         assert config.chunk_size is not None
-        uvz_BTF, bias = self.in_proj(normed_BTD), self.rel_pos_bias
-        if config.n_heads == 1 and info.exchange is None:
-            assert info.rotary is not None
-            return self.out_proj(ops.gated_memory_attention(
-                uvz_BTF, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary, bias(bias.n),
-                self.head_options(), chunk_size=config.chunk_size, causal=config.causal,
-                segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, impl=self.impl))
-        uv_BTF, z_BTS = self.split_uv(uvz_BTF)
+        uv_BTF, z_BTS = self.split_uv(self.in_proj(normed_BTD))
         near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
         if segment_ids_BT is not None:
             segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
         out_BTE = ops.gated_head_attention(
-            uv_BTF, heads, bias(bias.n), chunk_size=config.chunk_size, causal=config.causal,
+            uv_BTF, heads, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size, causal=config.causal,
             segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT, exchange=info.exchange,
             impl=self.impl)
         return self.out_proj(unfold_heads(out_BTE, config.n_heads))
@@ -138,12 +131,9 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         near_BTS: z, or with `key_conv` its convolution."""
         assert info.rotary is not None
         h, (gamma, beta) = self.config.n_heads, (self.scale_offset.gamma, self.scale_offset.beta)
-        heads, gate_BTH = memory_heads(z_BTS, near_BTS, gamma, beta, *info.rotary, self.head_options(), h)
+        options = head_options(self.config, self.key_conv, self.linear_gate)
+        heads, gate_BTH = memory_heads(z_BTS, near_BTS, gamma, beta, *info.rotary, options, h)
         return [fold_heads(head, h) for head in heads], divisor_gates(gate_BTH, self.config)
-
-    def head_options(self) -> HeadOptions:
-        """How the layer's heads are made."""
-        return head_options(self.config, self.key_conv, self.linear_gate)
 
     def gated(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
         """u * A v (Eq. 3), or without the gate [u, A v]: what W_o takes."""

@@ -31,7 +31,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from lineartime.benchmark.markdown import folded, markdown  # noqa: E402
-from lineartime.ops import decode_step, memory_heads, mixed_chunk, norm, quadratic  # noqa: E402
+from lineartime.ops import decode_step, mixed_chunk, norm, quadratic  # noqa: E402
 from lineartime.ops.dispatch import MUCH_SHARED_KIB  # noqa: E402
 
 SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
@@ -174,18 +174,6 @@ def gated_attention(case: Case) -> Tensor:
     return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
 
 
-def heads_with_options(case: Case) -> Tensor:
-    """Those of `flash+`, and their gradients: what `ops.gated_memory_attention` has in place of other heads."""
-    t, n_rows, kind = case.n_tokens, 2, getattr(torch, case.dtype)
-    uvz, ids = torch.zeros(n_rows, t, 2 * D_INNER + S, dtype=kind), torch.zeros(n_rows, t, dtype=torch.int32)
-    options = (torch.zeros(3, S), torch.zeros(S), torch.zeros(1), ids if case.documents else None,
-               0 if case.causal else 1, False, False, 1.0)
-    parameters = torch.zeros(4, S), torch.zeros(4, S), torch.zeros(1, t, S // 2), torch.ones(1, t, S // 2)
-    heads, gates = memory_heads.make_memory_heads(uvz, *parameters, *options)
-    memory_heads.memory_head_gradients(uvz, heads, gates, *parameters, *options, uvz)
-    return heads
-
-
 def add_norm(case: Case) -> Tensor:
     """LayerNorm as in training, where what layers add is `dtype` and the residual stream float32; or ScaleNorm, all in
     one type."""
@@ -215,7 +203,6 @@ def one_token(case: Case) -> Tensor:
 
 OPS: dict[str, Callable[[Case], Tensor]] = {
     "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention,
-    "gated_memory_attention, its heads": heads_with_options,
     "add_norm": add_norm, "add_norm, one type": add_norm, "chunk_decode_step": one_token,
     "head_decode_step": one_token}
 
@@ -228,8 +215,6 @@ def cases() -> list[Case]:
     made += [Case("gated_chunk_attention", dtype, 256, n_tokens=n, past=past) for dtype in DTYPES
              for n, past in ((LONG_ROW, False), (Case.n_tokens, True), (LONG_ROW, True))]
     made += [Case("gated_quadratic_attention", *rest) for rest in itertools.product(DTYPES, (None,), both, both)]
-    made += [Case("gated_memory_attention, its heads", *rest)
-             for rest in itertools.product(DTYPES, (None,), both, both)]
     made += [Case(op, dtype, None, None, None) for op in ("add_norm", "add_norm, one type") for dtype in DTYPES]
     made += [Case(op, dtype, chunk, None, None) for op in ("chunk_decode_step", "head_decode_step") for dtype in DTYPES
              for chunk in CHUNKS]

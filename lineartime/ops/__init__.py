@@ -1,6 +1,6 @@
 """The attention ops, the residual addition with its norm, and the loss.
 
-`reference` has the PyTorch reference of every op but the loss, `memory` that of heads with options beyond the paper.
+`reference` has the PyTorch reference of every op but the loss.
 All but the loss also have Triton kernels with the same signatures, and FLASH's attention has `windows`, which keeps
 less for the backward pass; `impl` selects:
 
@@ -19,7 +19,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from lineartime.ops import memory, reference, windows
+from lineartime.ops import reference, windows
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
@@ -32,11 +32,10 @@ from lineartime.ops.dispatch import (
     use_kernels,
     use_windows,
 )
-from lineartime.ops.memory import HeadOptions
 from lineartime.settings import require
 
 if HAS_TRITON:
-    from lineartime.ops import decode_step, memory_heads, mixed_chunk, norm, quadratic
+    from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
 
 __all__ = [
     "add_norm",
@@ -46,7 +45,6 @@ __all__ = [
     "chunk_decode_step",
     "gated_chunk_attention",
     "gated_head_attention",
-    "gated_memory_attention",
     "gated_quadratic_attention",
     "head_decode_step",
     "linear_cross_entropy",
@@ -112,32 +110,6 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     return module.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                        segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
                                        exchange=exchange)
-
-
-def gated_memory_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                           options: HeadOptions, *, chunk_size: int, causal: bool,
-                           segment_ids_BT: Tensor | None = None, pooling: str = "mean",
-                           impl: str | None = None) -> Tensor:
-    """`gated_chunk_attention` of heads with options beyond the paper, see `memory.HeadOptions`: one attention head.
-
-    pooling: "mean", "sum", "fixed" or "written", see `gated_head_attention`. The other arguments, the result and the
-    errors are as in `gated_chunk_attention`. Where kernels do not make the heads, PyTorch does, and
-    `gated_head_attention` goes on with them."""
-    if memory_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling):
-        return memory_heads.gated_memory_attention(
-            uvz_BTF, gamma_4S, beta_4S, sin, cos, w, options, chunk_size=chunk_size, causal=causal,
-            segment_ids_BT=segment_ids_BT, pooling=pooling)
-    uv_BTF, heads, gate_BT = memory.split_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos, options, segment_ids_BT,
-                                                pooling)
-    return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
-                                pooling=pooling, gate_BT=gate_BT, impl=impl)
-
-
-def memory_in_kernels(impl: str | None, uvz_BTF: Tensor, s: int, chunk_size: int, pooling: str) -> bool:
-    """Whether kernels make heads with options, `s` wide."""
-    if s < QUERY_KEY_DIM or uvz_BTF.numel() == 0 or compile_reference(impl, uvz_BTF):
-        return False
-    return use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size, pooling)
 
 
 def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

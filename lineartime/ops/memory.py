@@ -1,5 +1,5 @@
 """Heads with the options beyond the paper: keys from several tokens, a gate on what is written, no RoPE on the linear
-half. The reference of `memory_heads`, which has kernels; docs/paper.md has the options' names."""
+half. docs/paper.md has the options' names."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import gated_head_attention, rope
+from lineartime.ops.reference import rope
 
 
 class HeadOptions(NamedTuple):
@@ -92,24 +92,3 @@ def memory_heads(z_BTS: Tensor, near_BTS: Tensor, gamma_NS: Tensor, beta_NS: Ten
     if len(heads) > 2:
         heads[2], heads[3], gate_BTH = linear_heads(heads[2], heads[3], near_BTS, options)
     return [head_BTHS.to(z_BTS.dtype).flatten(-2) for head_BTHS in heads], gate_BTH
-
-
-def gated_memory_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                           options: HeadOptions, *, chunk_size: int, causal: bool,
-                           segment_ids_BT: Tensor | None = None, pooling: str = "mean") -> Tensor:
-    """`reference.gated_chunk_attention` of heads with options. Arguments: see `ops.gated_memory_attention`."""
-    uv_BTF, heads, gate_BT = split_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos, options, segment_ids_BT, pooling)
-    return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
-                                pooling=pooling, gate_BT=gate_BT)
-
-
-def split_heads(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, options: HeadOptions,
-                segment_ids_BT: Tensor | None, pooling: str) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """u and v before silu, uv_BTF, the heads, and for pooling "written" the gates, gate_BT: what
-    `ops.gated_head_attention` takes."""
-    s = gamma_4S.shape[-1]
-    uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
-    z_BTS = F.silu(z_BTS)
-    near_BTS = z_BTS if options.taps_KS is None else convolve(z_BTS, options.taps_KS, options.n_after, segment_ids_BT)
-    heads, gate_BTH = memory_heads(z_BTS, near_BTS, gamma_4S, beta_4S, sin, cos, options)
-    return uv_BTF, heads, gate_BTH[..., 0] if gate_BTH is not None and pooling == "written" else None

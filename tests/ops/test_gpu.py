@@ -282,27 +282,6 @@ def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool,
         assert too_far(name, kernel, definition, op_inputs(name, config, 3, dtype), dtype) == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("with_documents", [True, False])
-def test_heads_with_options_are_held_to_float64(with_documents: bool, causal: bool, dtype: torch.dtype) -> None:
-    """Those of `flash+`, and with the local key made from the convolution too."""
-    from lineartime.ops import memory, memory_heads
-
-    name, config = "gated_chunk_attention", op_config("gated_chunk_attention", 256, causal, LENGTHS[0])
-    ids_BT, bias_H = documents(3, LENGTHS[0]) if with_documents else None, torch.zeros(1, device=DEVICE)
-    inputs = op_inputs(name, config, 3, dtype)
-    more = {"taps": 0.6 * torch.randn(3, config.query_key_dim), "gate": torch.randn(config.query_key_dim) / 8}
-    inputs |= typed(OPS[name], more, torch.device(DEVICE), dtype)
-    for near in ((3,), (1, 3)):
-        def op(module, uvz, gamma, beta, sin, cos, w, taps, gate, near=near):
-            options = memory.HeadOptions(taps, 0 if causal else 1, near, gate, bias_H, linear_rope=False)
-            return module.gated_memory_attention(uvz, gamma, beta, sin, cos, w, options, chunk_size=256, causal=causal,
-                                                 segment_ids_BT=ids_BT, pooling="written")
-
-        assert too_far(name, partial(op, memory_heads), partial(op, memory), inputs, dtype) == {}
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_are_held_to_float64_in_rows_of_one_document(name: str, chunk: int | None, causal: bool) -> None:

@@ -220,9 +220,8 @@ def test_what_the_ops_return_is_what_they_say() -> None:
             random(1, 2, S, 64, seed=1), *tables, 128, True, carries), test_utils=kinds)
 
 
-OPTIONS = {"query_key_dim 64": {"query_key_dim": 64},
-           "heads": {"n_heads": 2, "key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True,
-                     "chunk_pooling": "written"}}
+PLUS = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+OPTIONS = {"query_key_dim 64": {"query_key_dim": 64}, "flash+": PLUS, "heads": {"n_heads": 2, **PLUS}}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -13,7 +13,6 @@ from lineartime import ops
 from lineartime.gau import GatedAttentionUnit
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
-from lineartime.ops.memory import HeadOptions
 from tiny_models import CONFIGS, random_ids, random_model
 
 B, T, E, S, C = 2, 10, 6, 4, 4
@@ -43,10 +42,6 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
     "heads, written": (lambda impl, uv, q, k, w, gate: ops.gated_head_attention(
         uv, (q, k, q, k * gate.sigmoid()[..., None]), w, chunk_size=C, causal=True, pooling="written",
         gate_BT=gate.sigmoid(), impl=impl), made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,), (B, T))),
-    "memory": (lambda impl, uvz, gamma, beta, w, taps, gate, bias: ops.gated_memory_attention(
-        uvz, gamma, beta, SIN, COS, w, HeadOptions(taps, near=(3,), gate_S=gate, gate_bias_H=bias, linear_rope=False),
-        chunk_size=C, causal=True, segment_ids_BT=IDS, pooling="written", impl=impl),
-        made(UVZ, (4, S), (4, S), (2 * C - 1,), (3, S), (S,), (1,))),
     "quadratic": (lambda impl, uvz, gamma, beta, w: ops.gated_quadratic_attention(
         uvz, gamma, beta, SIN, COS, w, scale_len=T, causal=True, segment_ids_BT=IDS, impl=impl),
         made(UVZ, (2, S), (2, S), (2 * T - 1,))),
