@@ -47,7 +47,7 @@ from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
 from lineartime.run import Run, read_metrics  # noqa: E402
 from lineartime.run_config import RunConfig  # noqa: E402
-from lineartime.training import StopSignal, fit_once  # noqa: E402
+from lineartime.training import Callbacks, Setup, StopSignal, fit_once  # noqa: E402
 
 ROWS = ROOT / "lineartime" / "results" / "listops.jsonl"
 COMMAND = "python runs/listops.py --out out/listops"
@@ -136,16 +136,16 @@ def train(name: str, rate: float, seed: int, steps: int, out: Path, stop: StopSi
                                              eval_every=min(steps, 100), **TRAIN), name, "listops", "listops", str(out))
     splits = splits_of(steps * settings.rows_per_step)
 
-    def begin(ranks: Ranks) -> tuple[LanguageModel, LabelledDocuments, dict[str, str]]:
+    def begin(ranks: Ranks) -> Setup:
         torch.manual_seed(seed)
-        return DocumentClassifier(config, head), Expressions(settings, head, *splits[:2], None, ranks), {}
+        return Setup(DocumentClassifier(config, head), Expressions(settings, head, *splits[:2], None, ranks), {})
 
     def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
         return {"accuracy": scores_of(model, splits[2])["accuracy"],
                 "n_parameters": sum(p.numel() for p in model.parameters())}
 
     started = time.process_time()
-    result, _ = fit_once(settings, {"expressions": splits[0].sha256()}, "cpu", stop, begin, score, on_step=show)
+    result, _ = fit_once(settings, {"expressions": splits[0].sha256()}, "cpu", begin, score, Callbacks(stop, show))
     curve = [(each["step"], each["held_out"]["loss"], each["held_out"]["accuracy"]) for each in read_metrics(out)
              if "held_out" in each]
     commonest = max(splits[2].labels.count(label) for label in {*splits[2].labels}) / N_TEST

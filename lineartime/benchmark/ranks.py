@@ -11,12 +11,11 @@ from lineartime.benchmark import Row, measure, peers
 from lineartime.benchmark.measure import OnRows, Progress, Times, ignore
 from lineartime.benchmark.step import LIMITS, StepCase, random_batch, step_row
 from lineartime.config import ModelConfig, TrainConfig, check_context_parallel
-from lineartime.distributed.ordered import gather_parts, parts_of
 from lineartime.distributed.ranks import Ranks, connected, gather, gather_json, in_rows, launched, wait_for_all
 from lineartime.model import LanguageModel
 from lineartime.runtime import forget_peak, release_memory, rss_bytes
 from lineartime.settings import require
-from lineartime.training import compute_gradient, make_optimizer
+from lineartime.training import compute_gradient, divide, make_optimizer
 
 
 def bytes_sent(work: Callable[[], None]) -> tuple[int, int]:
@@ -96,10 +95,10 @@ class RankStep:
         assert isinstance(model, LanguageModel)
         if case.label.compiled:
             model.compile_layers()
-        self.model, self.parts = model, parts_of(model, ranks)
+        self.model, self.division = model, divide(model, TrainConfig(), ranks, device)
         self.train = TrainConfig(precision=case.precision, tokens_per_step=case.tokens_per_step, clip_scope="global",
                                  micro_batch_tokens=case.tokens_per_step, context_parallel=ranks.in_row.size)
-        self.optimizer = make_optimizer(self.parts, self.train)
+        self.optimizer = make_optimizer(self.division.parts, self.train)
         self.task, batch = random_batch(case.config, case.n_rows, case.config.context, seed, device)
         self.batch = [part[ranks.in_column.share(case.n_rows)] for part in batch]
         self.times: Times = {}
@@ -107,10 +106,9 @@ class RankStep:
 
     def step(self) -> None:
         """One step of all ranks."""
-        compute_gradient(self.model, self.task, self.batch, len(self.batch[0]), self.train, parts=self.parts,
-                         ranks=self.ranks)
+        compute_gradient(self.model, self.task, self.batch, len(self.batch[0]), self.train, division=self.division)
         self.optimizer.step()
-        gather_parts([part.whole.detach() for part in self.parts], self.ranks)
+        self.division.share_updates()
 
     def check(self) -> None:
         """Compare loss and gradient of short rows with those of one process."""
@@ -119,12 +117,12 @@ class RankStep:
         _, batch = random_batch(self.case.config, 2 * n_columns, length, self.seed, self.device)
         train = replace(self.train, clip=None, precision="float32")
         alone, _ = compute_gradient(self.model, self.task, batch, 2, replace(train, context_parallel=1))
-        wanted = [part.whole.grad.view(-1)[part.start : part.stop].clone() for part in self.parts
+        wanted = [part.whole.grad.view(-1)[part.start : part.stop].clone() for part in self.division.parts
                   if part.whole.grad is not None]
         own = [part[ranks.in_column.share(2 * n_columns)] for part in batch]
-        loss, _ = compute_gradient(self.model, self.task, own, 2, train, parts=self.parts, ranks=ranks)
+        loss, _ = compute_gradient(self.model, self.task, own, 2, train, division=self.division)
         errors = {"the loss": abs(loss - alone) / alone}
-        for part, expected in zip(self.parts, wanted, strict=True):
+        for part, expected in zip(self.division.parts, wanted, strict=True):
             if len(expected):
                 assert part.own.grad is not None
                 errors[part.name] = measure.relative_error(part.own.grad, expected, least=1e-6)

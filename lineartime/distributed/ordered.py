@@ -60,25 +60,38 @@ def own_rows(n_rows: int, micro_batch_rows: int, shard: bool, ranks: Ranks) -> l
     return [row for first in firsts for row in rows[first : first + micro_batch_rows]]
 
 
+Sums = list[tuple[int, list[Tensor]]]
+"""A sum that is not complete: the heights and the sums of the subtrees that are, the heights falling."""
+
+
 def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
     """The sum of lists of tensors by a complete binary tree in their order; a term without a partner goes up alone.
-
-    Tensors of the terms are overwritten. At most one list per level is kept, log2 of their number."""
-    pending: list[tuple[int, list[Tensor]]] = []  # the roots of finished subtrees and their heights, falling
+    Tensors of the terms are overwritten."""
+    sums: Sums = []
     for term in terms:
-        pending.append((0, term))
-        while len(pending) > 1 and pending[-1][0] == pending[-2][0]:
-            merge(pending)
-    while len(pending) > 1:
-        merge(pending)
-    return pending[0][1]
+        push(sums, term)
+    return merge_all(sums)
 
 
-def merge(pending: list[tuple[int, list[Tensor]]]) -> None:
+def push(sums: Sums, term: list[Tensor]) -> None:
+    """Add the next term of `tree_sum`. At most one list a level is kept: log2 of the number of terms."""
+    sums.append((0, term))
+    while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
+        merge(sums)
+
+
+def merge_all(sums: Sums) -> list[Tensor]:
+    """The sum of all terms that were pushed."""
+    while len(sums) > 1:
+        merge(sums)
+    return sums[0][1]
+
+
+def merge(sums: Sums) -> None:
     """Add the last subtree to the one before it."""
-    (height, left), (_, right) = pending[-2:]
+    (height, left), (_, right) = sums[-2:]
     torch._foreach_add_(left, right)
-    pending[-2:] = [(height + 1, left)]
+    sums[-2:] = [(height + 1, left)]
 
 
 def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[Part]:

@@ -25,7 +25,7 @@ from lineartime.objectives import Objective
 from lineartime.run import WEIGHTS, Run
 from lineartime.run_config import RunConfig
 from lineartime.settings import require, require_name
-from lineartime.training import Progress, StopSignal, fit_once
+from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 
 Task = Literal["classify", "embed"]
 LEARNING_RATES = (1e-3, 3e-4, 1e-4)
@@ -214,7 +214,8 @@ def train_best(config: RunConfig, facts: dict[str, Any], device: torch.device, s
         scores = score(run, model, ranks)
         return {"steps": config.train.steps, "best_step": step, "score": scores["score"], "held_out": scores}
 
-    result, _ = fit_once(config, facts, device, stop, begin, scored, on_step=on_step, patience=patience)
+    result, _ = fit_once(config, facts, device, lambda ranks: Setup(*begin(ranks), patience=patience), scored,
+                         Callbacks(stop, on_step))
     logger.info(f"  {words(result['held_out'])} on {result['held_out']['n_documents']:,} held-out documents, "
                 f"step {result['best_step']:,} of {config.train.steps:,}")
     return {name: value for name, value in result.items() if name != "run"}

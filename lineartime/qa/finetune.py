@@ -53,7 +53,7 @@ from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, Run, load_model
 from lineartime.run_config import RunConfig
 from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require
-from lineartime.training import Progress, StopSignal, fit_once
+from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 from lineartime.weights.folder import tokenizer_files
 
 CONTEXT, CHUNK_SIZE = 4096, 128
@@ -225,9 +225,9 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         answered = stop.watch("what is trained is saved; the same command goes on", progress, "answering",
                               len(validation), ranks)
 
-        def begin(ranks: Ranks) -> tuple[LanguageModel, Questions, dict[str, str]]:
-            model = span_model(pretrained, config, each.train.seed)
-            return model, Questions(each, rows, validation, tokenizer, plan.windows, ranks), files
+        def begin(ranks: Ranks) -> Setup:
+            questions = Questions(each, rows, validation, tokenizer, plan.windows, ranks)
+            return Setup(span_model(pretrained, config, each.train.seed), questions, files, score_last=False)
 
         def scored(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
             answers, loss, n_windows = answer_questions(
@@ -238,7 +238,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
             return {"steps": each.train.steps, **dataclasses.asdict(score(validation, answers)), "loss": loss,
                     "n_windows": n_windows}
 
-        result, _ = fit_once(each, description, device, stop, begin, scored, on_step=on_step, score_last=False)
+        result, _ = fit_once(each, description, device, begin, scored, Callbacks(stop, on_step))
         logger.info(f"  EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} on {result['n_questions']:,} validation "
                     "questions")
         return {name: value for name, value in result.items() if name != "run"}

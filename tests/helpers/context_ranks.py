@@ -24,7 +24,7 @@ from lineartime.errors import Stopped
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel, masked_token_losses, part_of_rows, token_losses
 from lineartime.ops import reference
-from lineartime.training import StopSignal, compute_gradient, train
+from lineartime.training import Division, StopSignal, compute_gradient, train
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, what_is_left
 
@@ -287,8 +287,8 @@ def gradient_error(world, causal, clip_scope, fault=None):
     parts = parts_of(model, world)
     shared = replace(config, context_parallel=world.in_row.size)
     own = world.in_column.share(8)
-    found = compute_gradient(model, Tokens(fault), [part[own] for part in batch], 2, shared, parts=parts,
-                             ranks=world)
+    found = compute_gradient(model, Tokens(fault), [part[own] for part in batch], 2, shared,
+                             division=Division(parts, world))
     with torch.no_grad():
         for part in parts:
             part.own.copy_(part.own.grad)

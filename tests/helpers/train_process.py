@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 from fork_server import ForkServer
-from lineartime import checkpoint, objectives, run, training
+from lineartime import checkpoint, objectives, run
 from lineartime.cli import verbs
+from lineartime.training import language, loop
 
-WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (training, "compute_gradient"), (objectives, "evaluate_data"),
-           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (training, "finish"), (training, "evaluate_data"),
-           (training, "xz_bits_per_byte"), (training, "generate"), (training, "plot_run")]
+WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (loop, "compute_gradient"), (objectives, "evaluate_data"),
+           (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (language, "finish"), (language, "evaluate_data"),
+           (language, "xz_bits_per_byte"), (language, "generate"), (language, "plot_run")]
 
 
 class Events:
@@ -29,7 +30,7 @@ class Events:
     def __init__(self, folder, wait_at):
         self.folder, self.wait_at, self.seen = Path(folder), wait_at, {}
         for owner, name in WATCHED:
-            label = {"evaluate_data": "final evaluate" if owner is training else "evaluate"}.get(name, name)
+            label = {"evaluate_data": "final evaluate" if owner is language else "evaluate"}.get(name, name)
             setattr(owner, name, self.watched(getattr(owner, name), label))
 
     def watched(self, function, label):
@@ -74,7 +75,7 @@ def do_train(arguments, folder, wait_at=None, memory=None):
     if memory is not None:
         # From the start, as `ulimit -v` would: `runtime.choose_settings` asks whether memory is limited.
         resource.setrlimit(resource.RLIMIT_AS, (2**46, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        training.fit = with_memory(training.fit, memory)
+        loop.fit = with_memory(loop.fit, memory)
     printed = os.open(Path(folder) / "printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)

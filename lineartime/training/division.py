@@ -1,0 +1,99 @@
+"""How ranks divide a step: whose micro-batches and parts of rows a rank computes, and which parameters it updates."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.config import TrainConfig
+from lineartime.distributed.ordered import Part, exchange, gather_parts, norm_of, parts_of, sum_over_row
+from lineartime.distributed.ranks import ALONE, Ranks, gather
+from lineartime.distributed.shard import OrderedReduceScatter, padded, shard_model, sharded_parts, write_back
+from lineartime.model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Division:
+    """This rank's share of every step.
+
+    Ranks have whole copies of the model and exchange gradients at the end of a step (`distributed.ordered`); or the
+    model is sharded, and every backward pass exchanges them (`distributed.shard`). A process on its own has all parts,
+    and exchanges nothing."""
+
+    parts: list[Part]
+    """What this rank updates of each parameter."""
+    ranks: Ranks = ALONE
+    reduce_scatter: OrderedReduceScatter | None = None
+    """Adds the gradients of a model for which `shard` is set; with one rank it is not used."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank has the whole model."""
+        return self.reduce_scatter is not None and self.ranks.size > 1
+
+    def total(self, counts: Sequence[int]) -> int:
+        """The sum over the micro-batches of all ranks."""
+        return int(gather(torch.tensor(counts), self.ranks.in_column).sum())
+
+    def begin_micro_batch(self, share: float) -> None:
+        """Tell a sharded model the share of the step's targets that the next micro-batch has."""
+        if self.reduce_scatter is not None:
+            self.reduce_scatter.share = share
+
+    def add_row(self, gradient: list[Tensor]) -> list[Tensor]:
+        """The gradient of a micro-batch's rows, from that of this rank's part of them."""
+        if not self.is_sharded:
+            sum_over_row(gradient, self.ranks.in_row)
+        return gradient
+
+    def scale(self, gradient: list[Tensor], share: float) -> None:
+        """Multiply a micro-batch's gradient in place by its share; that of a sharded model has been."""
+        if share != 1 and not self.is_sharded:
+            torch._foreach_mul_(gradient, share)
+
+    def add_ranks(self, gradient: list[Tensor]) -> list[Tensor]:
+        """The step's gradient of this rank's parts, from the sum over its own micro-batches."""
+        return gradient if self.is_sharded else exchange(gradient, self.ranks)
+
+    def norm(self, gradient: list[Tensor]) -> Tensor:
+        """The norm of the gradient of all parts of all ranks, `[]`, on the CPU."""
+        return norm_of(gradient, self.parts, self.ranks)
+
+    def mean(self, norms: Sequence[Tensor]) -> Tensor:
+        """The mean over the micro-batches of all ranks, `[]`, on the CPU."""
+        return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
+
+    def total_loss(self, losses: Sequence[Tensor]) -> float:
+        """The sum over the micro-batches and parts of rows of all ranks, in the order of the rows of the step."""
+        losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(0, (-1, self.ranks.in_row.size))
+        return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()
+
+    def set_gradient(self, gradient: list[Tensor]) -> None:
+        """Give the optimizer's parameters their gradients."""
+        for part, g in zip(self.parts, gradient, strict=True):
+            part.own.grad = (g if g.numel() == part.own.numel() else padded(g)).view_as(part.own)
+
+    def share_updates(self) -> None:
+        """Bring the parts that the optimizers of all ranks have updated into this rank's model."""
+        if self.reduce_scatter is None:
+            gather_parts([part.whole.detach() for part in self.parts], self.ranks)
+        else:
+            write_back(self.parts)
+
+
+def alone(model: nn.Module) -> Division:
+    """The whole step in this process."""
+    return Division(parts_of(model))
+
+
+def divide(model: LanguageModel, config: TrainConfig, ranks: Ranks, device: torch.device) -> Division:
+    """Place a model on the device, and this rank's share of it if it is to be sharded; returns what is this rank's."""
+    if not config.shard:
+        model.to(device)
+        return Division(parts_of(model, ranks), ranks)
+    layers: list[tuple[nn.Module, Callable[[], None]]] = [
+        (layer, partial(layer.init_weights, model.config.init_std)) for layer in model.residual_layers()]
+    reduce_scatter = shard_model(model, layers, model.init_outer_weights, config.seed, ranks, device)
+    return Division(sharded_parts(model, ranks), ranks, reduce_scatter)

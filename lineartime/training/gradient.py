@@ -1,0 +1,114 @@
+"""The gradient of one step: those of its micro-batches, clipped, and added in their order.
+
+    g = sum over m of share_m clip(g_m)      clip_scope "local", the paper's
+    g = clip(sum over m of share_m g_m)      clip_scope "global"
+
+g_m is the gradient of the mean loss of micro-batch m, share_m the share of the step's targets that are in it."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.config import TrainConfig
+from lineartime.distributed.ordered import Sums, merge_all, push
+from lineartime.distributed.ranks import Ranks
+from lineartime.distributed.shard import local
+from lineartime.distributed.windows import differentiate_windows
+from lineartime.errors import NumericsError
+from lineartime.model import read_rows
+from lineartime.objectives import Objective
+from lineartime.training.division import Division, alone
+
+
+def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
+                     config: TrainConfig, *, division: Division | None = None, n_windows: int = 1,
+                     between: Callable[[int], None] = lambda number: None) -> tuple[float, float]:
+    """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
+
+    batch: the tensors of `Objective.batch`; a micro-batch is `n_rows` of their rows. division: what of the step is this
+    rank's; by default all of it. Its parts' `own.grad` is set. n_windows: windows of a row, see `distributed.windows`;
+    more than one for `NextToken` alone. between is called with the number of each micro-batch before it, and may raise.
+    The norm is that before clipping; of micro-batches that are clipped one by one it is the mean of theirs. Raises
+    NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
+    division = division or alone(model)
+    parameters = [part.whole for part in division.parts]
+    forget(part.own for part in division.parts)  # the gradients of the step before
+    micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
+    counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
+    n_targets = max(division.total(counts), 1)
+    clip_each = config.clip_scope == "local" and not config.shard  # sharded, no rank has a micro-batch's whole gradient
+    sums: Sums = []
+    losses, norms = [], []
+    for number, (micro_batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
+        between(number)
+        share = count / n_targets
+        division.begin_micro_batch(share)
+        forget(parameters)
+        losses.append(share * backward(model, objective, micro_batch, count, config.precision, division.ranks.in_row,
+                                       n_windows))
+        gradient = division.add_row([local(zeros_if_none(p.grad, p)) for p in parameters])
+        if clip_each:
+            norms.append(clip_(gradient, config.clip))
+        division.scale(gradient, share)
+        push(sums, gradient)
+    gradient = division.add_ranks(merge_all(sums))
+    norm = division.mean(norms) if clip_each else division.norm(gradient)
+    if not clip_each:
+        scale_to(gradient, norm, config.clip)
+    forget(parameters)
+    division.set_gradient(gradient)
+    loss = division.total_loss(losses)
+    for name, value in (("loss", loss), ("gradient norm", norm.item())):
+        if not math.isfinite(value):
+            raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
+    return loss, norm.item()
+
+
+def backward(model: nn.Module, objective: Objective, micro_batch: Sequence[Tensor], count: int, precision: str,
+             ranks: Ranks, n_windows: int) -> Tensor:
+    """Add the gradient of the mean loss of a micro-batch's `count` targets to `.grad`; returns the loss, `[]`.
+
+    ranks: those that share the rows; each has the loss of its part. Windows of a row stand for such ranks, one after
+    the other."""
+    autocast = partial(torch.autocast, micro_batch[0].device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+    def loss_of(part: Ranks) -> Tensor:
+        with autocast():
+            return objective.losses(model, *micro_batch, ranks=part).sum() / max(count, 1)
+
+    def read(part: Ranks) -> None:
+        with autocast():
+            read_rows(model, micro_batch[0], part)
+
+    if n_windows > 1:
+        return differentiate_windows(read, loss_of, n_windows).sum()
+    loss = loss_of(ranks)
+    loss.backward()
+    return loss.detach()
+
+
+def zeros_if_none(gradient: Tensor | None, p: nn.Parameter) -> Tensor:
+    """The gradient, or zeros for a parameter that the loss does not depend on."""
+    return torch.zeros_like(p) if gradient is None else gradient
+
+
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop the gradients. Not `model.zero_grad`, which misses those of parameters that FSDP2 has gathered."""
+    for p in parameters:
+        p.grad = None
+
+
+def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
+    """Scale a gradient in place so that its norm is at most `clip`; returns the norm before."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
+    scale_to(gradient, norm, clip)
+    return norm
+
+
+def scale_to(gradient: list[Tensor], norm: Tensor, clip: float | None) -> None:
+    """Scale a gradient of this norm in place so that its norm is at most `clip`."""
+    if clip is not None:
+        torch._foreach_mul_(gradient, (clip / norm).clamp(max=1.0).to(gradient[0].device))

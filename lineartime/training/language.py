@@ -1,0 +1,169 @@
+"""A run of language modelling, from its settings to its scores, its sample and its plot."""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lineartime.atomic_io import read_bytes, write_atomically
+from lineartime.data.mixture import read_mixture
+from lineartime.data.run_settings import saved_run, sized_config
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.data.tokens import Mixture, open_data, open_split, read_manifests, sha256_of
+from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
+from lineartime.errors import DataError, ResourceError
+from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate_data, xz_bits_per_byte
+from lineartime.generation.generate import generate
+from lineartime.masking import masked_sample
+from lineartime.model import LanguageModel
+from lineartime.objectives import MaskedTokens, NextToken
+from lineartime.plot import PLOT_FILE, plot_run
+from lineartime.run import METRICS_FILE, Run, read_metrics
+from lineartime.run_config import RunConfig
+from lineartime.runtime import available_bytes, peak_bytes
+from lineartime.training.loop import SAVED, Callbacks, Setup, fit_once
+from lineartime.training.stop import Progress, StopSignal
+from lineartime.weights.folder import tokenizer_files
+from lineartime.weights.start import check_shapes, find_weights, first_weights
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_FILE = "sample.txt"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A completed run."""
+
+    out: Path
+    """The run's folder, which `load_model` opens. `latest` is its newest checkpoint, `metrics.jsonl` has a line per
+    step and each evaluation, `loss.png` shows the curves."""
+    config: RunConfig
+    scores: dict[str, Any]
+    """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
+    held-out split, after a short run of its first `TrainConfig.last_eval_tokens`), "peak_mib", and for short text that
+    was scored whole "xz_bits_per_byte"."""
+    sample: str
+    """Generated text, or masked text that the model has filled if it is not causal; empty if the model is sharded."""
+    already: bool
+    """Whether the run was complete before, so that nothing was trained."""
+
+
+def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
+          stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
+          on_micro_batch: Callable[[int, int], None] | None = None, progress: Progress | None = None,
+          rank_timeout: float = TIMEOUT_S) -> TrainResult:
+    """Train a model on prepared text, or continue an unfinished run; then score the held-out split, and write a sample,
+    the result file and a plot into the run's folder `config.out`.
+
+    config: a run, or a flat table of settings (`model` or `from`, `size`, `data`, `out` and any field of the
+    configurations, see `sized_config`); where it names no size, the log says which was taken. A run whose source is
+    there begins with those weights at step 0; when it goes on it does not need them. device: by default cuda if
+    available. stop: requests a save and an end, see `StopSignal.listening`. on_step and on_micro_batch: see `fit`.
+    progress is called during the final evaluation, in tokens. Under `torchrun` every rank calls it with the same
+    arguments, and a rank that does not answer for `rank_timeout` seconds is lost.
+    Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
+    damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
+    RankError for a rank that was lost, Stopped after saving."""
+    if isinstance(config, RunConfig):
+        settings = config
+    else:
+        settings, size = sized_config(config, device)
+        if "size" not in config and launched().is_first:
+            train = settings.train
+            logger.warning(f"size {size}; it takes {train.steps:,} steps of {train.tokens_per_step:,} tokens")
+    stop = stop or StopSignal()
+    data, out = settings.data, Path(settings.out)
+    tokenizer, manifests = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE), read_manifests(data)
+    facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"]}
+    source, first = settings.source, None
+    if source is not None:
+        check_shapes(source.model, settings.model)
+        there = saved_run(out)
+        if there.get("from") == source.name:  # the run has its own weights
+            facts |= {name: there[name] for name in there if name.startswith("from")}
+        else:
+            folder, known = find_weights(source)
+            facts |= known
+            first = partial(first_weights, folder, source.model, tokenizer)
+
+    def begin(ranks: Ranks) -> Setup:
+        kind = NextToken if settings.model.causal else MaskedTokens
+        objective = kind(settings, open_data(data, "train"), open_data(data, "validation"), ranks)
+        return Setup(new_model(settings), objective, tokenizer_files(tokenizer), first)
+
+    def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
+        return finish(run, model, data, stop, ranks, progress)
+
+    callbacks = Callbacks(stop, on_step, on_micro_batch)
+    result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
+    if already and launched().is_first and (out / METRICS_FILE).exists():
+        try:
+            read_metrics(out)
+        except DataError as e:
+            raise DataError(e.what, e.where, f"{e.todo}; mend the file or delete it: the run is complete, and its "
+                            "weights and scores are whole") from None
+    drawn = already and (out / PLOT_FILE).exists()  # a kill may have come between the result and the picture
+    if launched().is_first and not drawn:
+        plot_run(out)
+    path = out / SAMPLE_FILE
+    sample = read_bytes(path).decode(errors="replace") if path.exists() else ""
+    return TrainResult(out, settings, result, sample, already)
+
+
+def new_model(config: RunConfig) -> LanguageModel:
+    """The run's model, initialised from its seed, or on the meta device if it is to be sharded. Raises ResourceError if
+    its training cannot fit into memory."""
+    per_parameter = 4 if torch.cuda.is_available() else 16  # the weight; on a CPU also its gradient and two moments
+    needed, available = per_parameter * config.model.least_parameters, available_bytes()
+    if config.train.shard:
+        needed //= launched().size  # of the machine that all ranks are on, at most
+    if available is not None and needed > available:
+        raise ResourceError("the model does not fit into memory", f"{needed / 2**30:,.1f} GiB needed, "
+                            f"{available / 2**30:,.1f} GiB available", "lower n_layers, d_model or vocab_size")
+    torch.manual_seed(config.train.seed)
+    with torch.device("meta") if config.train.shard else nullcontext():
+        return LanguageModel(config.model)
+
+
+def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: Ranks,
+           progress: Progress | None) -> dict[str, Any]:
+    """Score the held-out split (of it `TrainConfig.last_eval_tokens` at most) and, unless the model is sharded, write a
+    sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process in training; if
+    the run was resumed, earlier processes do not count."""
+    config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
+    held_out = open_data(data, "validation")
+    n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)
+    is_whole = n_scored == held_out.n_tokens
+    evaluation, by_source = evaluate_data(
+        model, held_out, context=config.model.context, precision=config.train.precision,
+        batch_rows=config.micro_batch_rows, ranks=ranks, max_tokens=None if is_whole else n_scored,
+        progress=stop.watch(SAVED, progress, "evaluating", n_scored, ranks))
+    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
+                              **({"by_source": {name: each.to_dict() for name, each in by_source.items()}}
+                                 if by_source else {}),
+                              "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
+    if not ranks.is_first:
+        return result
+    stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
+    small = open_split(stream.folder, "train").n_bytes + stream.n_bytes <= XZ_LIMIT_BYTES
+    if config.model.causal and not by_source and small and is_whole:
+        result["xz_bits_per_byte"] = xz_bits_per_byte(stream.folder)
+    model.eval()
+    if run.is_sharded:  # all weights would be gathered again for every token
+        return result
+    tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
+    if not config.model.causal:
+        write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, stream))
+        return result
+    length = min(200, (config.model.max_len or 201) - 1)
+    ids = generate(model, [[stream.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
+    stop.check(SAVED)
+    write_atomically(run.out / SAMPLE_FILE, tokenizer.decode(ids) + "\n")
+    return result

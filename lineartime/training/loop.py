@@ -1,0 +1,265 @@
+"""The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime import checkpoint
+from lineartime.atomic_io import write_json
+from lineartime.config import TrainConfig, to_dict
+from lineartime.data.run_settings import RESULT_FILE
+from lineartime.distributed.ordered import Part, require_fitting
+from lineartime.distributed.ranks import (
+    TIMEOUT_S,
+    Ranks,
+    connected,
+    gather,
+    gather_json,
+    in_rows,
+    launched,
+    require_same,
+    wait_for_all,
+)
+from lineartime.errors import NumericsError, ResourceError
+from lineartime.model import LanguageModel
+from lineartime.objectives import Objective
+from lineartime.run import Run, Wanted, read_result, result_or_none
+from lineartime.run_config import RunConfig
+from lineartime.runtime import is_picked, pick_device
+from lineartime.training.division import divide
+from lineartime.training.gradient import compute_gradient
+from lineartime.training.stop import StopSignal
+
+SAVED = "the last step is saved; the same command evaluates"
+
+
+class Setup(NamedTuple):
+    """What a run trains."""
+
+    model: LanguageModel
+    objective: Objective
+    extra_files: dict[str, str]
+    """Texts that are saved with every checkpoint, by file name."""
+    first: Callable[[Wanted], dict[str, Tensor]] | None = None
+    """Gives the weights to begin with, see `Run.resume`; None: those of `model`."""
+    score_last: bool = True
+    """Whether the last step is scored too, if it is a multiple of `eval_every`."""
+    patience: int | None = None
+    """End after so many evaluations without a better one, see `Run.best_so_far`; the best checkpoint is kept."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a caller hears of a run, and by what it can stop it."""
+
+    stop: StopSignal = field(default_factory=StopSignal)
+    on_step: Callable[[dict[str, Any]], None] | None = None
+    """Called with each line of the metrics and the number of "steps"."""
+    on_micro_batch: Callable[[int, int], None] | None = None
+    """Called before each micro-batch of this rank, with the steps done and its number in its step."""
+
+
+def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> LanguageModel:
+    """Train a model to the last step, from the newest checkpoint if there is one; returns it.
+
+    Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
+    `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
+    steps `Objective.evaluate` scores the model. Raises Stopped after saving if a stop was asked for, NumericsError for
+    a loss or gradient before the update and for weights before a save, ResourceError when memory runs out."""
+    config, loop = run.config.train, Loop(run, setup, device, callbacks)
+    for step in range(loop.saved, config.steps + 1):
+        is_last, is_due = step == config.steps, step > 0 and step % config.eval_every == 0
+        loop.stop_if_asked(step)
+        if is_due and (setup.score_last or not is_last):
+            loop.score(step)  # the step is saved: after a stop or a kill during the evaluation, a resume repeats it
+        if setup.patience is not None and (is_due or is_last) and run.best_so_far() >= setup.patience:
+            break
+        if is_last:
+            break
+        loop.step(step)
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            loop.save(step + 1)
+    return loop.model
+
+
+class Loop:
+    """The state of `fit`: the model, its optimizer, and the last step that is saved."""
+
+    def __init__(self, run: Run, setup: Setup, device: torch.device, callbacks: Callbacks):
+        """Place the model and load the newest checkpoint."""
+        self.run, self.setup, self.device, self.callbacks = run, setup, device, callbacks
+        self.config, self.ranks, self.model = run.config.train, run.ranks, setup.model
+        self.model.activation_checkpointing = self.config.activation_checkpointing
+        if self.config.compile:
+            self.model.compile_layers()
+        self.division = divide(self.model, self.config, self.ranks, device)
+        self.optimizer = make_optimizer(self.division.parts, self.config)
+        self.saved = run.resume(self.model, self.division.parts, self.optimizer, setup.first)
+        if self.config.shard:
+            self.division.share_updates()
+        if setup.patience is not None:
+            run.best_so_far()  # before a save, which removes others
+        if self.saved:  # a kill may have left the end of the last save undone
+            run.save(self.saved, self.model, self.division.parts, self.optimizer, setup.extra_files)
+        self.model.train()
+
+    def step(self, step: int) -> None:
+        """Update the weights once: the gradient, AdamW, and a line of metrics."""
+        config, started, cpu_started = self.config, time.perf_counter(), time.process_time()
+        batch = [torch.from_numpy(part).to(self.device) for part in self.setup.objective.batch(step)]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, config)
+        with self.errors_explained(step):
+            loss, norm = compute_gradient(self.model, self.setup.objective, batch, self.run.config.micro_batch_rows,
+                                          config, division=self.division, n_windows=self.run.config.n_windows,
+                                          between=partial(self.begin_micro_batch, step))
+            self.optimizer.step()
+            self.division.share_updates()
+        clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
+                 "cpu_s": sum(gather(torch.tensor(time.process_time() - cpu_started), self.ranks).tolist())}
+        self.log({"step": step + 1, "loss": loss, "learning_rate": learning_rate_at(step, config), "grad_norm": norm,
+                  "tokens": (step + 1) * config.tokens_per_step, "clock": clock})
+
+    def begin_micro_batch(self, step: int, number: int) -> None:
+        self.stop_if_asked(step)  # a step takes minutes
+        if self.callbacks.on_micro_batch is not None:
+            self.callbacks.on_micro_batch(step, number)
+
+    def score(self, step: int) -> None:
+        """Score the model on held-out data."""
+        if self.setup.patience is not None:
+            self.save(step)  # it may be the best
+        held_out = self.setup.objective.evaluate(self.model, lambda n_scored: self.stop_if_asked(step))
+        self.log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.run.log(record)
+        if self.callbacks.on_step is not None:
+            self.callbacks.on_step(record | {"steps": self.config.steps})
+
+    def stop_if_asked(self, step: int) -> None:
+        """Save and raise Stopped if a stop was asked of any rank."""
+        if self.callbacks.stop.agree(self.ranks):
+            self.save(step)
+            self.callbacks.stop.check(f"saved at step {step} of {self.config.steps}; the same command goes on" if step
+                                      else "before step 1")
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of the step, unless it is there. Raises NumericsError for weights or moments that are
+        not finite."""
+        if step == self.saved:
+            return
+        parts, state = self.division.parts, self.optimizer.state
+        is_finite = all(t.isfinite().all() for part in parts for t in (part.own, *state[part.own].values()))
+        if not gather(torch.tensor(is_finite), self.ranks).all():
+            raise NumericsError("the weights are not finite", f"step {step}", self.advice())
+        self.run.save(step, self.model, parts, self.optimizer, self.setup.extra_files)
+        self.saved = step
+
+    def advice(self) -> str:
+        """Advice for an error of numerics: the last good checkpoint, and a setting to change."""
+        kept = f"the checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
+        return f"{kept}; try a lower learning_rate (now {self.config.learning_rate:g})"
+
+    @contextmanager
+    def errors_explained(self, step: int) -> Iterator[None]:
+        """Say what a user can do about an error of an update."""
+        config = self.config
+        try:
+            yield
+        except NumericsError as e:
+            raise NumericsError(e.what, f"step {step + 1}", self.advice()) from None
+        except (RuntimeError, MemoryError) as e:
+            if config.compile and type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise ResourceError("torch.compile failed", str(e).split("\n\n")[0], "set compile = false") from e
+            if not out_of_memory(e):
+                raise
+            where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {self.run.config.model.context}"
+            raise ResourceError("out of memory", where, smaller(self.run.config)) from e
+
+
+def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW as in Tables 6-7 for the parts of the parameters that this process updates. Matrices and embeddings decay;
+    biases, norms, scales and position biases do not."""
+    decayed = [part.own for part in parts if part.name.endswith("weight") and part.whole.dim() >= 2]
+    others = [part.own for part in parts if not (part.name.endswith("weight") and part.whole.dim() >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_epsilon, fused=True)
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """The learning rate of update `step` (from 0): linear warm-up to the peak, then `schedule`; it ends above 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    left, after_warmup = config.steps - step, max(config.steps - config.warmup_steps, 1)
+    if config.schedule == "linear":
+        return config.learning_rate * left / after_warmup
+    if config.schedule == "cosine":
+        return config.learning_rate * (1 - math.cos(math.pi * left / after_warmup)) / 2
+    if config.schedule == "wsd" and step > config.decay_from:
+        return config.learning_rate * left / (config.steps - config.decay_from)
+    return config.learning_rate
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception means that memory ran out; PyTorch's CPU allocator raises a plain RuntimeError."""
+    texts = ("not enough memory", "can't allocate memory", "bad_alloc")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
+def smaller(config: RunConfig) -> str:
+    """Advice for a run that does not fit into memory."""
+    if config.micro_batch_rows > 1:
+        n_rows = max(n for n in range(1, config.micro_batch_rows) if config.rows_per_step % n == 0)
+        return (f"try micro_batch_tokens = {n_rows * config.model.context}; as the unit of local clipping it is yours "
+                "to change")
+    if config.train.context_parallel > 1:
+        return "raise context_parallel, or lower context"
+    if config.train.window_tokens is not None:
+        return "lower window_tokens, or context"
+    return "lower context, or switch activation_checkpointing on"
+
+
+def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None,
+             begin: Callable[[Ranks], Setup], score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]],
+             callbacks: Callbacks, rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
+    """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
+    result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
+
+    All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
+    begin returns what is trained; score returns the content of the result file. Raises as `in_rows`, `connected`,
+    `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
+    out, stop = Path(config.out), callbacks.stop
+    picked = device if is_picked(device) else pick_device(device, give_back=config.train.shard)
+    n_in_row = config.train.context_parallel
+    require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, in_rows(launched(), n_in_row))
+    with (connected(picked.type, rank_timeout, n_in_row, partial(stop.check, "before the ranks met")) as ranks,
+          checkpoint.lock(out) if ranks.is_first else nullcontext()):
+        require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
+                      "torch": torch.__version__}, ranks)
+        run = Run(out, config, facts, ranks)
+        found = result_or_none(out, read_result, "step-*") if ranks.is_first else None
+        complete = gather_json(found, ranks)[0]
+        if complete is not None:
+            return complete, True
+        if picked is not device:
+            pick_device(picked, tell=True, give_back=config.train.shard)
+        model = fit(run, begin(ranks), picked, callbacks)
+        if stop.agree(ranks):
+            stop.check(SAVED)
+        result = {"run": run.id, **score(run, model, ranks)}
+        if ranks.is_first:
+            last = max(checkpoint.saved_steps(out))
+            checkpoint.point(out / "latest", f"step-{last:08d}")  # if the disk failed at the link of the last save
+            write_json(out / RESULT_FILE, result)
+        wait_for_all(ranks)
+    return result, False

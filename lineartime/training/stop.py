@@ -1,0 +1,66 @@
+"""A stop that is asked for by a signal: the run saves at the next safe moment and ends."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from lineartime.distributed.ranks import ALONE, Ranks, gather
+from lineartime.errors import Stopped
+
+Progress = Callable[[str, int, int | None], None]
+"""A callback of progress: a description, the amount done, and the total, None if unknown."""
+
+
+class StopSignal:
+    """The first SIGTERM or SIGINT requests a stop at the next safe moment; the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def check(self, note: str) -> None:
+        """Raise Stopped, with `note`, if a stop was requested."""
+        if self.number is not None:
+            name = signal.Signals(self.number).name
+            raise Stopped(f"stopped by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}", note, self.number)
+
+    def agree(self, ranks: Ranks) -> bool:
+        """Whether a stop was requested of any rank: one answer for all, so that they stop at the same place. A signal
+        that comes while they ask counts the next time."""
+        number = int(gather(torch.tensor(self.number or 0), ranks).max())
+        self.number = number or self.number
+        return number > 0
+
+    def watch(self, note: str, progress: Progress | None, what: str, total: int | None,
+              ranks: Ranks = ALONE) -> Callable[[int], None]:
+        """A callback that takes a count, reports it to `progress`, and raises Stopped if a stop was requested. All
+        ranks call it equally often."""
+        def counted(done: int) -> None:
+            if progress is not None:
+                progress(what, done, total)
+            if self.agree(ranks):
+                self.check(note)
+
+        return counted
+
+    @contextmanager
+    def listening(self, tell: Callable[[str], None] = lambda name: None) -> Iterator["StopSignal"]:
+        """Handle the signals inside the block. tell is called with the name of the first, in the signal's handler."""
+        def asked(number: int, frame: FrameType | None) -> None:
+            if self.number is not None:
+                return
+            self.number = number
+            tell(signal.Signals(number).name)
+            time.sleep(0.1)  # programs such as `timeout` send the same signal twice
+            for each in before:
+                signal.signal(each, signal.SIG_DFL)
+
+        before = {each: signal.signal(each, asked) for each in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
