@@ -9,8 +9,6 @@ import io
 import json
 import logging
 import os
-import re
-import secrets
 import shutil
 import stat
 import tomllib
@@ -89,185 +87,122 @@ def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callab
 
 @contextlib.contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
-    """Write a folder atomically: yields an empty folder beside `out`, whose files become `out` at the end.
+    """Write a folder atomically: yields an empty folder, whose files become `out` at the end.
 
     If the block raises, the folder and the parents created for it are removed. Raises ResourceError if another process
     is writing `out`, OSError if `out` is there and not an empty folder."""
-    with _temporary_folder(out) as folder:
-        yield folder
-        for path in folder.rglob("*"):
-            if path.is_dir():
-                fsync_folder(path)
-            else:
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        fsync_folder(folder)
-        os.rename(folder, out)
-        fsync_folder(out.parent)
+    with unfinished_folder(out) as folder:
+        (folder / DONE).mkdir()
+        yield folder / DONE
 
 
 @contextlib.contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """An empty temporary folder beside `out`, on the same disk, that is removed at the end. Raises ResourceError as
-    `written_aside` does."""
-    with _temporary_folder(out.with_name(f"{out.name}.source")) as folder:
-        yield folder
-        shutil.rmtree(folder)
+    """An empty folder beside `out`, on the same disk, that is removed at the end. Raises as `written_aside` does."""
+    with unfinished_folder(out.with_name(f"{out.name}.source")) as folder:
+        (folder / "scratch").mkdir()
+        yield folder / "scratch"
 
 
 @contextlib.contextmanager
-def unfinished_folder(out: Path, worth: str) -> Iterator[Path]:
-    """A hidden folder beside `out` for work that goes on where it was cut off: what a killed process left is in it.
+def unfinished_folder(out: Path, worth: str | None = None) -> Iterator[Path]:
+    """A hidden folder beside `out`, which one process at a time has. At the end its subfolder `done`, if there is one,
+    becomes `out`, and the rest is removed.
 
-    At the end its subfolder `done`, if there is one, becomes `out` and the rest is removed. It is removed after an
-    error too, with the parents created for it; but an interrupt and a ResourceError leave it where it has the file
-    `worth`. Raises ResourceError if another process works in it, OSError if `out` is there and not an empty folder."""
+    worth: a file that makes the folder worth keeping. An interrupt or a ResourceError then leaves it, and what a killed
+    process left is in it. Without one it begins empty, and is removed after every error, with the parents created for
+    it. Raises ResourceError if another process has it, OSError if `out` is there and not an empty folder."""
     made = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = _unfinished(out)
-    if remove_leftovers(out):
-        raise ResourceError("another process is writing this folder", out, "wait for it")
-    descriptor = _lock_unfinished(folder, out)
+    folder = _hidden(out, "unfinished")
+    descriptor = _lock_folder(folder, out)
     try:
+        if worth is None:
+            _empty(folder)
         yield folder
-        if (folder / "done").exists():
-            for path in (folder / "done").iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            fsync_folder(folder / "done")
-            os.rename(folder / "done", out)
-            fsync_folder(out.parent)
+        if (folder / DONE).exists():
+            for path in (folder / DONE).rglob("*"):
+                fsync(path)
+            fsync(folder / DONE)
+            os.rename(folder / DONE, out)
+            fsync(out.parent)
         shutil.rmtree(folder)
     except BaseException as e:
-        if isinstance(e, KeyboardInterrupt | ResourceError) and (folder / worth).exists():
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        if worth is None or not (isinstance(e, KeyboardInterrupt | ResourceError) and (folder / worth).exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in made:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
         raise
     finally:
         os.close(descriptor)
 
 
-def remove_unfinished(out: Path) -> None:
-    """Remove the folder of `unfinished_folder` that a process left which was killed at its end."""
-    folder = _unfinished(out)
-    if folder.is_dir():
-        with contextlib.suppress(OSError, ResourceError):
-            descriptor = _lock_unfinished(folder, out)
+def remove_leftovers(out: Path) -> None:
+    """Remove the hidden folder of `out` that a process left which was killed at its end; not that of a living one."""
+    folder = _hidden(out, "unfinished")
+    with contextlib.suppress(OSError, ResourceError):
+        if folder.exists():
+            descriptor = _lock_folder(folder, out)
             try:
                 shutil.rmtree(folder)
             finally:
                 os.close(descriptor)
 
 
-def _unfinished(out: Path) -> Path:
-    return out.with_name(f".lineartime-{_tag(out)}.unfinished")
+DONE, LOCK = "done", "lock"
+"""What a hidden folder holds: what becomes the output, and the file that the process which has the folder has locked.
+"""
 
 
-def _lock_unfinished(folder: Path, out: Path) -> int:
-    """Make the folder if it is missing; returns the descriptor of its locked file."""
-    lock = folder / "lock"
+def _hidden(path: Path, ending: str) -> Path:
+    """The name of what stands for `path` until it is complete. A hash, because a name has at most 255 bytes."""
+    return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
+
+
+def _lock_folder(folder: Path, out: Path) -> int:
+    """Make a hidden folder if it is missing and lock it; returns the descriptor of its locked file."""
     while True:
         folder.mkdir(exist_ok=True)
         if folder.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(folder))
         try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            return locked(folder / LOCK)
         except FileNotFoundError:  # another process has just removed the folder
             continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.lexists(lock) and os.path.samestat(os.fstat(descriptor), os.lstat(lock)):
-                return descriptor
         except BlockingIOError:
-            os.close(descriptor)
             raise ResourceError("another process is writing this folder", out, "wait for it") from None
-        except FileNotFoundError:
-            pass
+
+
+def _empty(folder: Path) -> None:
+    """Remove all but the lock."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def locked(path: Path, *, wait: bool = False) -> int:
+    """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock when the descriptor
+    is closed, and when the process ends. Raises OSError, also for a link; BlockingIOError, unless it is to `wait`, if
+    another process has the lock."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The process that had the lock may have renamed or removed the file since it was opened.
+            if os.path.lexists(path) and os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _temporary_folder(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`. A locked file beside it tells others that its process lives."""
-    made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if remove_leftovers(path):
-        raise ResourceError("another process is writing this folder", path, "wait for it")
-    lock, descriptor = _locked_file(path, ".lock")
-    folder = lock.with_suffix(".tmp")
-    try:
-        folder.mkdir()
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():  # else whoever writes next finds the lock, and removes both
-            with contextlib.suppress(OSError):  # what ended the block says more
-                lock.unlink(missing_ok=True)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
-    else:
-        lock.unlink(missing_ok=True)
-        remove_leftovers(path)  # what could not be removed before
-    finally:
-        os.close(descriptor)
-
-
-TEMPORARY = re.compile(r"\.lineartime-([0-9a-f]{8})-[0-9a-f]{16}\.(tmp|lock)")
-"""Names of temporary files and locks: the hash of the final name, and a random number."""
-
-
-def _tag(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]
-
-
-def _locked_file(path: Path, ending: str) -> tuple[Path, int]:
-    """A new, empty, locked file with a random name beside `path`, and its descriptor."""
-    while True:
-        aside = path.parent / f".lineartime-{_tag(path)}-{secrets.token_hex(8)}{ending}"
-        descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return aside, descriptor
-        os.close(descriptor)  # another process took it for a leftover before it was locked
-
-
-def remove_leftovers(path: Path) -> bool:
-    """Remove the temporary files of killed processes beside `path`. Returns whether a living one writes `path`."""
-    busy = False
-    for entry in path.parent.iterdir() if path.parent.is_dir() else ():
-        match = TEMPORARY.fullmatch(entry.name)
-        if match is None:
-            continue
-        try:
-            descriptor = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # a folder, whose lock is another file, or not ours
-            continue
-        try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if match[2] == "lock" and os.path.lexists(folder := entry.with_suffix(".tmp")):
-                    shutil.rmtree(folder)
-                entry.unlink(missing_ok=True)
-        except BlockingIOError:
-            busy = busy or match[1] == _tag(path)
-        except OSError:  # the folder cannot be changed; then the caller cannot write either
-            pass
-        finally:
-            os.close(descriptor)
-    return busy
-
-
-def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -281,25 +216,25 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     A pipe and a character device such as /dev/stdout are written in place. Raises ResourceError for a pipe that nobody
     reads, any other kind of file, a link to a regular file, and errors of the system."""
     try:
-        if not _replaceable(path):
+        if not _is_replaceable(path):
             with _open_now(path, "wb") as file:
                 yield file
             return
-        remove_leftovers(path)
-        aside, descriptor = _locked_file(path, ".tmp")
-        try:
-            with os.fdopen(descriptor, "r+b") as file:
+        aside = _hidden(path, "tmp")
+        with os.fdopen(locked(aside, wait=True), "r+b") as file:  # a killed process may have left it
+            try:
+                file.truncate(0)
                 with contextlib.suppress(FileNotFoundError):
-                    os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode))
+                    os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
                 yield file
                 file.flush()
-                os.fsync(descriptor)
+                os.fsync(file.fileno())
                 os.replace(aside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-            raise
-        fsync_folder(path.parent)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    aside.unlink(missing_ok=True)
+                raise
+        fsync(path.parent)
     except OSError as e:
         raise ResourceError("cannot write", path, _why(e)) from None
 
@@ -315,21 +250,19 @@ def _why(error: OSError) -> str:
     return "nobody reads this pipe" if error.errno == errno.ENXIO else error.strerror or str(error)
 
 
-def _replaceable(path: Path) -> bool:
+def _is_replaceable(path: Path) -> bool:
     """Whether `path` is a regular file or absent, not a pipe or a character device. Raises OSError for other kinds."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "embedded null byte")
+    if not os.path.lexists(path):
         return True
-    except ValueError as e:  # a NUL in the path
-        raise OSError(errno.EINVAL, str(e)) from None
-    if stat.S_ISLNK(mode):
-        mode = path.stat().st_mode
-        if stat.S_ISREG(mode):
-            raise OSError(errno.EEXIST, "it is a link; name the file that it points to")
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode) and path.is_symlink():
+        raise OSError(errno.EEXIST, "it is a link; name the file that it points to")
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, "it is a folder")
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL,
-                      "it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
+        raise OSError(errno.EINVAL, "it is no regular file")
     return stat.S_ISREG(mode)
 
 

@@ -8,15 +8,14 @@ A folder for sharing has a manifest without run and step; files that it does not
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import secrets
+import shutil
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.atomic_io import fsync_folder
+from lineartime.atomic_io import fsync, locked, open_regular, read_bytes
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.errors import CheckpointError, ResourceError
 
@@ -92,21 +91,10 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         if ranks.is_first:
             _make_dirs(run_dir)
             _remove_leftovers(run_dir)
-            if not _is_saved(target, run):
-                aside = run_dir / f".tmp-{target.name}-{secrets.token_hex(8)}"
-        name = gather_json(aside and aside.name, ranks)[0]
-        if name is not None:
-            try:
-                _write_checkpoint(run_dir / name, step, run, contents, ranks)
-                if ranks.is_first:
-                    if os.path.lexists(target):
-                        _rename(target, _trash(target))
-                    _rename(run_dir / name, target)
-            except BaseException:
-                if ranks.is_first:  # another rank still writes
-                    with contextlib.suppress(OSError):
-                        _remove_tree(run_dir / name)
-                raise
+            aside = None if _is_saved(target, run) else f".tmp-{target.name}-{secrets.token_hex(8)}"
+        aside = gather_json(aside, ranks)[0]
+        if aside is not None:
+            _write_checkpoint(run_dir / aside, target, run, contents, ranks)
         if ranks.is_first:
             _fsync_dir(run_dir)
             point(run_dir / "latest", target.name)
@@ -135,7 +123,7 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Newest | None:
         path = run_dir / f"step-{step:08d}"
         run, reason = "", None
         try:
-            run = _checked(path, ranks=ranks)["run"]
+            run = _check(path, ranks)
         except CheckpointError as error:
             reason = str(error.where)
         reason = next(filter(None, gather_json(reason, ranks)), None)
@@ -154,19 +142,20 @@ def load(path: Path, stem: str | None = None) -> Checkpoint:
     stem: of the tensors only these are kept, in one file or in parts; all others are compared with the manifest too.
     Raises CheckpointError for any damage."""
     path = Path(path)
+    manifest = _manifest_at(path)
     tensors: dict[str, dict[str, Tensor]] = {}
     files: dict[str, str] = {}
-
-    def parse(name: str, data: bytes) -> None:
-        if name.endswith(TENSORS):
-            tensors[name.removesuffix(TENSORS)] = safetensors.torch.load(data)
-        else:
-            files[name] = data.decode()
-
-    def kept(name: str) -> bool:
-        return stem is None or not name.endswith(TENSORS) or re.fullmatch(f"{stem}(-.*)?{TENSORS}", name) is not None
-
-    manifest = _checked(path, parse, kept)
+    for name, entry in manifest["files"].items():
+        is_text = not name.endswith(TENSORS)
+        keep = is_text or stem is None or re.fullmatch(f"{stem}(-.*)?{TENSORS}", name) is not None
+        data = _read(path / name, entry, keep)
+        try:
+            if is_text:
+                files[name] = data.decode()
+            elif keep:
+                tensors[name.removesuffix(TENSORS)] = safetensors.torch.load(data)
+        except Exception as error:  # parsers document no complete list of their exceptions
+            raise _damage(path / name, f"cannot be parsed ({type(error).__name__})") from error
     return Checkpoint(path, manifest["step"], manifest["run"], tensors, files)
 
 
@@ -244,17 +233,13 @@ def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes
 
 def check_files(folder: Path, names: Iterable[str]) -> int | None:
     """Compare these files of a folder for sharing, or of a copied checkpoint, with its manifest; returns the step of a
-    checkpoint.
-
-    Links are followed, because a cache of downloads consists of links. Raises CheckpointError, with the file, for a
-    difference and for a file that the manifest does not list."""
-    with _opened(folder, 0) as (descriptor, _):
-        manifest = _read_manifest(folder, descriptor, 0)
-        entries = manifest["files"]
-        for name in names:
-            if name not in entries:
-                raise _damage(folder / MANIFEST, f"{name} is not in it")
-            _read(folder, descriptor, name, entries[name], False, 0)
+    checkpoint. Raises CheckpointError, with the file, for a difference and for a file that the manifest does not list.
+    """
+    manifest = _read_manifest(folder)
+    for name in names:
+        if name not in manifest["files"]:
+            raise _damage(folder / MANIFEST, f"{name} is not in it")
+        _read(folder / name, manifest["files"][name], keep=False)
     return manifest.get("step")
 
 
@@ -312,41 +297,40 @@ def lock(run_dir: Path) -> Iterator[None]:
     """Lock a run's folder, which is created if necessary. The kernel frees the lock when the process ends.
 
     Raises ResourceError, with the process that holds the lock, if the run is in use."""
-    run_dir = Path(run_dir)
-    path = run_dir / "run.lock"
-    with contextlib.ExitStack() as stack:
-        try:
-            _make_dirs(run_dir)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            _held.add(descriptor)
-            stack.callback(_release, descriptor)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0)
-        except BlockingIOError as error:
-            holder = "".join(c for c in os.pread(descriptor, 200, 0).decode(errors="replace") if c.isprintable())
-            raise ResourceError("the run is in use", f"{run_dir}: in use by {holder or 'another process'}",
-                                "wait until it ends, or choose another folder") from error
-        except OSError as error:
-            raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
+    path = Path(run_dir) / "run.lock"
+    try:
+        _make_dirs(path.parent)
+        descriptor = locked(path)
+        _held.add(descriptor)
+        os.ftruncate(descriptor, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0)
+    except BlockingIOError as error:
+        with contextlib.suppress(OSError):
+            holder = "".join(c for c in read_bytes(path).decode(errors="replace")[:200] if c.isprintable())
+        raise ResourceError("the run is in use", f"{run_dir}: in use by {holder or 'another process'}",
+                            "wait until it ends, or choose another folder") from error
+    except OSError as error:
+        raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
+    try:
         yield
+    finally:
+        _release(descriptor)
 
 
 _held: set[int] = set()
+"""Descriptors of the locks of this process."""
 
 
 def _release(descriptor: int) -> None:
-    if descriptor in _held:  # a forked child has released it already
+    if descriptor in _held:
         _held.discard(descriptor)
         os.close(descriptor)
 
 
 def _release_all() -> None:
-    """Release all locks in a forked child, which may outlive its parent."""
-    for descriptor in list(_held):
+    """Release all locks in a forked child, which shares its parent's and may outlive it."""
+    for descriptor in [*_held]:
         _release(descriptor)
 
 
@@ -380,16 +364,28 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     return len(text).to_bytes(8, "little") + text, names
 
 
-def _write_checkpoint(folder: Path, step: int, run: str, files: Mapping[str, tuple[bytes, list[Tensor]]],
+def _write_checkpoint(folder: Path, target: Path, run: str, contents: Mapping[str, tuple[bytes, list[Tensor]]],
                       ranks: Ranks) -> None:
-    if ranks.is_first:
-        _mkdir(folder)
-    wait_for_all(ranks)
-    own = {name: _write_file(folder / name, *files[name]) for name in sorted(files)}
-    entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
-    if ranks.is_first:
-        _write_file(folder / MANIFEST, _manifest({"format": FORMAT, "run": run, "step": step, "files": entries}), [])
-        _fsync_dir(folder)
+    """Write every rank's files and the manifest into a new folder, flush them to the disk, and give the folder its
+    name. After an error nothing is left of it."""
+    try:
+        if ranks.is_first:
+            _mkdir(folder)
+        wait_for_all(ranks)
+        own = {name: _write_file(folder / name, *contents[name]) for name in sorted(contents)}
+        entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
+        if ranks.is_first:
+            manifest = {"format": FORMAT, "run": run, "step": _step_of(target.name), "files": entries}
+            _write_file(folder / MANIFEST, _manifest(manifest), [])
+            _fsync_dir(folder)
+            if os.path.lexists(target):  # it is damaged
+                _rename(target, _trash(target))
+            _rename(folder, target)
+    except BaseException:
+        if ranks.is_first:  # another rank still writes
+            with contextlib.suppress(OSError):
+                _remove_tree(folder)
+        raise
 
 
 def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, Any]:
@@ -421,97 +417,74 @@ def _manifest(content: dict[str, Any]) -> bytes:
     return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 
 
-def _checked(path: Path, parse: Callable[[str, bytes], None] | None = None,
-             kept: Callable[[str], bool] = lambda name: True, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """A checkpoint's manifest, after every file, or every one of this rank's share, matched it. parse: called with the
-    name and bytes of each matched file that is `kept`.
-
-    Files are opened relative to the open folder and never through a link, so that nothing outside is read. Raises
-    CheckpointError and nothing else."""
+def _manifest_at(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, for which exactly the files that it lists are there."""
     step = _step_of(path.name)
     if step is None:
         raise CheckpointError("a checkpoint under another name", path,
                               "give it its name back, such as step-00000042, or copy with `lineartime export`")
-    with _opened(path, os.O_NOFOLLOW) as (folder, present):
-        content = _read_manifest(path, folder, os.O_NOFOLLOW)
-        files = content["files"]
-        if content.get("step") != step:
-            raise _damage(path / MANIFEST, f"expected step {step}, found step {content.get('step')!a:.20}")
-        for name in sorted({*files, MANIFEST} ^ {*present}):
-            raise _damage(path, f"{name} is missing" if name in files else f"{name!a:.100} is in no manifest")
-        for name, entry in list(files.items())[ranks.rank :: ranks.size]:
-            wanted = parse if kept(name) else None
-            data = _read(path, folder, name, entry, wanted is not None, os.O_NOFOLLOW)
-            try:
-                if wanted is not None:
-                    wanted(name, data)
-            except Exception as error:  # parsers document no complete list of their exceptions
-                raise _damage(path / name, f"cannot be parsed ({type(error).__name__})") from error
-        return content
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[tuple[int, list[str]]]:
-    """A folder's descriptor, and the names in it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
-            stack.callback(os.close, folder)
-            present = os.listdir(folder)
-        except (OSError, ValueError, MemoryError) as error:
-            raise _damage(path, f"cannot be read ({_reason(error)})") from error
-        yield folder, present
-
-
-def _read_manifest(path: Path, folder: int, flags: int) -> dict[str, Any]:
-    """The content of a manifest, of a checkpoint or of a folder for sharing, without its own hash."""
-    raw = _read(path, folder, MANIFEST, None, True, flags)
     try:
-        content = json.loads(raw.decode())
-        del content["sha256"]
-        whole = raw == _manifest(content)
-    except Exception as error:
-        raise _damage(path / MANIFEST, f"not a manifest ({type(error).__name__})") from error
-    if not whole:
-        raise _damage(path / MANIFEST, "does not match its own sha256")
-    version, kinds = content.get("format"), {key: type(value) for key, value in content.items()}
-    if type(version) is int and version > FORMAT:
-        raise CheckpointError("checkpoint of a newer version", f"{path}: format {version}, this version reads {FORMAT}",
-                              f"install a version that reads format {version}")
-    shared = {"format": int, "files": dict}
-    if version != FORMAT or kinds not in (shared, {**shared, "run": str, "step": int}):
-        raise _damage(path / MANIFEST, f"expected format {FORMAT} with run, step and files")
-    for name, entry in content["files"].items():
-        if not FILE_NAME.fullmatch(name) or name == MANIFEST:
-            raise _damage(path / MANIFEST, f"names a file {name!a:.100}")
-        if not isinstance(entry, dict) or {k: type(v) for k, v in entry.items()} != {"bytes": int, "sha256": str}:
-            raise _damage(path / MANIFEST, f"expected bytes and sha256 of {name}")
+        present = os.listdir(path)
+    except (OSError, ValueError, MemoryError) as error:
+        raise _damage(path, f"cannot be read ({_reason(error)})") from error
+    content = _read_manifest(path)
+    if content.get("step") != step:
+        raise _damage(path / MANIFEST, f"expected step {step}, found step {content.get('step')!a:.20}")
+    for name in sorted({*content["files"], MANIFEST} ^ {*present}):
+        raise _damage(path, f"{name!a:.100} is {'missing' if name in content['files'] else 'in no manifest'}")
     return content
 
 
-def _read(path: Path, folder: int, name: str, entry: dict[str, Any] | None, keep: bool, flags: int) -> bytes:
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The content of a manifest, of a checkpoint or of a folder for sharing, without its own hash."""
+    path = folder / MANIFEST
+    try:
+        raw = read_bytes(path, MAX_MANIFEST_BYTES)
+        content = json.loads(raw.decode())
+        del content["sha256"]
+        is_whole = raw == _manifest(content)
+        version, files = content["format"], content.get("files")
+    except (OSError, MemoryError) as error:
+        raise _damage(path, f"cannot be read ({_reason(error)})") from error
+    except Exception as error:
+        raise _damage(path, f"not a manifest ({type(error).__name__})") from error
+    if not is_whole:
+        raise _damage(path, "does not match its own sha256")
+    if type(version) is int and version > FORMAT:
+        raise CheckpointError("checkpoint of a newer version", f"{folder}: format {version}, this version reads "
+                              f"{FORMAT}", f"install a version that reads format {version}")
+    if version != FORMAT or not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise _damage(path, f"expected format {FORMAT}, and the size and sha256 of files")
+    return content
+
+
+def _read(path: Path, entry: Mapping[str, Any], keep: bool) -> bytes:
     """A regular file's bytes after they matched `entry`. Without `keep` they are checked in little memory, not kept."""
     try:
-        with open(name, "rb", buffering=0, opener=lambda name, reading: os.open(
-                name, reading | flags | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise _damage(path / name, "not a regular file")
-            if status.st_size > MAX_MANIFEST_BYTES if entry is None else status.st_size != entry["bytes"]:
-                expected = f"at most {MAX_MANIFEST_BYTES}" if entry is None else entry["bytes"]
-                raise _damage(path / name, f"expected {expected} bytes, found {status.st_size}")
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.get("bytes"):
+                raise _damage(path, f"expected {entry.get('bytes')!a:.20} bytes, found {size}")
             data = file.readall() if keep else b""
             found = (hashlib.sha256(data) if keep else hashlib.file_digest(file, "sha256")).hexdigest()
     except (OSError, MemoryError) as error:
-        raise _damage(path / name, f"cannot be read ({_reason(error)})") from error
-    if entry is not None and found != entry["sha256"]:
-        raise _damage(path / name, f"expected sha256 {entry['sha256']!a:.10}..., found {found!a:.10}...")
+        raise _damage(path, f"cannot be read ({_reason(error)})") from error
+    if found != entry.get("sha256"):
+        raise _damage(path, f"expected sha256 {entry.get('sha256')!a:.10}..., found {found!a:.10}...")
     return data
+
+
+def _check(path: Path, ranks: Ranks = ALONE) -> str:
+    """The id of a checkpoint's run, after every file, or every one of this rank's share, matched its manifest."""
+    manifest = _manifest_at(path)
+    for name, entry in list(manifest["files"].items())[ranks.rank :: ranks.size]:
+        _read(path / name, entry, keep=False)
+    return manifest["run"]
 
 
 def _is_saved(target: Path, run: str) -> bool:
     try:
-        found = _checked(target)["run"]
+        found = _check(target)
     except CheckpointError:
         return False
     if found != run:
@@ -540,7 +513,7 @@ def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
             _rename(path, _trash(path))
         elif step < saved:
             with contextlib.suppress(CheckpointError):
-                _checked(path)
+                _check(path)
                 valid += 1
     _remove_leftovers(run_dir)
 
@@ -559,9 +532,7 @@ def _remove_tree(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         _unlink(path)
     else:
-        for name in os.listdir(path):
-            _remove_tree(path / name)
-        _rmdir(path)
+        shutil.rmtree(path)
 
 
 def _make_dirs(path: Path) -> None:
@@ -594,9 +565,9 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# A save changes the disk only through these names, so that a test can end the process at each change.
-_mkdir, _rename, _symlink, _unlink, _rmdir = os.mkdir, os.rename, os.symlink, os.unlink, os.rmdir
-_write, _fsync, _fsync_dir = os.write, os.fsync, fsync_folder
+# A save changes the disk by these names, so that a test can end the process at each change.
+_mkdir, _rename, _symlink, _unlink = os.mkdir, os.rename, os.symlink, os.unlink
+_write, _fsync, _fsync_dir = os.write, os.fsync, fsync
 
 
 def _create(path: Path) -> int:

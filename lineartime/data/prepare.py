@@ -19,7 +19,6 @@ from lineartime.atomic_io import (
     hashed_file,
     read_bytes,
     remove_leftovers,
-    remove_unfinished,
     unfinished_folder,
     write_atomically,
     written_aside,
@@ -386,7 +385,6 @@ def _refuse_shared_text(sources: list[dict[str, Any]]) -> None:
 
 def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[str, Any]] | None) -> Manifest:
     remove_leftovers(out)
-    remove_unfinished(out)
     require((out / DATA_MANIFEST).is_file(), "the output exists and is not a prepared folder", str(out),
             "choose another")
     manifest = read_manifest(out)
@@ -401,7 +399,6 @@ def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[st
 
 def _require_same_part(out: Path, asked: tuple[Any, ...]) -> None:
     remove_leftovers(out)
-    remove_unfinished(out)
     require((out / PART_FILE).is_file(), "the output exists and is not a part", str(out), "choose another")
     part = read_part(out)
     require((part.number, part.of, part.settings, part.files, part.sources) == asked,

@@ -21,6 +21,7 @@ import lineartime.data.corpora
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from fake_hub import Hub
+from lineartime.atomic_io import _hidden
 from lineartime.cli.terminal import summary
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
@@ -460,13 +461,12 @@ def test_a_full_disk_is_no_fault_of_the_hub(tmp_path: Path, hub: Hub, call: Call
 def test_an_interrupted_reading_leaves_nothing(tmp_path: Path, hub: Hub) -> None:
     def interrupted() -> Any:
         yield {"text": "Page"}
-        assert len(list(tmp_path.glob(".lineartime-*.tmp/train.jsonl"))) == 1
+        assert len(list(tmp_path.glob(".lineartime-*.unfinished/scratch/train.jsonl"))) == 1
         raise KeyboardInterrupt
 
-    left = tmp_path / ".lineartime-01234567-0123456789abcdef.tmp"
-    left.mkdir()
+    left = _hidden(tmp_path / "data.source", "unfinished") / "scratch"
+    left.mkdir(parents=True)
     (left / "left.jsonl").write_text("by a killed run")
-    left.with_suffix(".lock").touch()
     hub.data["allenai/c4"] = {"train": interrupted()}
     with pytest.raises(KeyboardInterrupt):
         prepare([], tmp_path / "data", tokenizer="bytes", task="c4", hub=True)

@@ -3,9 +3,10 @@
 import gzip
 import json
 import os
-import secrets
 import shutil
 from pathlib import Path
+
+from lineartime.atomic_io import _hidden
 
 DEEP = 100_000
 ESCAPE = "\x1b[31mred\x1b[0m"
@@ -136,9 +137,8 @@ def with_trap(box: Path, name: str, canary: Path) -> None:
     for left in (f".{name}.partial", f".{name}.source"):
         (box / left).symlink_to(canary)
     (box / f".tmp-{name}").symlink_to(canary / "file")
-    planted = box / f".lineartime-01234567-{secrets.token_hex(8)}.tmp"
-    planted.symlink_to(canary)
-    planted.with_suffix(".lock").symlink_to(canary / "lock")
+    _hidden(box / name, "unfinished").symlink_to(canary)
+    _hidden(box / name, "tmp").symlink_to(canary / "lock")
     if name == "trap_folder":
         (box / name).mkdir()
         for left in (".tmp-step-00000002", ".trash-step-00000001", ".tmp-latest"):

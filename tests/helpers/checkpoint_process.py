@@ -17,7 +17,7 @@ from fork_server import ForkServer
 from lineartime import checkpoint
 from lineartime.errors import LineartimeError
 
-OPERATIONS = ("_mkdir", "_create", "_write", "_fsync", "_fsync_dir", "_rename", "_symlink", "_unlink", "_rmdir")
+OPERATIONS = ("_mkdir", "_create", "_write", "_fsync", "_fsync_dir", "_rename", "_symlink", "_unlink")
 RUN = "run-of-the-tests"
 
 
