@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
     from lineartime.generation.step import DecodeStep
+    from lineartime.load import load_classifier, load_model, load_span_model
     from lineartime.mhsa import FeedForward, MultiHeadAttention
     from lineartime.model import LanguageModel
     from lineartime.qa.finetune import FineTuning, finetune
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
     from lineartime.recurrence import measure_recurrence
-    from lineartime.run import load_classifier, load_model, load_span_model
     from lineartime.training import train
 
     __version__: str
@@ -38,12 +38,12 @@ __all__ = ["PRESETS", "DecodeStep", "DocumentTuning", "FeedForward", "FineTuning
            "prepare", "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
-         "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "run",
-         "load_span_model": "run", "evaluate": "evaluation", "measure_context_use": "context_use",
+         "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
+         "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
          "measure_recurrence": "recurrence", "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "qa.finetune", "finetune": "qa.finetune",
          "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
-         "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "run",
+         "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "load",
          "DocumentTuning": "documents.tuning", "finetune_documents": "documents.finetune"}
 
 

@@ -16,6 +16,7 @@ from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, 
 from lineartime.distributed.ordered import gather_rows
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError, UsageError
+from lineartime.load import load_model
 from lineartime.masking import masked_rows
 from lineartime.model import (
     DocumentClassifier,
@@ -25,7 +26,6 @@ from lineartime.model import (
     masked_token_losses,
     token_losses,
 )
-from lineartime.run import load_model
 from lineartime.settings import require, require_precision
 
 Row = TypeVar("Row")

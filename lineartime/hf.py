@@ -51,9 +51,10 @@ from lineartime.decoding.cache import DecodingState
 from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.layers import in_order
+from lineartime.load import check_shared, has_optimizer, weight_files
 from lineartime.model import LanguageModel, SpanModel, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, check_shared, has_optimizer, weight_files
+from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
 from lineartime.weights.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
 from lineartime.weights.placed import use_hooks

@@ -7,42 +7,29 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from lineartime import checkpoint
-from lineartime.atomic_io import open_regular, read_bytes, read_json, read_json_lines, write_atomically, write_json
+from lineartime.atomic_io import open_regular, read_json, read_json_lines, write_atomically, write_json
 from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
-from lineartime.config_json import (
-    CLASSIFICATION,
-    QUESTION_ANSWERING,
-    architecture_of,
-    head_from_json,
-    is_encoder,
-    model_config_from_json,
-    model_config_json,
-)
-from lineartime.data.pretrained import named_folder
+from lineartime.config_json import model_config_json
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.distributed.ordered import Part, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
-from lineartime.errors import CheckpointError, ResourceError, UsageError
-from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
+from lineartime.errors import CheckpointError, UsageError
+from lineartime.model import LanguageModel
 from lineartime.run_config import RunConfig
 from lineartime.settings import replace_fields
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
-SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
-"""What `save_pretrained` writes beside weights in several files: the file of each tensor."""
 OPTIMIZER = "optimizer"
 """Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
 MAX_TIME = 1e11
@@ -174,16 +161,11 @@ class Run:
                                for part in own for kind in MOMENTS}}
         if self.is_sharded:
             tensors[WEIGHTS] = {part.name: held_by(part, part.own.detach()) for part in own}
-        shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-        if ranks.size > 1:
+        if ranks.size > 1:  # a file for each rank, and an index of what they hold
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
-            for stem, kinds in ((OPTIMIZER, [f"{kind}." for kind in MOMENTS]), (WEIGHTS, [""])):
-                if stem in tensors:
-                    tensors[file_of(stem, ranks.rank, ranks.size)] = tensors.pop(stem)
-                    files[checkpoint.index_name(stem)] = json.dumps({f"{kind}{name}": {"shape": shape, "parts": [
-                        [file_of(stem, rank, ranks.size) + checkpoint.TENSORS, *at[name]]
-                        for rank, at in enumerate(places) if name in at]}
-                        for name, shape in shapes.items() for kind in kinds}, indent=1) + "\n"
+            for stem in tuple(tensors):
+                tensors[file_of(stem, ranks.rank, ranks.size)] = tensors.pop(stem)
+                files[checkpoint.index_name(stem)] = json.dumps(index_of(stem, model, places), indent=1) + "\n"
         if ranks.is_first:
             if not self.is_sharded:
                 tensors[WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}
@@ -254,8 +236,55 @@ def held_by(part: Part, x: Tensor) -> Tensor:
 
 
 def file_of(stem: str, rank: int, n_ranks: int) -> str:
-    """The stem of a rank's file of tensors that are in several."""
+    """The stem of one rank's file of tensors that are in several files."""
     return f"{stem}-{rank + 1}-of-{n_ranks}"
+
+
+def index_of(stem: str, model: LanguageModel, places: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+    """For each tensor of a checkpoint that is in several files its shape, and the files with the elements of each.
+
+    places: of each rank, the first element and the end of its part of each parameter, by name."""
+    index = {}
+    for name, p in model.named_parameters():
+        for tensor in [name] if stem == WEIGHTS else [f"{kind}.{name}" for kind in MOMENTS]:
+            parts = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[name]]
+                     for rank, at in enumerate(places) if name in at]
+            index[tensor] = {"shape": list(p.shape), "parts": parts}
+    return index
+
+
+POSITIVE = "a number above 0"
+TRAINED = {"step": int, "loss": float, "learning_rate": float,
+           "clock": {"time": POSITIVE, "tokens_per_s": POSITIVE, "cpu_s": float}}
+SCORED = {"step": int, "held_out": {"loss": float}, "clock": {"time": POSITIVE}}
+BLOCKS = [{"first": POSITIVE, "last": POSITIVE, "loss": float}]
+"""The fields and their types of a line of metrics, of one with a score, and of the losses by position."""
+
+
+def require_fields(value: Any, kind: Any, name: str = "it") -> None:
+    """Raise ValueError, with the name of the first that is wrong, unless a JSON value has the fields of a table, each
+    of its type: float is any finite number, None anything. There may be more fields."""
+    if isinstance(kind, dict) and isinstance(value, dict):
+        for field, each in kind.items():
+            require_fields(value.get(field), each, field)
+    elif isinstance(kind, list) and isinstance(value, list):
+        for each in value:
+            require_fields(each, kind[0], name)
+    elif kind in (float, POSITIVE):
+        is_number = type(value) in (int, float) and abs(value) < sys.float_info.max
+        if not is_number or (kind == POSITIVE and value <= 0):
+            raise ValueError(f"{name} is no {kind if kind == POSITIVE else 'number'}")
+    elif kind is not None and type(value) is not kind:
+        raise ValueError(f"{name} is missing or of a wrong type")
+
+
+@contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError for the file where the block finds a wrong value."""
+    try:
+        yield
+    except (ValueError, UsageError) as e:
+        raise CheckpointError("damaged", path, str(e)) from None
 
 
 def read_run(out: Path) -> dict[str, Any]:
@@ -263,32 +292,20 @@ def read_run(out: Path) -> dict[str, Any]:
     missing, CheckpointError if it is damaged."""
     if not (out / RUN_FILE).exists():
         raise UsageError("not a run", out, "give the --out folder of `lineartime train`")
-    description = read_json(out / RUN_FILE)
-    texts, tables = ("id", "preset", "task", "data"), ("model", "train")
-    if not (all(isinstance(description.get(name), str) for name in texts)
-            and all(isinstance(description.get(name), dict) for name in tables)):
-        raise CheckpointError("damaged", out / RUN_FILE, "it is no description of a run")
-    try:
-        configs = {"model": replace_fields(ModelConfig(), description["model"]),
-                   "train": stored_train(description["train"])}
-    except UsageError as e:
-        raise CheckpointError("damaged", out / RUN_FILE, str(e)) from None
-    return description | {name: to_dict(config) for name, config in configs.items()}
+    run = read_json(out / RUN_FILE)
+    with damaged(out / RUN_FILE):
+        require_fields(run, {"id": str, "preset": str, "task": str, "data": str, "model": {}, "train": {}})
+        return run | {"model": to_dict(replace_fields(ModelConfig(), run["model"])),
+                      "train": to_dict(stored_train(run["train"]))}
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without a last line that was cut off. Raises DataError for any other line that is damaged.
     """
     def parse(record: Any) -> dict[str, Any]:
-        if type(record["step"]) is not int or record["step"] < 0:
-            raise ValueError("a step is a whole number")
-        if not (has_numbers(record["held_out"], "loss") if "held_out" in record
-                else has_numbers(record, "loss", "learning_rate")):
-            raise ValueError("its numbers are missing or not numbers")
-        clock, trained = record["clock"], "held_out" not in record
-        if not has_numbers(clock, "time", *["tokens_per_s", "cpu_s"] * trained) or not 0 < clock["time"] < MAX_TIME or (
-                trained and clock["tokens_per_s"] <= 0):
-            raise ValueError("its clock has no times")
+        require_fields(record, SCORED if "held_out" in record else TRAINED)
+        if record["step"] < 0 or record["clock"]["time"] > MAX_TIME:
+            raise ValueError("its step or its time is impossible")
         return record
 
     return read_json_lines(out / METRICS_FILE, parse, "a line of metrics")
@@ -308,44 +325,29 @@ def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def read_result(out: Path) -> dict[str, Any]:
     """A completed run's result. Raises CheckpointError if it is missing, damaged, or of another run."""
-    path, result, run = out / RESULT_FILE, read_json(out / RESULT_FILE), read_run(out)
-    if result.get("run", run["id"]) != run["id"]:  # older versions wrote no id
-        raise CheckpointError("damaged", path, "it is the result of another run")
-    if type(result.get("steps")) is not int or result["steps"] != run["train"].get("steps"):
-        raise CheckpointError("damaged", path, f"its steps are not those of {RUN_FILE}")
-    if "held_out" in result:
-        scores = result["held_out"]
-        blocks = scores.get("loss_by_position", []) if isinstance(scores, dict) else []
-        whole = has_numbers(scores, "loss") and isinstance(blocks, list) and all(
-            has_numbers(block, "first", "last", "loss") and 1 <= block["first"] <= block["last"] for block in blocks)
-    else:
-        whole = has_numbers(result, "loss", "exact_match", "f1")
-    if not whole or not has_numbers({"peak_mib": 0.0, **result}, "peak_mib"):
-        raise CheckpointError("damaged", path, "its scores are missing or not numbers")
+    run, result = read_run(out), {"peak_mib": 0.0, **read_json(out / RESULT_FILE)}
+    with damaged(out / RESULT_FILE):
+        of_questions = {"loss": float, "exact_match": float, "f1": float}
+        require_fields(result, {"steps": int, "peak_mib": float, **(
+            {"held_out": {"loss": float}} if "held_out" in result else of_questions)})
+        require_fields(result.get("held_out", {}).get("loss_by_position", []), BLOCKS)
+        if result.get("run", run["id"]) != run["id"] or result["steps"] != run["train"]["steps"]:
+            raise ValueError(f"it is the result of another run than that of {RUN_FILE}")  # older ones have no id
     return result
 
 
 def read_fine_tuning(out: Path) -> dict[str, Any]:
     """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is missing or damaged."""
-    path, result = out / RESULT_FILE, read_json(out / RESULT_FILE)
-    best, rates = result.get("best"), result.get("learning_rates")
-    if not isinstance(rates, dict) or best not in [f"lr-{rate}" for rate in rates]:
-        raise CheckpointError("damaged", path, "it names no best run")
-    documents = "task" in result
-    if not all(has_numbers(scores, "score", "best_step") if documents else has_numbers(scores, "exact_match", "f1")
-               for scores in [*rates.values(), *([] if documents else [result.get("word_overlap")])]):
-        raise CheckpointError("damaged", path, "its scores are missing or not numbers")
-    settings = result.get("fine_tuning")
-    trained = settings.get("train") if isinstance(settings, dict) else None
-    if not (isinstance(trained, dict) and all(isinstance(each, dict) for each in trained.values())):
-        raise CheckpointError("damaged", path, "its settings are missing")
+    result = read_json(out / RESULT_FILE)
+    with damaged(out / RESULT_FILE):
+        rate = {"score": float, "best_step": float} if "task" in result else {"exact_match": float, "f1": float}
+        require_fields(result, {"best": str, "learning_rates": {}, "fine_tuning": {"train": {}}, **(
+            {} if "task" in result else {"word_overlap": rate})})
+        require_fields([*result["learning_rates"].values()], [rate])
+        require_fields([*result["fine_tuning"]["train"].values()], [{}])
+        if result["best"] not in [f"lr-{each}" for each in result["learning_rates"]]:
+            raise ValueError("it names no best run")
     return result
-
-
-def has_numbers(scores: Any, *names: str) -> bool:
-    """Whether a table has a finite number under each of these names."""
-    return isinstance(scores, dict) and all(
-        type(scores.get(name)) in (int, float) and abs(scores[name]) < sys.float_info.max for name in names)
 
 
 def result_or_none(out: Path, read: Callable[[Path], dict[str, Any]], checkpoints: str) -> dict[str, Any] | None:
@@ -375,144 +377,3 @@ def best_run(out: Path) -> Path:
         return best
     step = int(result["learning_rates"][result["best"].removeprefix("lr-")]["best_step"])
     return best / f"step-{step:08d}"
-
-
-def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
-    """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
-
-    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
-    `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
-    the package, "small". strict: whether a damaged newer
-    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`, a
-    `DocumentClassifier` or a `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises
-    UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run or not finite."""
-    path = best_run(named_folder(path))
-    folder = path.resolve()  # `latest` is a link
-    if is_exported(path):
-        files, weights, step = read_exported(folder)
-        facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
-    else:
-        if not checkpoint.has_manifest(path):
-            folder = newest_checkpoint(path, strict=strict)
-        loaded = checkpoint.load(folder, WEIGHTS)
-        facts = {"checkpoint": str(folder), "step": loaded.step}
-        files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
-    try:
-        config = model_config_from_json(files[CONFIG_FILE])
-        kind = architecture_of(files[CONFIG_FILE])
-        head = head_from_json(files[CONFIG_FILE]) if kind == CLASSIFICATION else None
-        tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
-    except KeyError as e:
-        raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
-    except UsageError as e:
-        where = folder / CONFIG_FILE
-        raise UsageError(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
-    if config.n_layers > len(weights):  # a layer takes milliseconds to build
-        raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
-                              f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
-    with torch.device("meta"):
-        model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
-                 DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
-    weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
-    model.load_state_dict(weights, assign=True)
-    return model.eval(), tokenizer, facts
-
-
-def newest_checkpoint(run: Path, *, strict: bool = False) -> Path:
-    """A run's newest valid checkpoint, with a warning if a newer one is damaged, which with `strict` is an error.
-    Raises UsageError for another folder and without a checkpoint, CheckpointError for damage and for a checkpoint of
-    another run."""
-    id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
-    if newest is None:
-        raise UsageError("no checkpoint yet", run, "let the training save one")
-    if newest.damaged and strict:
-        raise CheckpointError("newer checkpoints are damaged", newest.reasons(),
-                              f"step {newest.step} is whole: name {newest.path}, or do not ask for strict")
-    if newest.damaged:
-        logger.warning(f"using step {newest.step} of {run}, newer checkpoints are damaged ({newest.reasons()})")
-    if newest.run != id_of_run:
-        raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
-    return newest.path
-
-
-def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
-    """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run, strict=strict)
-    if not isinstance(model, SpanModel):
-        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
-    return model, tokenizer, facts
-
-
-def load_classifier(run: Path | str, *,
-                    strict: bool = False) -> tuple[DocumentClassifier, Tokenizer, dict[str, Any]]:
-    """`load_model` for a model fine-tuned on labels. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run, strict=strict)
-    if not isinstance(model, DocumentClassifier):
-        raise UsageError("this model was not fine-tuned on labels", run, "see `lineartime finetune --task classify`")
-    return model, tokenizer, facts
-
-
-def is_exported(path: Path) -> bool:
-    """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
-    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE)) or checkpoint.has_manifest(path)
-    return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
-
-
-def has_optimizer(folder: Path) -> bool:
-    """Whether a folder holds an optimizer's state, as a checkpoint does."""
-    return any(folder.glob(f"{OPTIMIZER}*{checkpoint.TENSORS}"))
-
-
-def check_shared(folder: Path, names: Iterable[str]) -> int | None:
-    """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
-    Returns the step of a checkpoint.
-
-    Raises CheckpointError for a difference, and for a checkpoint without its manifest; UsageError for one whose weights
-    are in parts."""
-    if (folder / checkpoint.index_name(WEIGHTS)).exists():
-        raise UsageError("the weights of a sharded run are in parts", folder,
-                         "`lineartime export` writes them as one file, and load_model reads them")
-    if checkpoint.has_manifest(folder):
-        return checkpoint.check_files(folder, names)
-    if has_optimizer(folder):
-        raise CheckpointError("damaged checkpoint", f"{folder}: {checkpoint.MANIFEST} is missing")
-    return None
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut them into. Raises
-    CheckpointError for a list of them that is none."""
-    if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
-        return [WEIGHTS_FILE]
-    places = read_json(folder / SHARDS_FILE).get("weight_map")
-    if not isinstance(places, dict) or not all(
-            isinstance(name, str) and checkpoint.FILE_NAME.fullmatch(name) for name in places.values()):
-        raise CheckpointError("damaged", folder / SHARDS_FILE, "it has no file of each tensor")
-    return sorted({*places.values()})
-
-
-def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor], int | None]:
-    """The text files and the weights, converted to float32, of an exported folder; and the step, if it is a checkpoint
-    without its optimizer. Raises CheckpointError, and ResourceError for weights that do not fit into memory."""
-    names = weight_files(folder)
-    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
-    files: dict[str, str] = {}
-    weights: dict[str, Tensor] = {}
-    for name in (CONFIG_FILE, TOKENIZER_FILE):
-        try:
-            files[name] = read_bytes(folder / name).decode()
-        except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError("cannot read", folder / name, getattr(e, "strerror", None) or str(e)) from None
-    for name in names:
-        try:
-            open_regular(folder / name).close()  # the library would wait for a pipe
-            stored = safetensors.torch.load_file(folder / name)
-        except (OSError, ValueError, safetensors.SafetensorError) as e:
-            raise CheckpointError("damaged", folder / name, str(e)) from None
-        except MemoryError:
-            raise ResourceError("out of memory", folder / name) from None
-        wrong = [f"{each} is {weight.dtype}" for each, weight in stored.items() if not weight.is_floating_point()]
-        if wrong:
-            raise CheckpointError("weights of a wrong type", f"{folder / name}: {checkpoint.first_five(wrong)}")
-        weights |= {each: weight.float() for each, weight in stored.items()}
-    return files, weights, step

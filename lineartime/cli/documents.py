@@ -63,7 +63,7 @@ def embed(
         from lineartime.documents.embed import embedded_row, embedded_schema
         from lineartime.documents.examples import Fields
         from lineartime.documents.pooling import Reading
-        from lineartime.run import load_model
+        from lineartime.load import load_model
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     loaded, tokenizer, _ = load_model(folder, strict=strict)
@@ -93,7 +93,7 @@ def classify(
         from lineartime.documents.classify import labelled_row, labelled_schema
         from lineartime.documents.examples import Fields
         from lineartime.documents.pooling import Reading
-        from lineartime.run import load_classifier
+        from lineartime.load import load_classifier
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     loaded, tokenizer, _ = load_classifier(folder, strict=strict)

@@ -183,8 +183,8 @@ def evaluate_questions(run: Path | None, questions: list[Path], evidence: Path |
     if scored is not None:
         result = score_answers(asked, check_predictions(read_json(scored), str(scored)))
     else:
+        from lineartime.load import load_span_model
         from lineartime.qa.spans import evaluate_questions
-        from lineartime.run import load_span_model
 
         assert run is not None
         model, tokenizer, facts = load_span_model(run, strict=strict)

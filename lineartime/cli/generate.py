@@ -49,7 +49,7 @@ def generate(
     import torch
 
     from lineartime.generation.generate import check_sampling, generate
-    from lineartime.run import load_model
+    from lineartime.load import load_model
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     model, tokenizer, _ = load_model(run, strict=strict)

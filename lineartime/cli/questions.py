@@ -150,8 +150,8 @@ def answer(
                       Document(name, read_utf8(Path(name))) for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))
+    from lineartime.load import load_span_model
     from lineartime.qa.spans import Windows, predict
-    from lineartime.run import load_span_model
 
     model, tokenizer, facts = load_span_model(folder, strict=strict)
     windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)

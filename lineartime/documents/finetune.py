@@ -33,8 +33,9 @@ from lineartime.documents.tuning import (
     train_best,
 )
 from lineartime.finetuning import copy_weights, require_folder, try_rates, with_context
+from lineartime.load import load_model
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
-from lineartime.run import CONFIG_FILE, Run, load_model
+from lineartime.run import CONFIG_FILE, Run
 from lineartime.run_config import RunConfig
 from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require

@@ -36,6 +36,7 @@ from lineartime.finetuning import (
     try_rates,
     with_context,
 )
+from lineartime.load import load_model
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa.metrics import guess_by_overlap, score
 from lineartime.qa.questions import Question, read_questions
@@ -49,7 +50,7 @@ from lineartime.qa.spans import (
     stack_rows,
     training_rows,
 )
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, Run, load_model
+from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, Run
 from lineartime.run_config import RunConfig
 from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require

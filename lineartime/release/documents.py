@@ -10,10 +10,11 @@ from lineartime.atomic_io import read_bytes, remove_leftovers, written_aside
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
 from lineartime.documents.report import PICTURES, REPORT_FILE
 from lineartime.errors import CheckpointError, ResourceError
+from lineartime.load import load_model
 from lineartime.model import DocumentClassifier
 from lineartime.release.card import front_matter
 from lineartime.release.export import CARD_FILE
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, load_model
+from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
 from lineartime.weights.folder import CODE, CODE_FILE, config_with_code, sentence_files, tokenizer_files
 

@@ -20,9 +20,10 @@ from lineartime.data.tokens import open_data, read_manifests, sha256_of
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
+from lineartime.load import is_exported, load_model
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
-from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, is_exported, load_model, read_metrics, read_run
+from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 from lineartime.weights.folder import CODE, CODE_FILE, config_with_code, tokenizer_files

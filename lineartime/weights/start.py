@@ -16,16 +16,9 @@ from lineartime.config import ModelConfig, to_dict
 from lineartime.data.pretrained import named_folder
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.errors import UsageError
+from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 from lineartime.model import LanguageModel
-from lineartime.run import (
-    CONFIG_FILE,
-    SHARDS_FILE,
-    WEIGHTS,
-    WEIGHTS_FILE,
-    check_shared,
-    is_exported,
-    newest_checkpoint,
-)
+from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
 from lineartime.run_config import Source
 from lineartime.settings import require
 

@@ -21,8 +21,8 @@ from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, load_toke
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
+from lineartime.load import load_model
 from lineartime.model import LanguageModel, token_losses
-from lineartime.run import load_model
 from lineartime.weights.folder import tokenizer_files
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_models import LONG_MEMORY

@@ -15,8 +15,8 @@ from lineartime import checkpoint
 from lineartime.distributed.ranks import Ranks, connected, speaks_first
 from lineartime.errors import RankError, UsageError
 from lineartime.hf import LineartimeForCausalLM
+from lineartime.load import load_model
 from lineartime.release.export import export
-from lineartime.run import load_model
 from made_questions import write_questions
 from ranks_here import RanksHere, differences, state_of
 from tiny_runs import command, prepare_text, steps_done, steps_saved

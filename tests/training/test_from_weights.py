@@ -26,7 +26,8 @@ from lineartime.data.run_settings import config_for_data
 from lineartime.data.tokens import batch_rows, open_data, open_split
 from lineartime.errors import Stopped, UsageError
 from lineartime.hf import LineartimeForCausalLM
-from lineartime.run import load_model, read_metrics
+from lineartime.load import load_model
+from lineartime.run import read_metrics
 from lineartime.run_config import nearest_preset, run_config
 from lineartime.training import StopSignal, learning_rate_at
 from lineartime.weights.start import check_shapes

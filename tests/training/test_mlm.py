@@ -18,11 +18,12 @@ from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import open_split
 from lineartime.errors import NumericsError, UsageError
 from lineartime.evaluation import Evaluation, evaluate
+from lineartime.load import load_model
 from lineartime.masking import NO_TARGET, mask_tokens, masked_rows, masked_sample
 from lineartime.model import LanguageModel, masked_token_losses
 from lineartime.objectives import MaskedTokens
 from lineartime.plot import plot_comparison
-from lineartime.run import load_model, read_metrics
+from lineartime.run import read_metrics
 from lineartime.run_config import run_config
 from lineartime.training import compute_gradient
 from tiny_models import CONFIGS, random_ids, random_model

@@ -13,8 +13,9 @@ from lineartime.checkpoint import check_tensors, reshaped
 from lineartime.config import ModelConfig, model_config, stored_train
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.errors import CheckpointError
+from lineartime.load import load_model
 from lineartime.model import LanguageModel
-from lineartime.run import load_model, read_metrics
+from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig
 from lineartime.settings import replace_fields
 from tiny_checkpoints import random_model, write_checkpoint

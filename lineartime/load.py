@@ -1,0 +1,173 @@
+"""Open a model from any folder that holds one: a run, a checkpoint, an export, or what `save_pretrained` wrote."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lineartime import checkpoint
+from lineartime.atomic_io import open_regular, read_bytes, read_json
+from lineartime.config_json import (
+    CLASSIFICATION,
+    QUESTION_ANSWERING,
+    architecture_of,
+    head_from_json,
+    is_encoder,
+    model_config_from_json,
+)
+from lineartime.data.pretrained import named_folder
+from lineartime.data.run_settings import RUN_FILE
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.errors import CheckpointError, ResourceError, UsageError
+from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
+from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, read_run
+
+SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
+"""What `save_pretrained` writes beside weights in several files: the file of each tensor."""
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
+
+    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
+    `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
+    the package, "small". strict: whether a damaged newer
+    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`, a
+    `DocumentClassifier` or a `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises
+    UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run or not finite."""
+    path = best_run(named_folder(path))
+    folder = path.resolve()  # `latest` is a link
+    if is_exported(path):
+        files, weights, step = read_exported(folder)
+        facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
+    else:
+        if not checkpoint.has_manifest(path):
+            folder = newest_checkpoint(path, strict=strict)
+        loaded = checkpoint.load(folder, WEIGHTS)
+        facts = {"checkpoint": str(folder), "step": loaded.step}
+        files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
+    try:
+        config = model_config_from_json(files[CONFIG_FILE])
+        kind = architecture_of(files[CONFIG_FILE])
+        head = head_from_json(files[CONFIG_FILE]) if kind == CLASSIFICATION else None
+        tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
+    except KeyError as e:
+        raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
+    except UsageError as e:
+        where = folder / CONFIG_FILE
+        raise UsageError(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
+    if config.n_layers > len(weights):  # a layer takes milliseconds to build
+        raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
+                              f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
+    with torch.device("meta"):
+        model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
+                 DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
+    weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
+    model.load_state_dict(weights, assign=True)
+    return model.eval(), tokenizer, facts
+
+
+def newest_checkpoint(run: Path, *, strict: bool = False) -> Path:
+    """A run's newest valid checkpoint, with a warning if a newer one is damaged, which with `strict` is an error.
+    Raises UsageError for another folder and without a checkpoint, CheckpointError for damage and for a checkpoint of
+    another run."""
+    id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
+    if newest is None:
+        raise UsageError("no checkpoint yet", run, "let the training save one")
+    if newest.damaged and strict:
+        raise CheckpointError("newer checkpoints are damaged", newest.reasons(),
+                              f"step {newest.step} is whole: name {newest.path}, or do not ask for strict")
+    if newest.damaged:
+        logger.warning(f"using step {newest.step} of {run}, newer checkpoints are damaged ({newest.reasons()})")
+    if newest.run != id_of_run:
+        raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+    return newest.path
+
+
+def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+    """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
+    model, tokenizer, facts = load_model(run, strict=strict)
+    if not isinstance(model, SpanModel):
+        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
+    return model, tokenizer, facts
+
+
+def load_classifier(run: Path | str, *,
+                    strict: bool = False) -> tuple[DocumentClassifier, Tokenizer, dict[str, Any]]:
+    """`load_model` for a model fine-tuned on labels. Raises UsageError for any other model."""
+    model, tokenizer, facts = load_model(run, strict=strict)
+    if not isinstance(model, DocumentClassifier):
+        raise UsageError("this model was not fine-tuned on labels", run, "see `lineartime finetune --task classify`")
+    return model, tokenizer, facts
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
+    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE)) or checkpoint.has_manifest(path)
+    return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Whether a folder holds an optimizer's state, as a checkpoint does."""
+    return any(folder.glob(f"{OPTIMIZER}*{checkpoint.TENSORS}"))
+
+
+def check_shared(folder: Path, names: Iterable[str]) -> int | None:
+    """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
+    Returns the step of a checkpoint.
+
+    Raises CheckpointError for a difference, and for a checkpoint without its manifest; UsageError for one whose weights
+    are in parts."""
+    if (folder / checkpoint.index_name(WEIGHTS)).exists():
+        raise UsageError("the weights of a sharded run are in parts", folder,
+                         "`lineartime export` writes them as one file, and load_model reads them")
+    if checkpoint.has_manifest(folder):
+        return checkpoint.check_files(folder, names)
+    if has_optimizer(folder):
+        raise CheckpointError("damaged checkpoint", f"{folder}: {checkpoint.MANIFEST} is missing")
+    return None
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut them into. Raises
+    CheckpointError for a list of them that is none."""
+    if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
+        return [WEIGHTS_FILE]
+    places = read_json(folder / SHARDS_FILE).get("weight_map")
+    if not isinstance(places, dict) or not all(
+            isinstance(name, str) and checkpoint.FILE_NAME.fullmatch(name) for name in places.values()):
+        raise CheckpointError("damaged", folder / SHARDS_FILE, "it has no file of each tensor")
+    return sorted({*places.values()})
+
+
+def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor], int | None]:
+    """The text files and the weights, converted to float32, of an exported folder; and the step, if it is a checkpoint
+    without its optimizer. Raises CheckpointError, and ResourceError for weights that do not fit into memory."""
+    names = weight_files(folder)
+    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
+    files: dict[str, str] = {}
+    weights: dict[str, Tensor] = {}
+    for name in (CONFIG_FILE, TOKENIZER_FILE):
+        try:
+            files[name] = read_bytes(folder / name).decode()
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointError("cannot read", folder / name, getattr(e, "strerror", None) or str(e)) from None
+    for name in names:
+        try:
+            open_regular(folder / name).close()  # the library would wait for a pipe
+            stored = safetensors.torch.load_file(folder / name)
+        except (OSError, ValueError, safetensors.SafetensorError) as e:
+            raise CheckpointError("damaged", folder / name, str(e)) from None
+        except MemoryError:
+            raise ResourceError("out of memory", folder / name) from None
+        wrong = [f"{each} is {weight.dtype}" for each, weight in stored.items() if not weight.is_floating_point()]
+        if wrong:
+            raise CheckpointError("weights of a wrong type", f"{folder / name}: {checkpoint.first_five(wrong)}")
+        weights |= {each: weight.float() for each, weight in stored.items()}
+    return files, weights, step
