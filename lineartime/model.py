@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import (
     ResidualLayer,
     ScaledSin,
+    SequenceInfo,
     check_segment_ids,
     check_shape,
     in_order,
@@ -31,6 +32,16 @@ from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require
+
+
+class PreparedRows(NamedTuple):
+    """Rows as the layers take them."""
+
+    ids_BT: Tensor
+    position_1T: Tensor
+    info: SequenceInfo
+    order_BT: Tensor | None
+    """Where each token was in its row, if padding was moved to the end; see `tokens_first`."""
 
 
 class LanguageModel(nn.Module):
@@ -77,41 +88,60 @@ class LanguageModel(nn.Module):
 
         embeds_BTD: vectors instead of the embeddings of ids_BT, which then only say where documents start; not for
         ranks that share rows. collected: a list to which the input of each block is added, `[B, T, D]`."""
+        rows = self.prepare_rows(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
+        if embeds_BTD is None:
+            embeds_BTD = self.embed(rows.ids_BT)
+        elif rows.order_BT is not None:
+            embeds_BTD = in_order(embeds_BTD, rows.order_BT)
+        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(rows.position_1T), rows.info, collected=collected)
+        if rows.order_BT is not None:  # back to the places that were given
+            back_BT = rows.order_BT.argsort(1)
+            x_BTD = in_order(x_BTD, back_BT)
+            if collected is not None:
+                collected[:] = [in_order(each_BTD, back_BT) for each_BTD in collected]
+        return self.norm(x_BTD)
+
+    def prepare_rows(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None,
+                     ranks: Ranks) -> PreparedRows:
+        """Rows as the layers take them, from the arguments of `forward`. Raises UsageError as `hidden` does."""
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
         check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
-        given = segment_ids_BT is not None
+        are_given, order_BT = segment_ids_BT is not None, None
         if segment_ids_BT is None and self.config.end_of_document is not None:
             starts_BT = ids_BT == self.config.end_of_document
             if padding_mask_BT is not None:
                 starts_BT = starts_BT & padding_mask_BT.bool()
             segment_ids_BT = starts_BT.cumsum(1)
-        order_BT = None
         if padding_mask_BT is not None:
             order_BT, segment_ids_BT = tokens_first(padding_mask_BT, segment_ids_BT)
             ids_BT = ids_BT.gather(1, order_BT)
-            embeds_BTD = None if embeds_BTD is None else in_order(embeds_BTD, order_BT)
-        if given and segment_ids_BT is not None:
+        if are_given and segment_ids_BT is not None:
             check_segment_ids(segment_ids_BT)
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         if ranks.size > 1:
             self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
             ids_BT, segment_ids_BT, position_1T = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
         info = sequence_info(self.config, position_1T, self.embed.weight.dtype, segment_ids_BT, ranks)
-        embeds_BTD = self.embed(ids_BT) if embeds_BTD is None else embeds_BTD
-        x_BTD, delta_BTD = embeds_BTD + self.abs_pos(position_1T), None
+        return PreparedRows(ids_BT, position_1T, info, order_BT)
+
+    def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
+                   caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
+        """All layers, without the norm after them: `[B, T, D]`. inputs, caches: the rows are the next tokens of others,
+        whose past is in the caches, one for each layer of attention. collected: see `hidden`."""
+        delta_BTD: Tensor | None = None
+        remaining = iter(caches)
         for i, layer in enumerate(self.residual_layers()):
             if collected is not None and i % self.layers_per_block == 0:
-                x_in_BTD = x_BTD if delta_BTD is None else x_BTD + delta_BTD
-                collected.append(x_in_BTD if order_BT is None else in_order(x_in_BTD, order_BT.argsort(1)))
-            if self.activation_checkpointing and self.training:
+                collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
+            if inputs is not None and isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
+                x_BTD, delta_BTD = layer.extend(x_BTD, delta_BTD, info, inputs, next(remaining))
+            elif self.activation_checkpointing and self.training:
                 x_BTD, delta_BTD = checkpoint(layer.add, x_BTD, delta_BTD, info, use_reentrant=False)
             else:
                 x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info)
-        x_BTD = x_BTD + delta_BTD
-        if order_BT is not None:
-            x_BTD = in_order(x_BTD, order_BT.argsort(1))
-        return self.norm(x_BTD)
+        assert delta_BTD is not None
+        return x_BTD + delta_BTD
 
     def compile_layers(self) -> None:
         """Apply `torch.compile` to each layer in place. Layers of the same kind share compiled code, so compile time
@@ -215,16 +245,7 @@ class LanguageModel(nn.Module):
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
         info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
-        x_BND, delta_BND = embeds_BND + self.abs_pos(position_BN), None
-        remaining = iter(caches)
-        for i, layer in enumerate(self.residual_layers()):
-            if collected is not None and i % self.layers_per_block == 0:
-                collected.append(x_BND if delta_BND is None else x_BND + delta_BND)
-            if isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
-                x_BND, delta_BND = layer.extend(x_BND, delta_BND, info, inputs, next(remaining))
-            else:
-                x_BND, delta_BND = layer.add(x_BND, delta_BND, info)
-        return self.norm(x_BND + delta_BND)
+        return self.norm(self.run_layers(embeds_BND + self.abs_pos(position_BN), info, inputs, caches, collected))
 
 
 def make_layers(config: ModelConfig) -> list[ResidualLayer]:
