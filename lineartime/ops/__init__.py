@@ -10,8 +10,7 @@ less for the backward pass; `impl` selects:
 | "reference" | the PyTorch reference |
 | "triton" | kernels; `UsageError` where they do not support the inputs |
 
-`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once. In
-`torch.compile` a call of FLASH's attention of few tokens takes the reference (`dispatch.compile_reference`).
+`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once.
 Attention over rows without a token (B or T of 0) goes to the reference."""
 
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
     QUERY_KEY_DIM,
-    compile_reference,
     unsupported_attention,
     unsupported_heads,
     unsupported_norm,
@@ -72,7 +70,6 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
     kernels do not support."""
     in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
-    in_kernels = in_kernels and not compile_reference(impl, uvz_BTF)
     module: ModuleType = mixed_chunk if in_kernels else reference
     if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
         module = windows
@@ -103,7 +100,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
     in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
-    in_kernels = in_kernels and uv_BTF.numel() > 0 and not compile_reference(impl, uv_BTF)
+    in_kernels = in_kernels and uv_BTF.numel() > 0
     module: ModuleType = mixed_chunk if in_kernels else reference
     if use_windows(impl, causal, exchange is not None, uv_BTF, *heads, w):
         module = windows

@@ -30,12 +30,6 @@ MAX_NORMED = 2**30 - 1
 MUCH_SHARED_KIB = 227
 """Shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB."""
 
-FEW_TOKENS = 8192
-"""Tokens of a call, all rows counted, up to which the compiled reference is predicted to train as fast as the kernels
-or faster: their programs are then too few to fill a GPU."""
-REFERENCE_WHEN_COMPILED = (8, 0)
-"""The compute capability, an A100's, for which that is predicted of more tokens too."""
-
 TileClass = Literal["small", "hopper", "large"]
 
 Args = ParamSpec("Args")
@@ -140,17 +134,6 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
     if reason and not torch.compiler.is_compiling():
         log_once(f"the PyTorch reference runs in place of kernels: {reason}")
     return not reason
-
-
-def compile_reference(impl: str | None, x: Tensor) -> bool:
-    """Whether `torch.compile` takes FLASH's reference in place of kernels: with impl None, where gradients are enabled,
-    for rows x `[B, T, ...]` of at most FEW_TOKENS in all, or on a GPU of REFERENCE_WHEN_COMPILED. Not in
-    `torch.export`, whose length may be symbolic."""
-    if impl is not None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        return False
-    few = x.shape[0] * x.shape[1] <= FEW_TOKENS or (
-        x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == REFERENCE_WHEN_COMPILED)
-    return few and torch.is_grad_enabled()
 
 
 def use_windows(impl: str | None, causal: bool, shared: bool, x: Tensor, *parameters: Tensor) -> bool:

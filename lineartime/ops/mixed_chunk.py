@@ -462,7 +462,7 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
 
 class Kept(NamedTuple):
     """What the forward pass makes and the backward pass reads again: 5.6 KB a token and layer at 110 M, for 9.2 KB less
-    to move (docs/tuning.md)."""
+    to move."""
 
     heads_4BTS: Tensor
     v_BTE: Tensor

@@ -8,7 +8,6 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 import interpreter  # noqa: F401 - first: has Triton interpret
-from lineartime import ops
 from lineartime.ops import decode_step, dispatch, mixed_chunk, norm, quadratic
 
 S = 128
@@ -121,35 +120,3 @@ def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monk
 def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, words):
     uv = torch.empty(2, 300, 2 * 64, dtype=dtype, device="meta")
     assert dispatch.unsupported_heads(uv, s, 256, pooling) == words
-
-
-@pytest.mark.parametrize(("impl", "compiling", "exporting", "training", "shape", "reference"), [
-    (None, True, False, True, (1, 8192), True), (None, True, False, True, (4, 2048), True),
-    (None, True, False, True, (1, 8193), False), (None, True, False, True, (5, 2048), False),
-    (None, False, False, True, (1, 8192), False), (None, True, True, True, (1, 8192), False),
-    (None, True, False, False, (1, 8192), False), ("triton", True, False, True, (1, 8192), False)])
-def test_compiled_calls_of_few_tokens_take_the_reference(impl, compiling, exporting, training, shape, reference,
-                                                         monkeypatch):
-    """All rows counted; in training, where kernels could run and nobody asked for them."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
-    monkeypatch.setattr(ops, "use_kernels", lambda *inputs: True)
-    monkeypatch.setattr(ops, "use_windows", lambda *inputs: False)
-    for module in (mixed_chunk, ops.reference):
-        monkeypatch.setattr(module, "gated_chunk_attention", lambda *inputs, module=module, **fields: module)
-    with torch.set_grad_enabled(training):
-        chosen = ops.gated_chunk_attention(torch.empty(*shape, 3 * S), *[torch.empty(4, S)] * 2, *[torch.empty(1)] * 3,
-                                           chunk_size=128, causal=True, impl=impl)
-    assert chosen is (ops.reference if reference else mixed_chunk)
-
-
-@pytest.mark.parametrize(("capability", "reference"), [((8, 0), True), ((8, 6), False), ((9, 0), False)])
-def test_compiled_training_on_an_a100_takes_the_reference(capability, reference, monkeypatch):
-    """However many tokens a call has; on other GPUs only few."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    rows = SimpleNamespace(shape=(8, 65536, 3 * S), device=torch.device("cuda", 1))
-    assert dispatch.compile_reference(None, rows) is reference
-    assert not dispatch.compile_reference("triton", rows)
-    with torch.no_grad():
-        assert not dispatch.compile_reference(None, rows)

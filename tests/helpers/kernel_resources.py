@@ -1,0 +1,203 @@
+"""What every kernel takes of a GPU that need not be here: registers, spills, shared memory, tensor-core instructions.
+
+`python kernel_resources.py ROWS.jsonl few 90 80` calls the ops, forward and backward, on tensors in main memory. Each
+kernel is compiled as that call would have it compiled, for the architectures named, and is not launched. Nothing is
+computed. ROWS.jsonl gets a line for each program. With `everything` in place of `few` more cases are compiled. A process
+of its own does this, because tests have Triton interpret kernels.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
+from lineartime.ops.dispatch import MUCH_SHARED_KIB
+
+SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
+"""Shared memory that one program can have, by architecture."""
+DTYPES = ("bfloat16", "float16", "float32")
+D_INNER, S = 1536, 128
+LONG_ROW = 2**14
+"""Tokens of a row whose chunk states take two levels."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op, forward and backward."""
+
+    op: str
+    dtype: str
+    chunk: int | None = None
+    """Tokens in a chunk, where the op has them."""
+    causal: bool = True
+    documents: bool = True
+    n_tokens: int = 1024
+    """In a row."""
+    past: bool = False
+    """Whether a state enters the rows, which are parts of rows."""
+
+    @property
+    def usual(self) -> bool:
+        """Whether a training run has it unless it asks for something else."""
+        return (self.dtype == "bfloat16" and self.chunk in (None, 256) and self.causal and self.documents
+                and self.n_tokens < LONG_ROW and not self.past)
+
+
+Program = dict[str, Any]
+"""A kernel compiled for one architecture: `kernel`, `arch`, `tile_rows`; `registers` and `spilled` bytes of a thread,
+`shared` bytes of a program, `tensor_cores`, the instructions that use them; and what `pipeline_of` reads."""
+
+
+@contextlib.contextmanager
+def recording(arch: int, known: dict[tuple[object, ...], Program]) -> Iterator[list[Program]]:
+    """The programs of the launches inside, in place of making them, for an architecture. known: gets each program by
+    what was compiled, which is compiled once."""
+    launches: list[Program] = []
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        # As in JITFunction.run, for a device that is not here.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = bind(*args, debug=False, instrumentation_mode="", **kwargs)
+        key = (arch, kernel.cache_key, str(specialization), str(options))
+        if key not in known:
+            known[key] = compiled(kernel, arch, *kernel._pack_args(backend, options, bound, specialization, options))
+        if known[key] not in launches:
+            launches.append(known[key])
+
+    kind = "small" if SHARED_KIB[arch] < MUCH_SHARED_KIB else "hopper" if arch == 90 else "large"
+    with patch.object(JITFunction, "run", record), patch.object(mixed_chunk, "tile_class", lambda device: kind):
+        yield launches
+
+
+def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, str], constants: dict[Any, Any],
+             attributes: dict[Any, Any]) -> Program:
+    """Compile for an architecture and read what the assembler made of it."""
+    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", arch, 32),
+                          options=options.__dict__)
+    names = list(signature)
+    named = {names[path[0]]: value for path, value in constants.items() if signature[names[path[0]]] == "constexpr"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(made.asm["cubin"])
+        listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file],
+                                 capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
+    return {"kernel": kernel.__name__, "arch": arch, "tile_rows": named.get("BM"), "registers": used["REG"],
+            "spilled": used["STACK"] + used["LOCAL"], "shared": made.metadata.shared,
+            "tensor_cores": len(re.findall(r"\bHG?MMA\b", listing)), **pipeline_of(made.asm["ttgir"])}
+
+
+def pipeline_of(code: str) -> dict[str, int]:
+    """How a program overlaps copies and products, from its code before registers are given out: `in_flight`, the most
+    copies that a loop lets go on while it multiplies, and `rows_of_warps`, the rows that its warps cover at once."""
+    waits = re.findall(r"async_wait\b.*num = (\d+)", code)
+    warps = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+)", code)
+    return {"in_flight": max(map(int, waits), default=0), "rows_of_warps": 16 * max(map(int, warps), default=0)}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+
+def gated_attention(case: Case) -> Tensor:
+    """By chunks where the case has them; parameters and angles in float32 as in training."""
+    t, n_rows, n_heads = case.n_tokens, 1 if case.n_tokens >= LONG_ROW else 2, 4 if case.chunk else 2
+    inputs = (numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), numbers(n_heads, S),
+              numbers(n_heads, S), torch.zeros(1, t, S // 2), torch.ones(1, t, S // 2),
+              numbers(2 * (case.chunk or t) - 1))
+    mask = {"causal": case.causal,
+            "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long) if case.documents else None}
+    if case.chunk:
+        exchange = (lambda leaving_DBF, passes_B: leaving_DBF) if case.past else None
+        return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, exchange=exchange, **mask)
+    return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
+
+
+def add_norm(case: Case) -> Tensor:
+    """LayerNorm as in training, where what layers add is `dtype` and the residual stream float32; or ScaleNorm, all in
+    one type."""
+    dtype, one_type = getattr(torch, case.dtype), case.op == "add_norm, one type"
+    x, delta = numbers(2, 512, 768, dtype=dtype if one_type else torch.float32), numbers(2, 512, 768, dtype=dtype)
+    weights = (numbers(1, dtype=dtype), None) if one_type else (numbers(768), numbers(768))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not one_type):
+        total, normed = norm.add_norm(x, delta, *weights)
+    return total.sum() + normed.sum()
+
+
+def one_token(case: Case) -> Tensor:
+    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias; with heads that are made
+    in the kernel, or before it."""
+    assert case.chunk is not None
+    n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
+    place = torch.zeros(n, dtype=torch.long)
+    rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
+            torch.zeros(n, S, D_INNER), place, place, torch.zeros(n))
+    if case.op == "head_decode_step":
+        uv_BF, heads_4BS = (torch.zeros(shape, dtype=kind) for shape in ((n, 2 * D_INNER), (4, n, S)))
+        return decode_step.head_decode_step(uv_BF, heads_4BS, *rest)
+    return decode_step.chunk_decode_step(
+        torch.zeros(n, 2 * D_INNER + S, dtype=kind), *(torch.zeros(4, S, dtype=kind) for _ in range(2)),
+        *(torch.zeros(n, S // 2, dtype=kind) for _ in range(2)), *rest)
+
+
+OPS: dict[str, Callable[[Case], Tensor]] = {
+    "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention, "add_norm": add_norm,
+    "add_norm, one type": add_norm, "chunk_decode_step": one_token, "head_decode_step": one_token}
+
+
+def cases_for(arch: int, everything: bool) -> list[Case]:
+    """The cases that are compiled for an architecture.
+
+    By default, those that a training run has, for a Hopper, and for GPUs with little shared memory what has other tiles
+    there. With `everything`, for these two also other types, chunks, masks, and long rows in parts; for the other
+    architectures those in bfloat16 that a training run has."""
+    usual = [Case(op, "bfloat16", None if op.startswith("add_norm") or op == "gated_quadratic_attention" else 256)
+             for op in OPS]
+    if not everything:
+        return usual if arch == 90 else usual[:1] if arch == 80 else []
+    if arch not in (80, 90):
+        return usual
+    both, chunk_op, chunks = (True, False), "gated_chunk_attention", (256, 128, 512)
+    made = [Case(chunk_op, "bfloat16", *rest) for rest in itertools.product(chunks, both, both)]
+    made += [Case(chunk_op, "bfloat16", 256, n_tokens=n, past=past)
+             for n, past in ((LONG_ROW, False), (1024, True), (LONG_ROW, True))]
+    # Chunks of 128 alone in float32: larger ones take many rounds of the same code, and minutes of the assembler.
+    made += [Case(chunk_op, "float16", 256), Case(chunk_op, "float32", 128)]
+    made += [Case("gated_quadratic_attention", "bfloat16", None, *rest) for rest in itertools.product(both, both)]
+    made += [Case(case.op, dtype, case.chunk) for case in usual[1:] for dtype in DTYPES]
+    return list(dict.fromkeys(made))
+
+
+def main(path: Path, everything: bool, archs: list[int]) -> None:
+    known: dict[tuple[object, ...], Program] = {}
+    with path.open("w", encoding="utf-8") as file, tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        for arch in archs:
+            for case in cases_for(arch, everything):
+                with recording(arch, known) as launches:
+                    out = OPS[case.op](case)
+                    if out.requires_grad:
+                        out.sum().backward()
+                file.writelines(json.dumps({**asdict(case), **program}) + "\n" for program in launches)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "everything", [int(arch) for arch in sys.argv[3:]])
