@@ -6,10 +6,6 @@ chunks, learned chunk weights (Appendix A), first-to-all and softmax for [CLS] (
 mask, which leaks.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,9 +13,9 @@ from torch import Tensor, nn
 from lineartime import ops
 from lineartime.attention.mixed_chunk import attend_in_chunks, divisor_gates
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache, with_room
+from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.decoding.extend import extend_chunks, extend_row
-from lineartime.decoding.inputs import DecodeInputs, TokenPosition
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import (
     ACTIVATIONS,
@@ -33,14 +29,14 @@ from lineartime.layers import (
 from lineartime.memory import KeyConv, ReadNorm, WriteGate, head_options
 from lineartime.ops.ablations import (
     ablated_quadratic_attention,
-    chunk_means,
     first_to_all_attention,
     learned_chunk_weights,
 )
 from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.memory import memory_heads
-from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, read_states, to_chunks
+from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, to_chunks
+from lineartime.settings import require
 
 CHUNK_BIAS_LEN = 512
 """n of the position bias between chunks. It selects the rotated form, which has no limit on the distance."""
@@ -50,8 +46,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
     """A `GatedAttentionUnit` with any of the ablations and options in `ModelConfig`. Kernels run those that attend as
     FLASH does (`ModelConfig.attends_as_flash`).
 
-    With several heads, each head is a slice of z and of v. Without the gate, W_o takes [u, A v]. Raises UsageError for
-    the configuration of a model without GAUs."""
+    With several heads, each head is a slice of z and of v. Without the gate, W_o takes [u, A v]. A layer with learned
+    chunk weights trains and does not decode. Raises UsageError for the configuration of a model without GAUs."""
 
     def __init__(self, config: ModelConfig):
         self.check_kind(config)
@@ -171,31 +167,28 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return from_chunks(out_BGCE, n_tokens)
 
     def chunk_weights(self, z_BGCS: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-        """The learned weight of chunk h for chunk g, `[B, G, G]`, from the mean z of each chunk. When causal, the query
-        of chunk g is the mean of chunk g - 1, since its own mean has tokens that some of its queries must not see."""
+        """The learned weight of chunk h for chunk g (Appendix A), `[B, G, G]`, from the mean z of each chunk.
+
+        When causal, the query of chunk g is the mean of chunk g - 1: its own mean has tokens that some of its queries
+        must not see."""
         valid_BGC = segment_ids_BGC >= 0
         z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
         chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)
         distance_GG = chunk_G - chunk_G[:, None]
         asking_BGS = torch.cat([z_BGS[:, :1], z_BGS[:, :-1]], dim=1) if self.config.causal else z_BGS
         hidden_BGG = ~valid_BGC.any(-1)[:, None, :] | (self.config.causal & (distance_GG >= 0))
-        return self.weigh_chunks(asking_BGS, z_BGS, distance_GG[None]).masked_fill(hidden_BGG, 0.0)
-
-    def weigh_chunks(self, asking_BPS: Tensor, asked_BLS: Tensor, distance_BPL: Tensor) -> Tensor:
-        """Weights `[B, P, L]` of the chunk summaries asked_BLS for asking_BPS (Appendix A). distance_BPL: in chunks."""
         gamma_2S, beta_2S = self.chunk_scale_offset.gamma, self.chunk_scale_offset.beta
-        q_BPS, k_BLS = asking_BPS * gamma_2S[0] + beta_2S[0], asked_BLS * gamma_2S[1] + beta_2S[1]
-        return learned_chunk_weights(q_BPS, k_BLS, self.chunk_bias.at(distance_BPL), scale_len=self.config.n_chunks)
+        q_BGS, k_BGS = asking_BGS * gamma_2S[0] + beta_2S[0], z_BGS * gamma_2S[1] + beta_2S[1]
+        a_BGG = learned_chunk_weights(q_BGS, k_BGS, self.chunk_bias.at(distance_GG[None]),
+                                      scale_len=self.config.n_chunks)
+        return a_BGG.masked_fill(hidden_BGG, 0.0)
 
     def empty_cache(self, n_rows: int) -> Cache:
+        """See `GatedAttentionUnit.empty_cache`. Raises UsageError for learned chunk weights."""
+        require(self.config.chunk_pooling != "attention", "a model with learned chunk weights does not decode",
+                "chunk_pooling = attention",
+                'it trains and is evaluated; to generate, train with chunk_pooling = "mean"')
         cache = super().empty_cache(n_rows)
-        if self.config.chunk_pooling == "attention":
-            assert isinstance(cache, ChunkState)
-            s, e = cache.kv_BSE.shape[1:]
-            kv_BLSE, summary_BLS = cache.kv_BSE.new_zeros(n_rows, 0, s, e), cache.kv_BSE.new_zeros(n_rows, 0, s)
-            cache = LearnedChunkState(**vars(cache), weigh=self.weigh_chunks,
-                                      z_sum_BS=cache.kv_BSE.new_zeros(n_rows, s), kv_BLSE=kv_BLSE,
-                                      summary_BLS=summary_BLS)
         if self.key_conv is not None:
             self.key_conv.add_to(cache)
         return cache
@@ -240,82 +233,6 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             out_BNE = extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, self.config)
         else:
             assert isinstance(cache, ChunkState)
-            if isinstance(cache, LearnedChunkState):
-                cache.take(z_BNS, inputs)
             out_BNE = extend_chunks(heads, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN,
                                     self.linear_norm)
         return self.gated(u_BNE, out_BNE)
-
-
-@dataclasses.dataclass
-class LearnedChunkState(ChunkState):
-    """A `ChunkState` with learned chunk weights, which keeps k v of every closed chunk and so grows with T. `kv_BSE` is
-    the weighted sum of k v over closed chunks."""
-
-    growing: ClassVar[tuple[str, ...]] = ("kv_BLSE", "summary_BLS")
-    constant: ClassVar[tuple[str, ...]] = ("bias_M", "z_BNS")
-    replayable: ClassVar[bool] = False
-    weigh: Callable[[Tensor, Tensor, Tensor], Tensor] = dataclasses.field(kw_only=True)
-    """`AblatedGatedAttentionUnit.weigh_chunks`."""
-    z_sum_BS: Tensor = dataclasses.field(kw_only=True)
-    """The sum of z over the open chunk's tokens."""
-    kv_BLSE: Tensor = dataclasses.field(kw_only=True)
-    summary_BLS: Tensor = dataclasses.field(kw_only=True)
-    """The mean of k v and the mean of z of each closed chunk; L counts the chunks of a row."""
-    z_BNS: Tensor | None = None
-    """z of the new tokens, between `take` and `advance`."""
-
-    def take(self, z_BNS: Tensor, inputs: DecodeInputs) -> None:
-        """Store z of the new tokens; called before `extend_chunks`."""
-        self.z_BNS = torch.where(inputs.valid_BN[..., None], z_BNS, 0.0)
-        if inputs.single_token:
-            self.z_sum_BS += z_BNS[:, 0]
-
-    def close(self, at: TokenPosition) -> None:
-        c = self.k_lin_BCS.shape[1]
-        rows = torch.arange(len(at.number_B), device=at.number_B.device)[at.full]
-        one_document_B1C = torch.zeros(len(rows), 1, c, dtype=torch.long, device=rows.device)
-        kv_B1SE = chunk_means(self.k_lin_BCS[rows, None], self.v_BCE[rows, None], one_document_B1C)
-        self.write(rows[:, None], at.number_B[rows, None], kv_B1SE, (self.z_sum_BS[rows] / c)[:, None])
-        self.z_sum_BS[rows] = 0.0
-        self.kv_BSE[rows] = self.pool((at.number_B + 1)[:, None])[rows, 0]
-
-    def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor],
-                gate_BGC: Tensor | None = None) -> Tensor:
-        assert self.z_BNS is not None
-        n_chunks, c = q_lin_BGCS.shape[1:3]
-        device, n_closed_B = q_lin_BGCS.device, inputs.n_closed_B(c)
-        rows, index_G = torch.arange(len(q_lin_BGCS), device=device), torch.arange(n_chunks, device=device)
-        z_BGS = at_least_float32(to_slots(self.z_BNS)).sum(2)
-        z_BGS = torch.cat([z_BGS[:, :1] + self.z_sum_BS[:, None], z_BGS[:, 1:]], dim=1)
-        closed_BG = index_G < n_closed_B[:, None]
-        number_BG = (inputs.seq_lens_B // c)[:, None] + index_G
-        if closed_BG.any():
-            self.write(rows[:, None], torch.where(closed_BG, number_BG, -1),
-                       chunk_means(k_lin_BGCS, v_BGCE, segment_ids_BGC), z_BGS / c)
-        self.z_sum_BS = F.pad(z_BGS, [0, 0, 0, 1])[rows, n_closed_B]
-        if self.kv_BLSE.shape[1] == 0:
-            return torch.zeros_like(v_BGCE)
-        pooled_BPSE = self.pool(torch.cat([number_BG, number_BG[:, -1:] + 1], dim=1))
-        self.kv_BSE = pooled_BPSE[rows, n_closed_B]
-        return read_states(q_lin_BGCS, pooled_BPSE[:, :-1], segment_ids_BGC >= 0)
-
-    def write(self, row_BP: Tensor, number_BP: Tensor, kv_BPSE: Tensor, summary_BPS: Tensor) -> None:
-        """Store k v and the summary of the closed chunks number_BP of rows row_BP; -1: no chunk."""
-        length = int(number_BP.max()) + 1
-        if length > self.kv_BLSE.shape[1]:
-            self.kv_BLSE, self.summary_BLS = with_room(self.kv_BLSE, length), with_room(self.summary_BLS, length)
-        kept_BP = number_BP >= 0
-        row = row_BP.expand_as(number_BP)[kept_BP]
-        self.kv_BLSE[row, number_BP[kept_BP]] = kv_BPSE[kept_BP]
-        self.summary_BLS[row, number_BP[kept_BP]] = summary_BPS[kept_BP].to(self.summary_BLS.dtype)
-
-    def pool(self, number_BP: Tensor) -> Tensor:
-        """The state that enters each chunk of number_BP: the weighted sum of k v over the chunks before it, BPSE."""
-        rows = torch.arange(len(number_BP), device=number_BP.device)
-        chunk_L = torch.arange(self.kv_BLSE.shape[1], device=number_BP.device)
-        last_BPS = self.summary_BLS[rows[:, None], (number_BP - 1).clamp(min=0, max=len(chunk_L) - 1)]
-        distance_BPL = chunk_L - number_BP[..., None]
-        a_BPL = self.weigh(last_BPS, self.summary_BLS, distance_BPL).masked_fill(distance_BPL >= 0, 0.0)
-        return torch.einsum("bpl,blse->bpse", a_BPL.to(self.kv_BLSE.dtype), self.kv_BLSE)

@@ -281,6 +281,13 @@ class ModelConfig:
                 or self.key_conv > 0 or not self.linear_rope or self.linear_gate)
 
     @property
+    def decodes(self) -> bool:
+        """Whether text can be generated token by token: the model is causal, keeps documents apart, and does not weigh
+        chunks by learned weights, for which every chunk's k v would have to be kept."""
+        leaks = self.document_mask == "paper" and self.end_of_document is not None
+        return self.causal and not leaks and self.chunk_pooling != "attention"
+
+    @property
     def by_document(self) -> bool:
         """Whether attention runs once per document of a packed row, instead of once per row with a mask."""
         return self.ffn != "gau" and self.attn_type != "mixed_chunk" and self.attn_kernel != "relu2"

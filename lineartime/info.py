@@ -98,18 +98,18 @@ class Description:
 
 
 def describe(config: ModelConfig) -> Description:
-    """Describe a model without allocating it. FLOPs are at `config.context`; a model that is not causal has no decoding
-    state."""
+    """Describe a model without allocating it. FLOPs are at `config.context`; a model that does not decode has no
+    decoding state."""
     with torch.device("meta"):
         model = LanguageModel(config)
-    decoding = decoding_bytes(config) if config.causal else DecodingBytes(0, 0)
+    decoding = decoding_bytes(config) if config.decodes else DecodingBytes(0, 0)
     parts = count_parameters(model)
     return Description(specification(config, sum(part.total for part in parts)), parts, count_flops(model),
                        decoding)
 
 
 def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> DecodingBytes:
-    """The decoding state of one row of a causal model with weights of `dtype`; sums are in float32 at least."""
+    """The decoding state of one row of a model that decodes, with weights of `dtype`; sums are in float32 at least."""
     with torch.device("meta"):
         caches = LanguageModel(config).to(dtype).decoding_state(1).caches
     constant = per_token = 0
@@ -290,8 +290,8 @@ def print_description(config: ModelConfig, title: str) -> None:
     console.print()
 
     console.print("Decoding state of one row, float32", style="bold")
-    if not config.causal:
-        console.print("none: the model is not causal")
+    if not config.decodes:
+        console.print("none: the model " + ("does not decode" if config.causal else "is not causal"))
     elif described.decoding.per_token == 0:
         console.print(f"{mib(described.decoding.constant)} at any length")
     else:

@@ -179,8 +179,8 @@ class LanguageModel(nn.Module):
                 "give segment ids, -1 for padding at the end of a row")
 
     def decoding_state(self, batch_size: int) -> DecodingState:
-        """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that is not
-        causal, or whose document mask leaks."""
+        """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
+        decode, see `ModelConfig.decodes`."""
         config, weight = self.config, self.embed.weight
         if not config.causal:
             raise UsageError("only a causal model decodes", "causal = false")

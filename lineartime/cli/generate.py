@@ -59,6 +59,7 @@ def generate(
     if not model.config.causal or type(model).__name__ in others:
         raise UsageError("only a causal model continues text", run,
                          others.get(type(model).__name__, "this one fills in masks; open it in transformers"))
+    model.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
     first = tokenizer.end_of_document
     ids = [[first, *tokenizer.encode(text)] for text in texts]
     stream = TextStreamer(tokenizer, texts, stop or [])

@@ -5,7 +5,6 @@ Rows of a batch may differ in length. As in training, attention does not cross d
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -95,12 +94,10 @@ class ChunkState(Cache):
         return at.weight_B11 / self.written_B.clamp(min=1)[:, None, None]
 
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                inputs: DecodeInputs, pooling: str, to_slots: Callable[[Tensor], Tensor],
-                gate_BGC: Tensor | None = None) -> Tensor:
+                inputs: DecodeInputs, pooling: str, gate_BGC: Tensor | None = None) -> Tensor:
         """The linear half for the chunks from the open one on: `[B, G, C, E]`. Full chunks are added to `kv_BSE`.
 
-        to_slots: maps new tokens `[B, N, ...]` to their slots `[B, G, C, ...]`. gate_BGC: with pooling "written" the
-        gates of tokens in their slots."""
+        gate_BGC: with pooling "written" the gates of tokens in their slots."""
         c = self.v_BCE.shape[1]
         kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, self.past(inputs),
                                                         gate_BGC)

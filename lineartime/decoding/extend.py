@@ -136,7 +136,7 @@ def extend_by_many(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs,
 
     gate_BGC = None if gate_BN is None else to_slots(gate_BN, cache.gate_BC)
     lin_BGCE = cache.advance(to_slots(q_lin_BNS), k_lin_BGCS, v_BGCE, segment_ids_BGC, inputs, config.chunk_pooling,
-                             to_slots, gate_BGC)
+                             gate_BGC)
     if config.chunk_parts != "local":
         out_BGCE = out_BGCE + (lin_BGCE if read_norm is None else read_norm(lin_BGCE))
     if gate_BGC is not None:

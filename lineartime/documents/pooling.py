@@ -116,10 +116,8 @@ def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[E
 
 
 def carries_state(config: ModelConfig) -> bool:
-    """Whether windows of a document are read one after another with the state carried. A position table would end, and
-    a mask that leaks has no state."""
-    leaks = config.document_mask == "paper" and config.end_of_document is not None
-    return config.causal and config.max_len is None and not leaks
+    """Whether windows of a document are read one after another with the state carried. A position table would end."""
+    return config.decodes and config.max_len is None
 
 
 def window_size(config: ModelConfig) -> int:

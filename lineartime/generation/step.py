@@ -35,8 +35,8 @@ class DecodeStep(nn.Module):
     tensors; their first axis counts rows, or rows times heads.
 
     window: for models with keys and values the most tokens of a row; FLASH needs none. Raises UsageError for a window
-    that is missing, not needed or past a position table's end, and for models whose caches grow by more than keys and
-    values: a combiner, and learned chunk weights."""
+    that is missing, not needed or past a position table's end, and for a combiner, whose cache grows by more than keys
+    and values."""
 
     def __init__(self, model: LanguageModel, window: int | None = None):
         super().__init__()

@@ -117,28 +117,23 @@ def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segmen
     return weigh_values(attention_weights(score_BGT, visible_BGT, "softmax"), v_BTE)
 
 
-def learned_chunk_weights(summary_q_BPS: Tensor, summary_k_BLS: Tensor, bias_BPL: Tensor, *, scale_len: int) -> Tensor:
-    """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, P, L]`, float32 at least.
+def learned_chunk_weights(q_BGS: Tensor, k_BGS: Tensor, bias_1GG: Tensor, *, scale_len: int) -> Tensor:
+    """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, G, G]`, float32 at least.
 
     scale_len: n, the number of chunks in a training row. The caller masks chunks that are not visible."""
-    score_BPL = at_least_float32(product("bps,bls->bpl", float16_as_float32(summary_q_BPS) / scale_len, summary_k_BLS))
-    return attention_weights(score_BPL + bias_BPL, None)
-
-
-def chunk_means(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-    """The mean of k^T v over each chunk's tokens: kv_BGSE, float32 at least."""
-    valid_BGC = segment_ids_BGC >= 0
-    kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
-    return kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
+    score_BGG = at_least_float32(product("bgs,bhs->bgh", float16_as_float32(q_BGS) / scale_len, k_BGS))
+    return attention_weights(score_BGG + bias_1GG, None)
 
 
 def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,
                               segment_ids_BGC: Tensor) -> Tensor:
     """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the number of the chunk's tokens as in Code 8:
     `[B, G, C, E]`. For rows of one document."""
-    kv_BGSE = chunk_means(k_BGCS, v_BGCE, segment_ids_BGC)
+    valid_BGC = segment_ids_BGC >= 0
+    kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+    kv_BGSE = kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
     pooled_BGSE = product("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
-    return read_states(q_BGCS, pooled_BGSE, segment_ids_BGC >= 0)
+    return read_states(q_BGCS, pooled_BGSE, valid_BGC)
 
 
 def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:

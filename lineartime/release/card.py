@@ -82,7 +82,7 @@ def model_table(card: Card) -> str:
              ("Weights", f"bfloat16, {card.n_bytes / 1e6:.1f} MB")]
     if config.ffn == "gau":
         lines.insert(-4, ("Query and key width s", f"{config.query_key_dim}"))
-    if config.causal and not described.decoding.per_token:
+    if config.decodes and not described.decoding.per_token:
         lines.append(("Decoding state", f"{mib(described.decoding.constant)} in float32, at any length"))
     return markdown(["", ""], lines)
 

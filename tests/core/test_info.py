@@ -110,7 +110,7 @@ def test_decoding_bytes_are_those_of_a_state(preset):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("config", [
     *(small(preset) for preset in PRESETS), small("flash", n_heads=4), small("flash", overlap=True),
-    small("flash", chunk_pooling="attention"), small("flash-quad", n_heads=4), small("mc-tfm++", overlap=True),
+    small("flash-quad", n_heads=4), small("mc-tfm++", overlap=True),
     small("transformer++", attn_kernel="relu2"), small("flash", n_heads=4, **LONG_MEMORY),
     small("mc-tfm++", **LONG_MEMORY), small("transformer++", key_conv=3), small("flash-quad", key_conv=3)],
     ids=lambda config: f"{config.attn_type} {config.ffn}")
@@ -121,8 +121,6 @@ def test_decoding_bytes_by_formula(config, dtype):
     constant = per_token = 0
     if config.attn_type == "mixed_chunk":
         constant = c * (2 * s + e) * w + s * e * f // h + config.overlap * c * (s + e) * w
-        if config.chunk_pooling == "attention":
-            constant, per_token = constant + s * f, (s * e // h + s) * f // c
         if config.chunk_pooling == "written":
             constant += h * (c + 1) * f
     elif config.attn_type == "quadratic":

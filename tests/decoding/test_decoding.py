@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime.ablations import LearnedChunkState
 from lineartime.attention.combiner import RowCache
 from lineartime.attention.performer import PrefixState
 from lineartime.config import ModelConfig
@@ -20,8 +19,7 @@ from lineartime.model import LanguageModel
 from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, UNPACKED, random_ids, random_model, with_end
 
 END = 0
-DECODERS = CONFIGS | UNPACKED
-EVERY_MODEL = pytest.mark.parametrize("name", DECODERS)
+EVERY_MODEL = pytest.mark.parametrize("name", CONFIGS)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -31,7 +29,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def with_documents(name: str) -> ModelConfig:
-    return with_end(DECODERS[name], END)
+    return with_end(CONFIGS[name], END)
 
 
 @EVERY_MODEL
@@ -67,7 +65,7 @@ def test_one_token_at_a_time_after_any_prompt(name: str) -> None:
             assert difference(x_B1D[:, 0], x_BTD[:, t]) <= 1e-12, (n_prompt, t)
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if name != "flash rotated bias"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "flash rotated bias"])
 @settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), vocab_size=st.sampled_from([2, 4, 13]),
        seed=st.integers(0, 2**32 - 1), data=st.data())
@@ -155,7 +153,7 @@ def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], mon
     prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
     (_, ours), (_, theirs) = generate.prefill(model, prompts), generate.prefill(model, prompts)
     if not all(cache.replayable for cache in ours.caches):
-        assert model.config.attn_type in ("linear", "rowmajor_axial") or name in UNPACKED
+        assert model.config.attn_type in ("linear", "rowmajor_axial")
         with pytest.raises(UsageError, match="cannot be captured"):
             CapturedStep(model, ours)
         return
@@ -211,7 +209,6 @@ GROWING = {
     KeyValueCache: {"k_BL", "v_BL"},
     RowCache: {"ks_BLCHK", "vs_BLCHK"},
     ChunkState: set(),
-    LearnedChunkState: {"kv_BLSE", "summary_BLS"},
     PrefixState: set(),
 }
 
@@ -219,14 +216,13 @@ GROWING = {
 @EVERY_MODEL
 @torch.no_grad()
 def test_what_of_a_state_grows(name: str) -> None:
-    """Nothing in FLASH, MC-TFM++ and Performer; keys and values, and Combiner's summaries; with learned chunk weights
-    what is kept of each closed chunk."""
+    """Nothing in FLASH, MC-TFM++ and Performer; keys and values, and Combiner's summaries."""
     config = with_documents(name)
     model = random_model(config)
     state = model.decoding_state(2)
     kind = type(state.caches[0])
     assert kind is {"linear": PrefixState, "rowmajor_axial": RowCache, "quadratic": KeyValueCache,
-                    "mixed_chunk": LearnedChunkState if name in UNPACKED else ChunkState}[config.attn_type]
+                    "mixed_chunk": ChunkState}[config.attn_type]
     growing = GROWING[kind]
     assert set(state.caches[0].growing) >= growing
     at_first, n_bytes, n_tokens = [cache.tensors() for cache in state.caches], state.n_bytes, 0
@@ -248,6 +244,13 @@ def test_what_of_a_state_grows(name: str) -> None:
                  for tensor in cache.tensors().values()]
         assert state.n_bytes == sum(sizes) > 0
     assert (state.n_bytes > n_bytes) == bool(growing)
+
+
+def test_a_model_with_learned_chunk_weights_does_not_decode() -> None:
+    config = UNPACKED["flash learned weights"]
+    assert not config.decodes and FLASH.decodes
+    with pytest.raises(UsageError, match="does not decode: chunk_pooling = attention; it trains and is evaluated"):
+        random_model(config).decoding_state(1)
 
 
 @torch.no_grad()
@@ -304,7 +307,7 @@ def test_a_thousand_greedy_tokens(name: str) -> None:
 @EVERY_MODEL
 def test_nothing_to_decode(name: str) -> None:
     """No prompts, no rows, no new tokens: empty results, and the state of a row does not change."""
-    model = random_model(DECODERS[name])
+    model = random_model(CONFIGS[name])
     for temperature in (0.0, 1.0):
         assert generate.generate(model, [], max_new_tokens=3, temperature=temperature) == []
     logits_BV, state = generate.prefill(model, [])

@@ -95,7 +95,7 @@ def test_an_empty_state_is_that_of_no_token():
 
 @pytest.mark.parametrize(("config", "window", "words"), [
     (CONFIGS["transformer++"], None, "a window is missing"), (FLASH, 24, "a window is not needed"),
-    (CONFIGS["combiner"], None, "not one graph"), (UNPACKED["flash learned weights"], None, "not one graph"),
+    (CONFIGS["combiner"], None, "not one graph"), (UNPACKED["flash learned weights"], None, "does not decode"),
     (BIDIRECTIONAL["flash cls"], None, "only a causal model decodes"),
     (CONFIGS["flash-quad"], CONTEXT + 1, "longer than the position table"),
     (replace(FLASH, document_mask="paper", end_of_document=0), None, "keeps documents apart")])

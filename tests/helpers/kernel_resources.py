@@ -2,8 +2,8 @@
 
 `python kernel_resources.py ROWS.jsonl few 90 80` calls the ops, forward and backward, on tensors in main memory. Each
 kernel is compiled as that call would have it compiled, for the architectures named, and is not launched. Nothing is
-computed. ROWS.jsonl gets a line for each program. With `everything` in place of `few` more cases are compiled. A process
-of its own does this, because tests have Triton interpret kernels.
+computed. ROWS.jsonl gets a line for each program. With `everything` in place of `few` more cases are compiled. A
+process of its own does this, because tests have Triton interpret kernels.
 """
 
 import contextlib
