@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from lineartime.data.tokens import open_split
     from lineartime.documents.classify import classify
     from lineartime.documents.embed import embed
-    from lineartime.documents.finetune import finetune_documents
-    from lineartime.documents.tuning import DocumentTuning
     from lineartime.evaluation import evaluate
+    from lineartime.finetune_config import DocumentTuning, FineTuning
+    from lineartime.finetuning import finetune
+    from lineartime.finetuning import finetune as finetune_documents
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
     from lineartime.generation.step import DecodeStep
     from lineartime.load import load_classifier, load_model, load_span_model
     from lineartime.mhsa import FeedForward, MultiHeadAttention
     from lineartime.model import LanguageModel
-    from lineartime.qa.finetune import FineTuning, finetune
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
     from lineartime.recurrence import measure_recurrence
@@ -41,10 +41,10 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
          "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
          "measure_recurrence": "recurrence", "generate": "generation.generate", "DecodeStep": "generation.step",
-         "FineTuning": "qa.finetune", "finetune": "qa.finetune",
+         "FineTuning": "finetune_config", "DocumentTuning": "finetune_config", "finetune": "finetuning",
          "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
          "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "load",
-         "DocumentTuning": "documents.tuning", "finetune_documents": "documents.finetune"}
+         "finetune_documents": "finetuning"}
 
 
 def __getattr__(name: str) -> Any:

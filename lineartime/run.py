@@ -325,10 +325,10 @@ def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def read_result(out: Path) -> dict[str, Any]:
     """A completed run's result. Raises CheckpointError if it is missing, damaged, or of another run."""
-    run, result = read_run(out), {"peak_mib": 0.0, **read_json(out / RESULT_FILE)}
+    run, result = read_run(out), read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
         of_questions = {"loss": float, "exact_match": float, "f1": float}
-        require_fields(result, {"steps": int, "peak_mib": float, **(
+        require_fields({"peak_mib": 0.0, **result}, {"steps": int, "peak_mib": float, **(
             {"held_out": {"loss": float}} if "held_out" in result else of_questions)})
         require_fields(result.get("held_out", {}).get("loss_by_position", []), BLOCKS)
         if result.get("run", run["id"]) != run["id"] or result["steps"] != run["train"]["steps"]:

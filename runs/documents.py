@@ -45,8 +45,8 @@ from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.data.tokenizer import Tokenizer  # noqa: E402
 from lineartime.documents.classify import logits_of  # noqa: E402
-from lineartime.documents.examples import Fields  # noqa: E402
 from lineartime.documents.pooling import read_means  # noqa: E402
+from lineartime.finetune_config import Fields  # noqa: E402
 from lineartime.plot import COLOURS, Line, Panel, Picture, draw  # noqa: E402
 from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402

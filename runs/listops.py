@@ -39,9 +39,9 @@ from lineartime.config_json import Head  # noqa: E402
 from lineartime.distributed.ranks import ALONE, Ranks  # noqa: E402
 from lineartime.documents import metrics  # noqa: E402
 from lineartime.documents.classify import ONE, label_losses, targets_of  # noqa: E402
-from lineartime.documents.finetune import LabelledDocuments  # noqa: E402
-from lineartime.documents.labelled import Documents  # noqa: E402
+from lineartime.documents.labels import LabelObjective  # noqa: E402
 from lineartime.documents.pooling import padded, row_states  # noqa: E402
+from lineartime.documents.texts import TokenizedTexts  # noqa: E402
 from lineartime.model import DocumentClassifier, LanguageModel  # noqa: E402
 from lineartime.recall.report import spread_text  # noqa: E402
 from lineartime.report.pages import fill_place  # noqa: E402
@@ -84,9 +84,9 @@ def expression(draw: random.Random, depth: int = 1) -> tuple[list[str], int]:
     return symbols, OPERATORS[name]([value for _, value in parts])
 
 
-def documents(n: int, seed: int) -> Documents:
+def documents(n: int, seed: int) -> TokenizedTexts:
     """So many expressions with more than 500 and fewer than 2,000 symbols."""
-    draw, made, number = random.Random(seed), Documents(), {name: i for i, name in enumerate(SYMBOLS)}
+    draw, made, number = random.Random(seed), TokenizedTexts(), {name: i for i, name in enumerate(SYMBOLS)}
     while len(made) < n:
         symbols, value = expression(draw)
         if LENGTHS[0] < len(symbols) < LENGTHS[1]:
@@ -96,13 +96,13 @@ def documents(n: int, seed: int) -> Documents:
 
 
 @functools.cache
-def splits_of(n: int) -> tuple[Documents, Documents, Documents]:
+def splits_of(n: int) -> tuple[TokenizedTexts, TokenizedTexts, TokenizedTexts]:
     """So many expressions to train on, those held out and those of the test; drawn once for all runs, half a minute."""
     print(f"drawing {n:,} expressions to train on, {N_HELD_OUT:,} held out, {N_TEST:,} to test", flush=True)
     return documents(n, 0), documents(N_HELD_OUT, 1), documents(N_TEST, 2)
 
 
-class Expressions(LabelledDocuments):
+class Expressions(LabelObjective):
     """The objective of `fit`: a label is read from the state of the first symbol."""
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
@@ -115,7 +115,7 @@ class Expressions(LabelledDocuments):
 
 
 @torch.inference_mode()
-def scores_of(model: LanguageModel, documents: Documents) -> dict[str, Any]:
+def scores_of(model: LanguageModel, documents: TokenizedTexts) -> dict[str, Any]:
     """`score_labels` of expressions, read in the precision of the training."""
     assert isinstance(model, DocumentClassifier)
     order = sorted(range(len(documents)), key=lambda i: -len(documents.ids[i]))

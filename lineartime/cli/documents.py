@@ -16,15 +16,15 @@ from lineartime.cli.terminal import (
     interrupted_at_once,
     note,
     results_are_files,
-    say,
     say_stopping,
 )
 from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
+from lineartime.finetune_config import Fields
 
 if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
-    from lineartime.documents.examples import Example, Fields
+    from lineartime.documents.examples import Example
     from lineartime.documents.examples import Stdin as StdinKind
     from lineartime.documents.pooling import Mean, Reading
     from lineartime.model import LanguageModel
@@ -61,7 +61,6 @@ def embed(
     check_paths(files, out, (".jsonl", ".parquet", ".npy"))
     with interrupted_at_once():
         from lineartime.documents.embed import embedded_row, embedded_schema
-        from lineartime.documents.examples import Fields
         from lineartime.documents.pooling import Reading
         from lineartime.load import load_model
 
@@ -91,7 +90,6 @@ def classify(
     check_paths(files, out, (".jsonl", ".parquet"))
     with interrupted_at_once():
         from lineartime.documents.classify import labelled_row, labelled_schema
-        from lineartime.documents.examples import Fields
         from lineartime.documents.pooling import Reading
         from lineartime.load import load_classifier
 
@@ -107,41 +105,6 @@ def classify(
                   lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))
 
 
-def finetune_on_documents(model: Path, task: Any, documents: list[str] | None, validation: list[str] | None,
-                          test: list[str] | None, out: Path | None, rates: tuple[float, ...] | None,
-                          settings: dict[str, Any], rank_timeout: float, device: str | None,
-                          plan: dict[str, Any]) -> None:
-    """`lineartime finetune` for labels or vectors of documents. plan: further fields of `DocumentTuning`."""
-    if not documents or not validation or out is None:
-        raise UsageError("options are missing", f"--task {task}", "it takes --documents, --validation and --out")
-    with interrupted_at_once():
-        from lineartime.documents import contrast, report
-        from lineartime.documents.examples import Fields
-        from lineartime.documents.finetune import finetune_documents
-        from lineartime.documents.report import REPORT_FILE
-        from lineartime.documents.tuning import LEARNING_RATES, DocumentTuning
-        from lineartime.training import StopSignal
-
-    given = DocumentTuning(model, tuple(documents), tuple(validation), out, tuple(test or ()),
-                           settings=settings, learning_rates=rates or LEARNING_RATES,
-                           task=task, **{**plan, "fields": Fields(*plan["fields"])})
-    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
-        result = finetune_documents(given, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
-                                    rank_timeout=rank_timeout)
-    if "already" in result:
-        say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
-    words, before = (report.words, "reading") if task == "classify" else (contrast.words, "training")
-    say("")
-    for name, each in result["learning_rates"].items():
-        say(f"lr {name:<9} {words(each['held_out'])}" + ("  <- best" if result["best"] == f"lr-{name}" else ""))
-    say(f"without {before} {words(result[f'without_{before}'])}")
-    if "test" in result:
-        say(f"test         {words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
-    say(f"\nreport   {out / REPORT_FILE}")
-    say(f"weights  {out / 'best'}  (open with lineartime.load_model or transformers)")
-    say(f"next     lineartime {task} {out} FILES")
-
-
 def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) -> None:
     """Raise UsageError as `check_inputs` and `check_out` do."""
     from lineartime.documents.examples import check_inputs
@@ -152,7 +115,7 @@ def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) ->
         check_out(out, endings)
 
 
-def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: "Fields",
+def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: Fields,
                   stdin: str, reading: "Reading", out: Path | None,
                   row_of: Callable[["Example", "Mean"], dict[str, Any]], schema: Callable[[], Any]) -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -19,12 +19,20 @@ from lineartime.cli.arguments import (
     numbers,
     pick_device,
 )
-from lineartime.cli.documents import MaxTokens, PairField, TextField, finetune_on_documents
+from lineartime.cli.documents import MaxTokens, PairField, TextField
 from lineartime.cli.generate import read_prompts
-from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping
+from lineartime.cli.terminal import (
+    Terminal,
+    counted_documents,
+    interrupted_at_once,
+    results_are_files,
+    say,
+    say_stopping,
+)
 from lineartime.data.pretrained import named_folder
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
+from lineartime.finetune_config import DownstreamTask, Fields, FineTuning, Labels
 from lineartime.run_config import parse_setting
 from lineartime.settings import require_name
 
@@ -81,44 +89,54 @@ def finetune(
     To teach a causal model more text: `lineartime train --from RUN`."""
     results_are_files()
     require_name("task", task, TASKS)
-    given = dict(parse_setting(text) for text in settings or [])
-    rates = None if learning_rates is None else numbers(learning_rates)
     for name in TASKS[task]:
         if getattr(asked.get_parameter_source(name), "name", "") == "COMMANDLINE":
             raise UsageError("this option is for another task", f"--{name.replace('_', '-')}",
                              f"leave it out with --task {task}")
-    folder = named_folder(run)
-    if task != "questions":
-        finetune_on_documents(folder, task, documents, validation, test, out, rates, given, rank_timeout, device, {
-            "labels": labels, "fields": (text_field, pair_field, label_field), "context": context, "epochs": epochs,
-            "balance": balance, "patience": patience, "max_tokens": max_tokens, "strict": strict})
-        return
-    if not questions or not validation or out is None:
-        raise UsageError("options are missing", "finetune", "it takes --questions, --validation and --out")
+    data = questions if task == "questions" else documents
+    if not data or not validation or out is None:
+        raise UsageError("options are missing", f"--task {task}", "it takes "
+                         f"--{'questions' if task == 'questions' else 'documents'}, --validation and --out")
+    plan = FineTuning(
+        named_folder(run), tuple(data), tuple(validation), out, cast("DownstreamTask", task), tuple(test or ()),
+        evidence, None if learning_rates is None else numbers(learning_rates), context, epochs, cast("Labels", labels),
+        Fields(text_field, pair_field, label_field), balance, patience, max_tokens, negatives, stride,
+        max_answer_tokens, dict(parse_setting(text) for text in settings or []), strict)
     with interrupted_at_once():
-        from lineartime.finetuning import LEARNING_RATES
-        from lineartime.qa.finetune import CONTEXT, FineTuning, finetune
+        from lineartime.finetuning import finetune
         from lineartime.training import StopSignal
 
-    plan = FineTuning(folder, tuple(questions), tuple(map(Path, validation)), out, evidence, rates or LEARNING_RATES,
-                      CONTEXT if context is None else context, stride, max_answer_tokens, negatives, epochs, given,
-                      strict)
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
                           rank_timeout=rank_timeout)
+    say_fine_tuning(plan, result)
+
+
+def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
+    """Say the scores of each learning rate, of a baseline and of the test, and where all is."""
+    from lineartime.documents import metrics, vectors
+    from lineartime.qa.metrics import in_words
+
+    out = plan.out
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
-    best, overlap = result["best"], result["word_overlap"]
+    words, baseline = {"questions": (in_words, "word_overlap"), "classify": (metrics.in_words, "without_reading"),
+                       "embed": (vectors.in_words, "without_training")}[plan.task]
     say("")
     for name, scores in result["learning_rates"].items():
-        say(f"lr {name:<9} EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
-            + ("  <- best" if best == f"lr-{name}" else ""))
-    say(f"word overlap EM {overlap['exact_match']:6.2f}  F1 {overlap['f1']:6.2f}  "
-        f"({overlap['n_questions']:,} validation questions)")
-    say(f"\nweights  {out / best / 'latest'}  (open with lineartime.load_model or transformers)")
-    say(f"answers  {out / 'predictions.json'}")
-    say(f"metrics  {out / best / 'metrics.jsonl'}, {out / 'result.json'}")
-    say(f"next     lineartime answer {out} --question \"Who wrote it?\" --document FILE")
+        say(f"lr {name:<9} {words(scores.get('held_out', scores))}"
+            + ("  <- best" if result["best"] == f"lr-{name}" else ""))
+    say(f"{baseline.replace('_', ' ')} {words(result[baseline])}")
+    if "test" in result:
+        say(f"test         {words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
+    say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")
+    if plan.task == "questions":
+        say(f"answers  {out / 'predictions.json'}")
+        say(f"metrics  {out / result['best'] / 'metrics.jsonl'}, {out / 'result.json'}")
+        say(f"next     lineartime answer {out} --question \"Who wrote it?\" --document FILE")
+    else:
+        say(f"report   {out / 'report.md'}")
+        say(f"next     lineartime {plan.task} {out} FILES")
 
 
 def answer(
@@ -151,10 +169,10 @@ def answer(
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))
     from lineartime.load import load_span_model
-    from lineartime.qa.spans import Windows, predict
+    from lineartime.qa.spans import WindowConfig, predict
 
     model, tokenizer, facts = load_span_model(folder, strict=strict)
-    windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
+    windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     with Terminal() as terminal:
         asked = [Question("", question, documents, (), ())]

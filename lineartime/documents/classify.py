@@ -95,6 +95,13 @@ def targets_of(head: Head, labels: Iterable[Label]) -> np.ndarray:
     return targets_NL
 
 
+def documents_of(head: Head, targets: np.ndarray) -> np.ndarray:
+    """The number of documents of each class, `[L]`; none for a number."""
+    if head.problem_type == NUMBER:
+        return np.zeros(1)
+    return np.bincount(targets, minlength=len(head.labels)) if head.problem_type == ONE else targets.sum(0)
+
+
 def classes_of(label: Label) -> tuple[str, ...]:
     """The classes of a label that is one or several."""
     return label if isinstance(label, tuple) else (str(label),)

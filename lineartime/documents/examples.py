@@ -16,7 +16,6 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast, get_args
 
@@ -40,6 +39,7 @@ from lineartime.data.read_text import (
 )
 from lineartime.data.splits import files_below
 from lineartime.errors import DataError, UsageError
+from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require, require_name
 
 PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
@@ -50,19 +50,7 @@ ON_STDIN = "stdin"
 BETWEEN_LABELS = ";"
 Stdin = Literal["text", "jsonl"]
 """What stdin has: the text of one document, or a document in each line of JSON."""
-Labels = Literal["one", "several", "number"]
-"""What a document's label is: one of the classes, any number of them, or a number."""
 Label = str | tuple[str, ...] | float
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The names of a record's fields: JSON fields, or columns of a table."""
-
-    text: str = "text"
-    pair: str | None = None
-    """The second text of a pair; None: a document is one text."""
-    label: str = "label"
 
 
 class Example(NamedTuple):

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from lineartime.config_json import Head
-from lineartime.documents.classify import NUMBER, ONE, label_losses, probabilities
-from lineartime.documents.labelled import documents_of
+from lineartime.documents.classify import NUMBER, ONE, documents_of, label_losses, probabilities
 from lineartime.errors import UsageError
 
 N_BINS = 10
@@ -42,11 +41,19 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
                 "n_documents": len(targets)}
     true, found, _ = for_scikit(head, logits_NL, targets)
     seen_L = documents_of(head, targets) + documents_of(head, found_classes(head, logits_NL)) > 0
-    f1_L = np.array([f1 for _, _, _, f1, _ in by_class(head, logits_NL, targets)])
+    f1_L = np.array([f1 for *_, f1, _ in by_class(head, logits_NL, targets)])
     f1 = float(f1_L[seen_L].mean()) if seen_L.any() else 0.0
     return {"loss": loss, "score": f1, "accuracy": float(metrics.accuracy_score(true, found)), "macro_f1": f1,
             "calibration_error": calibration_error(*confidences(head, logits_NL, targets)),
             "n_documents": len(targets)}
+
+
+def in_words(scores: dict[str, Any]) -> str:
+    """The most important scores, in words. One document has no R^2."""
+    if "r2" in scores:
+        r2 = "-" if scores["n_documents"] < 2 else f"{scores['r2']:.3f}"
+        return f"R^2 {r2}, mean absolute error {scores['mean_absolute_error']:.3g}"
+    return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
 
 
 def found_classes(head: Head, logits_NL: np.ndarray) -> np.ndarray:
@@ -89,26 +96,21 @@ def confidences(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple
     return p_NL.flatten(), targets.flatten()
 
 
-def bins_of(p: np.ndarray, right: np.ndarray) -> list[tuple[float, float, int]]:
-    """Of each bin of confidence that is not empty the mean confidence, the share that is right, and the number."""
-    bin_of = np.minimum((p * N_BINS).astype(int), N_BINS - 1)
-    return [(float(p[bin_of == i].mean()), float(right[bin_of == i].mean()), int((bin_of == i).sum()))
-            for i in range(N_BINS) if (bin_of == i).any()]
-
-
-def calibration_error(p: np.ndarray, right: np.ndarray) -> float:
-    """The expected calibration error: the difference of confidence and share that is right, over all bins."""
-    return sum(abs(confidence - share) * n for confidence, share, n in bins_of(p, right)) / len(p)
+def calibration_error(p_N: np.ndarray, right_N: np.ndarray) -> float:
+    """The expected calibration error: the difference of confidence and share that is right, over the bins of
+    `sklearn.calibration.calibration_curve`."""
+    bin_N = np.searchsorted(np.linspace(0, 1, N_BINS + 1)[1:-1], p_N)
+    gaps = (abs((p_N - right_N)[bin_N == i].sum()) for i in range(N_BINS))
+    return float(sum(gaps)) / len(p_N)
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
     """The scores without reading: what is most frequent in training, or its mean."""
     if head.problem_type == NUMBER:
-        logits_NL = np.full((len(targets), 1), train.mean())
+        logits_L = train.mean(keepdims=True)
     elif head.problem_type == ONE:
-        share_L = np.bincount(train, minlength=len(head.labels)) / len(train)
-        logits_NL = np.tile(np.log(share_L), (len(targets), 1))
+        logits_L = np.log(documents_of(head, train) / len(train))
     else:
         share_L = train.mean(0).clip(1e-6, 1 - 1e-6)
-        logits_NL = np.tile(np.log(share_L / (1 - share_L)), (len(targets), 1))
-    return score_labels(head, logits_NL, targets)
+        logits_L = np.log(share_L / (1 - share_L))
+    return score_labels(head, np.tile(logits_L, (len(targets), 1)), targets)

@@ -41,7 +41,7 @@ class Mean(NamedTuple):
     """Whether the document has more tokens, which `max_tokens` left out."""
 
 
-class Window(NamedTuple):
+class TokenPiece(NamedTuple):
     """The next tokens of a document."""
 
     ids: list[int]
@@ -82,7 +82,7 @@ def document_ids(tokenizer: Tokenizer, text: Iterable[str], second: str | None =
         yield from (tokenizer.encode(piece.text) for piece in cut([second]))
 
 
-def windows_of(ids: Iterable[Sequence[int]], size: int, max_tokens: int | None = None) -> Iterator[Window]:
+def token_pieces(ids: Iterable[Sequence[int]], size: int, max_tokens: int | None = None) -> Iterator[TokenPiece]:
     """A document's first `max_tokens` ids as windows of `size`; the last has at least one id."""
     waiting: list[int] = []
     left, is_cut = max_tokens, False
@@ -92,12 +92,12 @@ def windows_of(ids: Iterable[Sequence[int]], size: int, max_tokens: int | None =
             del waiting[left:]
             is_cut = True
         while len(waiting) > size:
-            yield Window(waiting[:size], False, False)
+            yield TokenPiece(waiting[:size], False, False)
             del waiting[:size]
             left = left if left is None else left - size
         if is_cut:
             break
-    yield Window(waiting, True, is_cut)
+    yield TokenPiece(waiting, True, is_cut)
 
 
 def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[Example], reading: Reading, *,
@@ -177,7 +177,7 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
     Memory does not grow with a document but for the keys and values of a causal model with quadratic attention."""
     reading = reading or Reading()
     device, carried, size = model.embed.weight.device, carries_state(model.config), window_size(model.config)
-    waiting: list[Window] = []
+    waiting: list[TokenPiece] = []
     sum_D, n_tokens, n_read = np.zeros(model.config.d_model), 0, 0
 
     def count(n: int) -> None:
@@ -204,7 +204,7 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
                 sum_D, n_tokens = np.zeros_like(sum_D), 0
         waiting.clear()
 
-    def mean_of_row(window: Window, more: Iterator[Window]) -> Mean:
+    def mean_of_row(window: TokenPiece, more: Iterator[TokenPiece]) -> Mean:
         """Read one document with the state carried."""
         state, total_D, n = model.decoding_state(1), torch.zeros(model.config.d_model, dtype=torch.float64), 0
         while True:
@@ -220,7 +220,7 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
 
     try:
         for ids in documents:
-            windows = windows_of(ids, size, reading.max_tokens)
+            windows = token_pieces(ids, size, reading.max_tokens)
             for window in windows:
                 if carried and not window.is_last:
                     yield from means_of_rows()

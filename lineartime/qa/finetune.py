@@ -1,14 +1,10 @@
-"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to find answers.
-
-`DIR/lr-1e-04`, ... are ordinary runs, one per learning rate. `DIR/result.json` names the best of them on the validation
-questions."""
+"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to find answers."""
 
 import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.atomic_io import MAX_LINES_BYTES, hash_of, read_bytes, replaced, write_json
-from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig
-from lineartime.config import to_dict as fields_of
+from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import places_of_step
-from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import CheckpointError, DataError
-from lineartime.finetuning import (
-    EPOCHS,
-    LEARNING_RATES,
-    check_rates,
-    copy_weights,
-    is_flash,
-    name_of,
-    require_folder,
-    train_config,
-    try_rates,
-    with_context,
-)
-from lineartime.load import load_model
+from lineartime.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.model import LanguageModel, SpanModel
-from lineartime.qa.metrics import guess_by_overlap, score
-from lineartime.qa.questions import Question, read_questions
+from lineartime.qa.metrics import guess_by_overlap, in_words, score
+from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import (
-    Rows,
-    Windows,
+    WindowConfig,
     answer_questions,
     separator_of,
     span_logits,
     span_losses,
     stack_rows,
-    training_rows,
+    training_windows,
 )
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE, Run
+from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.run_config import RunConfig
-from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require
-from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 from lineartime.weights.folder import tokenizer_files
+from lineartime.weights.transfer import copy_weights, is_flash, with_context
 
-CONTEXT, CHUNK_SIZE = 4096, 128
-NEGATIVES = 0.25
+CHUNK_SIZE = 128
 CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
 """Fields of the pretrained model's configuration that fine-tuning may change."""
 PREDICTIONS_FILE = "predictions.json"
@@ -97,23 +77,102 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
     return model
 
 
-class Questions:
+class QuestionTask:
+    """Fine-tuning on questions, see `finetuning.Task`."""
+
+    patience: int | None = None
+
+    def __init__(self, plan: FineTuning, loaded: tuple[LanguageModel, Tokenizer, dict[str, Any]],
+                 watch: Callable[..., Callable[[int], None]]):
+        self.plan, self.watch, self.result_facts = plan, watch, dict[str, Any]()
+        self.pretrained, self.tokenizer, self.loaded_from = loaded
+        require(separator_of(self.tokenizer) < self.pretrained.config.vocab_size,
+                "[SEP] is outside the model's vocabulary", str(plan.run),
+                "pretrain on data from `lineartime prepare --mlm`")
+        changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
+        context = QUESTIONS_CONTEXT if plan.context is None else plan.context
+        self.windows = WindowConfig(context, plan.stride, plan.max_answer_tokens)
+        self.config = span_config(self.pretrained, context, changes)
+        self.new_model(0)  # raises for weights that do not fit before questions are read
+
+    def read(self) -> tuple[int, int]:
+        plan, paths = self.plan, [Path(name) for name in self.plan.data]
+        self.validation = list(read_questions(map(Path, plan.validation), plan.evidence))
+        if not any(question.accepted for question in self.validation):
+            raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
+        self.train = training_windows(self.tokenizer, read_questions(paths, plan.evidence), self.windows,
+                                      negatives=plan.negatives, seed=plan.settings.get("seed", 0),
+                                      progress=self.watch("reading questions"))
+        counts = self.train.counts
+        if not counts.windows_with_answer:
+            raise DataError("no window holds an answer", ", ".join(map(str, paths)),
+                            f"of {counts.questions} questions {counts.unlabelled} have no label, "
+                            f"{counts.without_document} no document, {counts.answer_not_found} an answer "
+                            "that no document holds")
+        logger.info(f"questions {counts.questions:,} to train on, {counts.windows:,} windows of up to "
+                    f"{self.windows.context:,} tokens, {counts.windows_with_answer:,} with an answer; "
+                    f"{counts.answer_not_found:,} answers not found in the evidence")
+        asked = [[q.id, q.text, q.accepted, [evidence.name for evidence in q.documents]] for q in self.validation]
+        self.facts: dict[str, Any] = {
+            "pretrained_sha256": hash_of(Path(self.loaded_from["checkpoint"]) / WEIGHTS_FILE)["sha256"],
+            "rows_sha256": self.train.sha256(), "tokenizer_sha256": self.tokenizer.sha256,
+            "validation_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+            **dataclasses.asdict(self.windows)}
+        return len(self.train), 0
+
+    def new_model(self, seed: int) -> SpanModel:
+        return span_model(self.pretrained, self.config, seed)
+
+    def objective(self, run: RunConfig, ranks: Ranks) -> "SpanObjective":
+        return SpanObjective(run, self, ranks)
+
+    def files(self) -> dict[str, str]:
+        return {**tokenizer_files(self.tokenizer), CONFIG_FILE: model_config_json(self.config, QUESTION_ANSWERING)}
+
+    def score(self, run: RunConfig, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
+        """EM, F1 and nats per window of all validation questions; the answers go into the run's folder."""
+        answers, loss, n_windows = answer_questions(
+            model, self.tokenizer, self.validation, self.windows, batch_rows=run.micro_batch_rows,
+            precision=run.train.precision, progress=self.watch("answering", len(self.validation), ranks))
+        if ranks.is_first:
+            write_json(Path(run.out) / PREDICTIONS_FILE, answers, ascii_only=False)
+        return {**dataclasses.asdict(score(self.validation, answers)), "loss": loss, "n_windows": n_windows}
+
+    def rank(self, scores: dict[str, Any]) -> tuple[float, ...]:
+        return scores["f1"], scores["exact_match"]
+
+    def words(self, scores: dict[str, Any]) -> str:
+        return in_words(scores)
+
+    def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
+        """Copy the answers of the best run, and score the baseline of word overlap."""
+        if ranks.is_first:
+            answers = Path(best.out) / PREDICTIONS_FILE
+            try:
+                content = read_bytes(answers, MAX_LINES_BYTES)
+            except OSError as e:
+                raise CheckpointError("cannot read", answers,
+                                      f"{e.strerror}; delete {best.out} and run the same command again") from None
+            with replaced(self.plan.out / PREDICTIONS_FILE) as file:
+                file.write(content)
+        baseline = score(self.validation, {question.id: guess_by_overlap(question) for question in self.validation})
+        return {"word_overlap": dataclasses.asdict(baseline), "train_questions": dataclasses.asdict(self.train.counts)}
+
+
+class SpanObjective:
     """The objective of `fit` for questions: the first and the last token of the answer in each window."""
 
-    def __init__(self, config: RunConfig, rows: Rows, validation: Sequence[Question], tokenizer: Tokenizer,
-                 windows: Windows, ranks: Ranks = ALONE):
-        self.config, self.rows, self.validation = config, rows, validation
-        self.tokenizer, self.windows, self.ranks = tokenizer, windows, ranks
+    def __init__(self, config: RunConfig, task: QuestionTask, ranks: Ranks = ALONE):
+        self.config, self.task, self.ranks = config, task, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """ids and roles `[R, T]`. Every epoch takes each window once, in an order drawn from (seed, epoch). The rows of
         a batch are sorted by length, so that micro-batches have little padding."""
-        config = self.config
-        places = places_of_step(len(self.rows), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
-        chosen = sorted((row for _, row in places), key=lambda row: -len(self.rows.ids[row]))
+        config, train = self.config, self.task.train
+        places = places_of_step(len(train), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
+        chosen = sorted((row for _, row in places), key=lambda row: -len(train.ids[row]))
         chosen = chosen[self.ranks.share(len(chosen))]
-        return stack_rows([self.rows.ids[i] for i in chosen], [self.rows.roles[i] for i in chosen],
-                          config.model.context)
+        return stack_rows([train.ids[i] for i in chosen], [train.roles[i] for i in chosen], config.model.context)
 
     def n_targets(self, *batch: Tensor) -> int:
         return 2 * len(batch[0])
@@ -125,146 +184,10 @@ class Questions:
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens. Every rank answers
         all of them, for a share would be batched, and rounded, in another way."""
-        train, asked = self.config.train, [question for question in self.validation if question.accepted]
-        answers, loss, _ = answer_questions(model, self.tokenizer, asked, self.windows, precision=train.precision,
+        task, train = self.task, self.config.train
+        asked = [question for question in task.validation if question.accepted]
+        answers, loss, _ = answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
                                             batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
                                             progress=progress)
         scores = score([question for question in asked if question.id in answers], answers)
         return {"loss": loss, "exact_match": scores.exact_match, "f1": scores.f1}
-
-
-@dataclass(frozen=True)
-class FineTuning:
-    """The settings of a fine-tuning."""
-
-    run: Path
-    """The pretrained run, or one of its checkpoints."""
-    questions: tuple[Path, ...]
-    validation: tuple[Path, ...]
-    out: Path
-    evidence: Path | None = None
-    learning_rates: tuple[float, ...] = LEARNING_RATES
-    context: int = CONTEXT
-    stride: int | None = None
-    max_answer_tokens: int = 30
-    negatives: float = NEGATIVES
-    """The share of the windows without an answer to train on."""
-    epochs: float = EPOCHS
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of ModelConfig (see CHANGEABLE) and of TrainConfig."""
-    strict: bool = False
-    """Whether a damaged newer checkpoint of the pretrained run is an error, see `load_model`."""
-
-    def __post_init__(self) -> None:
-        for name in ("run", "out", "evidence"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        check_rates(self.learning_rates, self.epochs, self.settings)
-        require(0 <= self.negatives <= 1, "negatives is a share", f"negatives = {self.negatives}",
-                "it lies between 0 and 1")
-        for rate in self.learning_rates:
-            self.train_config(1 << 40, rate, clip=None)
-
-    @property
-    def windows(self) -> Windows:
-        return Windows(self.context, self.stride, self.max_answer_tokens)
-
-    def train_config(self, n_windows: int, learning_rate: float, clip: float | None) -> TrainConfig:
-        """See `finetuning.train_config`."""
-        return train_config(self.settings, learning_rate, n_rows=n_windows, context=self.context, epochs=self.epochs,
-                            clip=clip)
-
-
-def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
-             on_step: Callable[[dict[str, Any]], None] | None = None,
-             progress: Progress | None = None, rank_timeout: float = TIMEOUT_S) -> dict[str, Any]:
-    """Fine-tune once per learning rate, or resume. Returns the content of `DIR/result.json`: "best" (the best run's
-    folder in `plan.out`), scores by learning rate, those of word overlap, and counts of questions; with "already" if
-    the folder was complete before.
-
-    device: by default cuda if available. stop: requests a save and an end, see `StopSignal.listening`. on_step is
-    called with each line of the metrics and the number of "steps". progress counts questions read and answered.
-    rank_timeout: see `train`. Raises UsageError for a wrong pretrained run, wrong settings or a folder with another
-    fine-tuning, DataError for wrong questions, Stopped after saving, and as `fit` does."""
-    stop = stop or StopSignal()
-    require_folder(plan.out)
-    if not is_picked(device):
-        device = pick_device(device, tell=True)
-    pretrained, tokenizer, facts = load_model(plan.run, strict=plan.strict)
-    separator = separator_of(tokenizer)
-    require(separator < pretrained.config.vocab_size, "[SEP] is outside the model's vocabulary", str(plan.run),
-            "pretrain on data from `lineartime prepare --mlm`")
-    changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
-    config = span_config(pretrained, plan.context, changes)
-    span_model(pretrained, config, 0)  # raises for weights that do not fit before questions are read
-    note = "nothing is trained yet" if not plan.out.exists() else "what is trained is saved"
-    validation = list(read_questions(plan.validation, plan.evidence))
-    if not any(question.accepted for question in validation):
-        raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
-    rows = training_rows(tokenizer, read_questions(plan.questions, plan.evidence), plan.windows,
-                         negatives=plan.negatives, seed=plan.settings.get("seed", 0),
-                         progress=stop.watch(f"{note}; the same command goes on", progress, "reading questions", None))
-    if not rows.counts.windows_with_answer:
-        raise DataError("no window holds an answer", ", ".join(map(str, plan.questions)),
-                        f"of {rows.counts.questions} questions {rows.counts.unlabelled} have no label, "
-                        f"{rows.counts.without_document} no document, {rows.counts.answer_not_found} an answer "
-                        "that no document holds")
-    description = {"pretrained_sha256": hash_of(Path(facts["checkpoint"]) / WEIGHTS_FILE)["sha256"],
-                   "rows_sha256": rows.sha256(), "tokenizer_sha256": tokenizer.sha256,
-                   "validation_sha256": questions_sha256(validation), **dataclasses.asdict(plan.windows)}
-    clip = None if is_flash(config) else TrainConfig().clip
-    configs = {name_of(rate): RunConfig(config, plan.train_config(len(rows), rate, clip), "fine-tuned", "questions",
-                                        ", ".join(map(str, plan.questions)), str(plan.out / f"lr-{name_of(rate)}"))
-               for rate in plan.learning_rates}
-    whole = {**description, "model": fields_of(config),
-             "train": {name: fields_of(each.train) for name, each in configs.items()}}
-    counts = dataclasses.asdict(rows.counts)
-
-    def train_one(each: RunConfig, ranks: Ranks) -> dict[str, Any]:
-        """Run one learning rate, or resume it; returns its scores on all validation questions."""
-        files = {**tokenizer_files(tokenizer), CONFIG_FILE: model_config_json(config, QUESTION_ANSWERING)}
-        answered = stop.watch("what is trained is saved; the same command goes on", progress, "answering",
-                              len(validation), ranks)
-
-        def begin(ranks: Ranks) -> Setup:
-            questions = Questions(each, rows, validation, tokenizer, plan.windows, ranks)
-            return Setup(span_model(pretrained, config, each.train.seed), questions, files, score_last=False)
-
-        def scored(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
-            answers, loss, n_windows = answer_questions(
-                model, tokenizer, validation, plan.windows, batch_rows=each.micro_batch_rows,
-                precision=each.train.precision, progress=answered)
-            if ranks.is_first:
-                write_json(run.out / PREDICTIONS_FILE, answers, ascii_only=False)
-            return {"steps": each.train.steps, **dataclasses.asdict(score(validation, answers)), "loss": loss,
-                    "n_windows": n_windows}
-
-        result, _ = fit_once(each, description, device, begin, scored, Callbacks(stop, on_step))
-        logger.info(f"  EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} on {result['n_questions']:,} validation "
-                    "questions")
-        return {name: value for name, value in result.items() if name != "run"}
-
-    def finish(best: str, rates: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-        if ranks.is_first:
-            answers = plan.out / best / PREDICTIONS_FILE
-            try:
-                content = read_bytes(answers, MAX_LINES_BYTES)
-            except OSError as e:
-                raise CheckpointError("cannot read", answers, f"{e.strerror}; delete {plan.out / best} and run the "
-                                      "same command again") from None
-            with replaced(plan.out / PREDICTIONS_FILE) as file:
-                file.write(content)
-        baseline = score(validation, {question.id: guess_by_overlap(question) for question in validation})
-        return {"word_overlap": dataclasses.asdict(baseline), "train_questions": counts}
-
-    logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
-                f"{plan.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
-                f"{counts['answer_not_found']:,} answers not found in the evidence")
-    return try_rates(plan.out, configs, whole, device, rank_timeout, stop, train_one,
-                     lambda scores: (scores["f1"], scores["exact_match"]), finish)
-
-
-def questions_sha256(questions: Sequence[Question]) -> str:
-    """The hash of the questions' ids, texts, answers and document names."""
-    lines = [[q.id, q.text, q.accepted, [document.name for document in q.documents]] for q in questions]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()

@@ -91,6 +91,11 @@ def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> 
     return counts | asdict(score(questions, answers)) | {"word_overlap": asdict(score(questions, guesses))}
 
 
+def in_words(scores: Mapping[str, float]) -> str:
+    """The most important scores, in words."""
+    return f"EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
+
+
 def check_predictions(content: object, where: str) -> dict[str, str]:
     """The content of a predictions file. Raises DataError unless it is `{"question id": "answer", ...}`."""
     if not isinstance(content, dict):

@@ -4,7 +4,9 @@ A window is `[CLS] question [SEP] part of a document [SEP]`. [CLS] is the end-of
 in training. Every token has two logits: one for the answer's first token, one for its last. In a window without an
 answer both targets are [CLS]."""
 
+import collections
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowConfig:
     """How documents are cut into windows."""
 
     context: int
@@ -130,7 +132,7 @@ def find_spans(question: Question, passage: Passage) -> list[tuple[int, int]]:
     return [passage.tokens(start, stop) for start, stop in spans]
 
 
-def windows_of(tokenizer: Tokenizer, question: Question, windows: Windows) -> Iterator[tuple[Window, Passage]]:
+def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
     """All windows of a question, in the order of its documents. An answer counts only if the window holds all of it."""
     separator = separator_of(tokenizer)
     asked = windows.question(tokenizer, question.text)
@@ -170,7 +172,7 @@ class Counts:
 
 
 @dataclass
-class Rows:
+class TrainingWindows:
     """The training windows, in the order of the questions."""
 
     ids: list[np.ndarray] = field(default_factory=list)
@@ -188,14 +190,14 @@ class Rows:
         return digest.hexdigest()
 
 
-def training_rows(tokenizer: Tokenizer, questions: Iterable[Question], windows: Windows, *, negatives: float,
-                  seed: int, progress: Callable[[int], None] | None = None) -> Rows:
+def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *, negatives: float,
+                  seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
     """The windows to train on: every window with an answer, and the share `negatives` of the others.
 
     The choice is a function of (seed, question id, document, place). progress is called with the number of questions
     read."""
     require(0 <= negatives <= 1, "negatives is a share", f"negatives = {negatives}", "it lies between 0 and 1")
-    rows = Rows()
+    rows = TrainingWindows()
     counts, small = rows.counts, np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     for question in questions:
         counts.questions += 1
@@ -260,23 +262,31 @@ class Span(NamedTuple):
     text: str
 
 
-class Prediction(NamedTuple):
-    """The answer to a question."""
+@dataclass
+class Prediction:
+    """The answer to a question, from the windows that have been scored."""
 
     question: Question
-    span: Span | None
+    span: Span | None = None
     """None if all documents are white space."""
-    loss: float
+    loss: float = 0.0
     """Nats, the mean of the two losses of a window summed over the windows; 0 without a label."""
-    n_windows: int
+    n_windows: int = 0
 
     @property
     def answer(self) -> str:
         return "" if self.span is None else self.span.text
 
+    def add(self, span: Span | None, loss: float) -> None:
+        """Take in the next window: its best span, and its loss."""
+        if span is not None and (self.span is None or span.score > self.span.score):
+            self.span = span
+        self.loss += loss if self.question.answers else 0.0
+        self.n_windows += 1
+
 
 @torch.inference_mode()
-def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: Windows, *,
+def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
             batch_rows: int = 8, precision: str = "float32",
             progress: Callable[[int], None] | None = None) -> Iterator[Prediction]:
     """The best span of each question over all its windows, in the order of the questions.
@@ -284,55 +294,44 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
     Among equal scores the earliest document wins, then the earliest window, the earliest start, the shortest span.
     Windows are cut as needed and scored `batch_rows` at a time, which changes only rounding. progress is called with
     the number of windows scored. The model must be in evaluation mode."""
-    device = next(model.parameters()).device
-    waiting: list[tuple[Question, tuple[Window, Passage] | None]] = []  # a question ends with None
-    best: Span | None = None
-    n_scored, loss, n_windows = 0, 0.0, 0
+    begun: collections.deque[Prediction] = collections.deque()
 
-    def entries() -> Iterator[tuple[Question, tuple[Window, Passage] | None]]:
+    def rows() -> Iterator[tuple[Prediction, Window, Passage]]:
         for question in questions:
-            yield from ((question, row) for row in windows_of(tokenizer, question, windows))
-            yield question, None
+            begun.append(Prediction(question))
+            for window, passage in windows_of(tokenizer, question, windows):
+                yield begun[-1], window, passage
 
-    def scored(rows: list[tuple[Window, Passage]]) -> Iterator[tuple[Span | None, float]]:
-        nonlocal n_scored
-        arrays = stack_rows([window.ids for window, _ in rows], [window.roles for window, _ in rows],
-                            max(len(window.ids) for window, _ in rows))
-        ids_BT, roles_BT = (torch.from_numpy(array).to(device) for array in arrays)
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            logits_BT2 = span_logits(model, ids_BT, roles_BT)
-        losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()
-        spans = [best_span(logits_T2, window, passage, windows.max_answer_tokens)
-                 for (window, passage), logits_T2 in zip(rows, logits_BT2.double().cpu().numpy(), strict=True)]
-        n_scored += len(rows)
+    waiting, n_scored = rows(), 0
+    while batch := list(itertools.islice(waiting, batch_rows)):
+        found = score_windows(model, [(window, passage) for _, window, passage in batch], windows, precision)
+        for (prediction, *_), (span, loss) in zip(batch, found, strict=True):
+            prediction.add(span, loss)
+        n_scored += len(batch)
         if progress is not None:
             progress(n_scored)
-        return zip(spans, losses_B, strict=True)
-
-    def finish() -> Iterator[Prediction]:
-        nonlocal best, loss, n_windows
-        rows = [row for _, row in waiting if row is not None]
-        results = scored(rows) if rows else iter(())
-        for question, row in waiting:
-            if row is None:
-                yield Prediction(question, best, loss, n_windows)
-                best, loss, n_windows = None, 0.0, 0
-                continue
-            span, nats = next(results)
-            if span is not None and (best is None or span.score > best.score):
-                best = span
-            loss, n_windows = loss + (nats if question.answers else 0.0), n_windows + 1
-        waiting.clear()
-
-    for question, row in entries():
-        waiting.append((question, row))
-        if sum(row is not None for _, row in waiting) in (0, batch_rows):
-            yield from finish()
-    yield from finish()
+        while len(begun) > 1:  # the last question may have more windows
+            yield begun.popleft()
+    yield from begun
 
 
-def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: Windows, *,
-                     batch_rows: int = 8, precision: str = "float32", max_tokens: int | None = None,
+def score_windows(model: nn.Module, rows: Sequence[tuple[Window, Passage]], windows: WindowConfig,
+                  precision: str) -> Iterator[tuple[Span | None, float]]:
+    """The best span of each window, and its loss in nats: the mean for the first and the last token."""
+    device = next(model.parameters()).device
+    arrays = stack_rows([window.ids for window, _ in rows], [window.roles for window, _ in rows],
+                        max(len(window.ids) for window, _ in rows))
+    ids_BT, roles_BT = (torch.from_numpy(array).to(device) for array in arrays)
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        logits_BT2 = span_logits(model, ids_BT, roles_BT)
+    losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()
+    for (window, passage), logits_T2, loss in zip(rows, logits_BT2.double().cpu().numpy(), losses_B, strict=True):
+        yield best_span(logits_T2, window, passage, windows.max_answer_tokens), loss
+
+
+def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question],
+                     windows: WindowConfig, *, batch_rows: int = 8, precision: str = "float32",
+                     max_tokens: int | None = None,
                      progress: Callable[[int], None] | None = None) -> tuple[dict[str, str], float, int]:
     """The answers by question id ("" without an answer), nats per window of the labelled questions, and the number of
     windows.
@@ -365,12 +364,13 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
                        progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
     """The scores of a fine-tuned model by the official rules, and its answers by question id.
 
-    context: tokens in a window, by default as in training; stride and max_answer_tokens as in `Windows`. batch_rows:
-    windows read at once. precision: "float32" or "bfloat16". progress is called with the number of questions answered.
-    The scores are "context", "windows", "loss" (nats per labelled window), and those of `metrics.score_answers`. Raises
-    UsageError for wrong values and a context that is too long, DataError for documents that cannot be read."""
+    context: tokens in a window, by default as in training; stride and max_answer_tokens as in `WindowConfig`.
+    batch_rows: windows read at once. precision: "float32" or "bfloat16". progress is called with the number of
+    questions answered. The scores are "context", "windows", "loss" (nats per labelled window), and those of
+    `metrics.score_answers`. Raises UsageError for wrong values and a context that is too long, DataError for documents
+    that cannot be read."""
     require_precision(precision)
-    windows = Windows(model.config.context if context is None else context, stride, max_answer_tokens)
+    windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,
                                                 precision=precision, progress=progress)

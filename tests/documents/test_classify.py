@@ -19,16 +19,15 @@ from command_line import assert_refused
 from command_line import call as call  # a fixture
 from lineartime import finetuning
 from lineartime.config_json import Head
-from lineartime.documents import metrics, report, tuning
+from lineartime.documents import metrics, report, tasks
 from lineartime.documents.classify import label_losses, prediction_of, targets_of
-from lineartime.documents.examples import Fields
-from lineartime.documents.finetune import LabelledDocuments, finetune_documents
-from lineartime.documents.labelled import Documents, class_weights, head_of
+from lineartime.documents.labels import LabelObjective, class_weights, head_of
 from lineartime.documents.pooling import document_ids
-from lineartime.documents.tuning import DocumentTuning, drawn_window
+from lineartime.documents.texts import TokenizedTexts, drawn_stretch
 from lineartime.errors import CheckpointError, DataError, Stopped, UsageError, escaped
+from lineartime.finetune_config import DocumentTuning, Fields
+from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentClassifier
-from lineartime.plot import digest
 from lineartime.run import Run, read_metrics
 from lineartime.run_config import RunConfig
 from lineartime.training import StopSignal
@@ -44,9 +43,10 @@ NUMBER = Head("regression", ("number",), 5.0, 2.0)
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_pictures():
-    """A picture is the hash of what it is drawn from; test_guide.py draws them."""
+    """A picture is the numbers that it is drawn from; test_guide.py draws them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw", lambda picture, path: path.write_text(digest(picture)))
+        for name in ("draw_confusion", "draw_calibration", "draw_numbers"):
+            patch.setattr(report, name, lambda path, *drawn: path.write_text(str(drawn)))
         yield
 
 
@@ -71,7 +71,7 @@ def plan(folder, out, kind="one", **changes):
 @pytest.fixture(scope="module")
 def done(folder):
     """A fine-tuning that nothing disturbed."""
-    finetune_documents(plan(folder, folder / "done"), device=CPU)
+    finetune(plan(folder, folder / "done"), device=CPU)
     return folder / "done"
 
 
@@ -118,7 +118,7 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
 def test_a_model_of_pairs_asks_for_them(folder, tmp_path, call):
     rows = write_rows(tmp_path / "rows.jsonl", [{**row, "second": row["text"]} for row in made_rows(8, 1)])
     given = {"fields": Fields(pair="second"), "epochs": 1, "learning_rates": (1e-3,)}
-    finetune_documents(replace(plan(folder, tmp_path / "out", **given), documents=(rows,), validation=(rows,), test=()),
+    finetune(replace(plan(folder, tmp_path / "out", **given), data=(rows,), validation=(rows,), test=()),
                        device=CPU)
     assert lineartime.load_classifier(tmp_path / "out")[0].head.pairs
     for model in (tmp_path / "out", tmp_path / "out" / "best"):
@@ -143,7 +143,7 @@ def test_a_model_without_labels_is_refused(folder):
 
 @pytest.mark.parametrize("kind", ["several", "number"])
 def test_several_labels_and_numbers(folder, tmp_path, kind):
-    result = finetune_documents(plan(folder, tmp_path / "out", kind, learning_rates=(3e-2,), epochs=6), device=CPU)
+    result = finetune(plan(folder, tmp_path / "out", kind, learning_rates=(3e-2,), epochs=6), device=CPU)
     model, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
     found = lineartime.classify(model, tokenizer, [row["text"] for row in made_rows(9, 4, kind)])
     if kind == "number":
@@ -160,10 +160,10 @@ def test_several_labels_and_numbers(folder, tmp_path, kind):
 def test_the_same_settings_are_complete_and_others_refused(folder, done):
     best = os.readlink(done / "best")
     (done / "best").unlink()  # a disk that failed at the link leaves none
-    assert finetune_documents(plan(folder, done), device=CPU)["already"] and os.readlink(done / "best") == best
+    assert finetune(plan(folder, done), device=CPU)["already"] and os.readlink(done / "best") == best
     for changes in ({"epochs": 6}, {"balance": True}, {"patience": 2}, {"max_tokens": 9}, {"context": 16}):
         with pytest.raises(UsageError, match="another fine-tuning is here"):
-            finetune_documents(plan(folder, done, **changes), device=CPU)
+            finetune(plan(folder, done, **changes), device=CPU)
 
 
 @pytest.mark.parametrize("when", [7, "evaluation", "second rate"])
@@ -178,14 +178,14 @@ def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path, when):
 
     out = tmp_path / "out"
     with pytest.raises(Stopped):
-        finetune_documents(plan(folder, out), device=CPU, stop=stop, on_step=at)
+        finetune(plan(folder, out), device=CPU, stop=stop, on_step=at)
     with pytest.raises(UsageError):  # nothing stands for the folder before it is complete
         lineartime.load_model(out)
-    finetune_documents(plan(folder, out), device=CPU)
+    finetune(plan(folder, out), device=CPU)
     assert_same_outcome(out, done)
 
 
-@pytest.mark.parametrize("place", ["step", "load_step", "write_report", "write_json"])
+@pytest.mark.parametrize("place", ["step", "load_step", "write_labels_report", "write_json"])
 def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_path, monkeypatch, place):
     class Killed(BaseException):
         pass
@@ -200,11 +200,11 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         if place != "step":
-            owner = {"load_step": tuning, "write_json": finetuning}.get(place, report)
+            owner = {"load_step": tasks, "write_json": finetuning}.get(place, report)
             patch.setattr(owner, place, killed)
-        finetune_documents(plan(folder, out), device=CPU, on_step=at)
+        finetune(plan(folder, out), device=CPU, on_step=at)
     assert not (out / "result.json").exists()
-    finetune_documents(plan(folder, out), device=CPU)
+    finetune(plan(folder, out), device=CPU)
     assert_same_outcome(out, done)
 
 
@@ -226,15 +226,15 @@ def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
             kill_at[0] = None
             raise Killed
 
-    monkeypatch.setattr(LabelledDocuments, "evaluate", evaluate)
+    monkeypatch.setattr(LabelObjective, "evaluate", evaluate)
     how = plan(folder, tmp_path / "out", learning_rates=(1e-2,), patience=2, epochs=5)
     for kill in (8, 11, None):
         steps, kill_at = [9] if kill is None else [6], [kill]
         if kill is not None:
             with pytest.raises(Killed):
-                finetune_documents(how, device=CPU, on_step=at)
+                finetune(how, device=CPU, on_step=at)
             continue
-        finetune_documents(how, device=CPU, on_step=at)
+        finetune(how, device=CPU, on_step=at)
     run = tmp_path / "out" / "lr-1e-02"
     assert [line["step"] for line in read_metrics(run) if "held_out" in line] == [3, 6, 9, 12]
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000006", "step-00000012"]
@@ -263,15 +263,15 @@ def test_a_run_goes_on_while_the_loss_falls(tmp_path):
 
 
 def test_batches_are_a_function_of_seed_and_step(folder):
-    train = Documents(ids=[np.arange(1, n + 1, dtype=np.uint16) + 50 * n for n in (5, 32, 33, 100, 7, 64, 1, 20)],
+    train = TokenizedTexts(ids=[np.arange(1, n + 1, dtype=np.uint16) + 50 * n for n in (5, 32, 33, 100, 7, 64, 1, 20)],
                       labels=["a", "b"] * 4)
     head = head_of(train, "one", "")
 
     def task(seed=0):
         settings = {"seed": seed, "tokens_per_step": 4 * CONTEXT}
         how = DocumentTuning("", ("x",), ("x",), Path("x"), settings=settings)
-        config = how.run_config(lineartime.model_config("flash", context=CONTEXT), 8, 9, 1e-3)
-        return LabelledDocuments(config, head, train, train, None)
+        config = runs_of(how, lineartime.model_config("flash", context=CONTEXT), 8, 9)["1e-03"]
+        return LabelObjective(config, head, train, train, None)
 
     batches = [task().batch(step) for step in range(100)]
     assert not np.array_equal(task(1).batch(0)[0], batches[0][0])
@@ -293,7 +293,7 @@ def test_batches_are_a_function_of_seed_and_step(folder):
 
 
 def test_windows_are_drawn_by_their_tokens():
-    drawn = [drawn_window(40, 32, 7, epoch, 3) for epoch in range(2000)]
+    drawn = [drawn_stretch(40, 32, 7, epoch, 3) for epoch in range(2000)]
     assert {(each.start, each.stop) for each in drawn} == {(0, 32), (32, 40)}
     assert np.mean([each.start == 32 for each in drawn]) == pytest.approx(0.2, abs=0.03)
 
@@ -315,10 +315,10 @@ def test_losses():
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_loss_of_a_row_does_not_depend_on_its_batch(folder, causal):
     """Padding and neighbours count for nothing: each row is its document alone, as it is read when it is classified."""
-    train = Documents(ids=[np.arange(n, dtype=np.uint16) + 20 for n in (5, 32, 17, 1)], labels=["a", "b", "c", "a"])
+    train = TokenizedTexts([np.arange(n, dtype=np.uint16) + 20 for n in (5, 32, 17, 1)], ["a", "b", "c", "a"])
     how = DocumentTuning("", ("x",), ("x",), "x", settings={"tokens_per_step": 4 * CONTEXT})
-    config = how.run_config(replace(lineartime.load_model(folder / "model")[0].config, causal=causal), 4, 9, 1e-3)
-    task = LabelledDocuments(config, ONE, train, train, [0.5, 2.0, 3.0])
+    config = runs_of(how, replace(lineartime.load_model(folder / "model")[0].config, causal=causal), 4, 9)["1e-03"]
+    task = LabelObjective(config, ONE, train, train, [0.5, 2.0, 3.0])
     model = DocumentClassifier(config.model, ONE).double()
     ids_BT, targets_B = map(torch.from_numpy, task.batch(0))
     losses_B = task.losses(model, ids_BT, targets_B)
@@ -340,12 +340,12 @@ def test_weights_make_every_class_count_the_same():
 
 
 def test_classes_are_in_order():
-    assert head_of(Documents(labels=["10", "9", "-1"]), "one", "").labels == ("-1", "9", "10")
-    assert head_of(Documents(labels=["b", "a", "10"]), "one", "").labels == ("10", "a", "b")
-    assert head_of(Documents(labels=[("a",), ()]), "several", "").labels == ("a",)
-    assert head_of(Documents(labels=["--1", "2"]), "one", "").labels == ("--1", "2")
-    assert head_of(Documents(labels=["1" * 5000, "2"]), "one", "").labels == ("1" * 5000, "2")
-    assert head_of(Documents(labels=[1.0, 3.0]), "number", "") == Head("regression", ("number",), 2.0, 1.0)
+    assert head_of(TokenizedTexts(labels=["10", "9", "-1"]), "one", "").labels == ("-1", "9", "10")
+    assert head_of(TokenizedTexts(labels=["b", "a", "10"]), "one", "").labels == ("10", "a", "b")
+    assert head_of(TokenizedTexts(labels=[("a",), ()]), "several", "").labels == ("a",)
+    assert head_of(TokenizedTexts(labels=["--1", "2"]), "one", "").labels == ("--1", "2")
+    assert head_of(TokenizedTexts(labels=["1" * 5000, "2"]), "one", "").labels == ("1" * 5000, "2")
+    assert head_of(TokenizedTexts(labels=[1.0, 3.0]), "number", "") == Head("regression", ("number",), 2.0, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "labels", "words"), [
@@ -354,7 +354,7 @@ def test_classes_are_in_order():
     ("number", [0.0, 1e-60], "too near each other")])
 def test_labels_that_teach_nothing_are_refused(kind, labels, words):
     with pytest.raises(DataError, match=words):
-        head_of(Documents(labels=labels), kind, "x.csv")
+        head_of(TokenizedTexts(labels=labels), kind, "x.csv")
 
 
 def test_scores():
@@ -379,7 +379,7 @@ def test_scores():
     rows = metrics.by_class(single, said_N1, targets_of(single, [("a",), (), (), (), ()]))
     assert rows == [("a", 0.5, 1.0, pytest.approx(2 / 3), 1)]
     assert prediction_of(NUMBER, np.array([1.5])) == (1.5, {})
-    assert report.words(metrics.score_labels(NUMBER, np.array([[1.0]]), np.array([1.5]))).startswith("R^2 -, mean")
+    assert metrics.in_words(metrics.score_labels(NUMBER, np.array([[1.0]]), np.array([1.5]))).startswith("R^2 -, mean")
     perfect = metrics.score_labels(NUMBER, np.array([[1.0], [2.0]]), np.array([1.0, 2.0]))
     assert (perfect["r2"], perfect["loss"], perfect["mean_absolute_error"]) == (1, 0, 0)
 
@@ -387,7 +387,7 @@ def test_scores():
 def test_a_missing_library_is_said_before_anything_is_read(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
     with pytest.raises(UsageError, match=r"pip install .scikit-learn>=1\.6"):
-        finetune_documents(plan(folder, tmp_path / "out"), device=CPU)
+        finetune(plan(folder, tmp_path / "out"), device=CPU)
     assert not (tmp_path / "out").exists()
 
 
@@ -398,19 +398,18 @@ def test_a_report_has_names_as_they_are_and_no_more(tmp_path, monkeypatch):
     for kind in ("one", "several"):
         labels = ODD if kind == "one" else [(name,) for name in ODD]
         head = Head(ONE.problem_type if kind == "one" else SEVERAL.problem_type, tuple(ODD))
-        documents = Documents([np.arange(3)] * len(ODD), labels, [f"a/{name}.txt" for name in ODD],
+        documents = TokenizedTexts([np.arange(3)] * len(ODD), labels, [f"a/{name}.txt" for name in ODD],
                               [" ".join(name.split()) for name in ODD])
         logits_NL = np.roll(np.eye(len(ODD)), 1, 0) * 2 - 1
         scores = metrics.score_labels(head, logits_NL, targets_of(head, labels))
         rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
-        report.write_report(tmp_path, head, documents, logits_NL, {
+        report.write_labels_report(tmp_path, head, documents, logits_NL, {
             "best": "lr-1e-03", "learning_rates": rates, "without_reading": scores, "known": {"validation": 0}})
         words, more = rendered((tmp_path / report.REPORT_FILE).read_text())
         assert more == [report.CONFUSION_FILE, report.CALIBRATION_FILE]
         for name in ODD:
             shown = escaped(" ".join(name.split()))
             assert {shown, f"a/{shown}.txt"} <= {*words.splitlines()}, name
-    assert report.in_picture("日本 é\n$5 🎉") == r"□□ é \$5 □"
 
 
 def test_what_was_seen_in_training_is_said(folder, tmp_path, caplog):
@@ -421,7 +420,7 @@ def test_what_was_seen_in_training_is_said(folder, tmp_path, caplog):
         ("test", [rows[0], rows[1], {**rows[0], "text": "held out"}, {**rows[0], "text": "new"}]))}
     out = tmp_path / "out"
     short = plan(folder, out, epochs=1, learning_rates=(1e-3,))
-    result = finetune_documents(replace(short, documents=(paths["train"],), validation=(paths["dev"],),
+    result = finetune(replace(short, data=(paths["train"],), validation=(paths["dev"],),
                                         test=(paths["test"],)), device=CPU)
     assert result["known"] == {"validation": 1, "test": 3}
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
@@ -530,7 +529,7 @@ def test_a_damaged_folder_is_named(folder, done, tmp_path):
         with pytest.raises(CheckpointError, match="damaged"):
             lineartime.load_model(out)
     (out / "result.json").write_text("{")
-    finetune_documents(plan(folder, out), device=CPU)  # it is written again
+    finetune(plan(folder, out), device=CPU)  # it is written again
     assert_same_outcome(out, done)
     fields = json.loads((out / "best" / "config.json").read_text())
     exported = tmp_path / "exported"

@@ -13,12 +13,13 @@ import lineartime
 from command_line import assert_refused
 from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import byte_tokenizer
-from lineartime.documents import contrast
-from lineartime.documents.contrast import PairedDocuments, Pairs, contrastive_losses, read_pairs, score_pairs
-from lineartime.documents.examples import Fields, text_examples
-from lineartime.documents.finetune import finetune_documents
-from lineartime.documents.tuning import DocumentTuning
+from lineartime.documents import report, vectors
+from lineartime.documents.examples import text_examples
+from lineartime.documents.texts import TokenizedTexts, read_texts
+from lineartime.documents.vectors import PairObjective, contrastive_losses, score_pairs
 from lineartime.errors import DataError, Stopped, UsageError
+from lineartime.finetune_config import DocumentTuning, Fields
+from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentEncoder
 from lineartime.run import read_metrics
 from lineartime.training import StopSignal
@@ -56,7 +57,7 @@ def plan(folder, out, **changes):
 
 @pytest.fixture(scope="module")
 def done(folder):
-    finetune_documents(plan(folder, folder / "done"), device=CPU)
+    finetune(plan(folder, folder / "done"), device=CPU)
     return folder / "done"
 
 
@@ -68,12 +69,12 @@ def assert_same_outcome(out, done):
 
 
 def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
-    pairs = Pairs([np.arange(2)] * len(ODD), [np.arange(2)] * len(ODD), [f"a/{name}.txt" for name in ODD],
-                  [" ".join(name.split()) for name in ODD])
+    pairs = TokenizedTexts([np.arange(2)] * len(ODD), [], [f"a/{name}.txt" for name in ODD],
+                           [" ".join(name.split()) for name in ODD], [np.arange(2)] * len(ODD))
     scores = dict.fromkeys(("loss", "mrr", "recall_at_1", "recall_at_10"), 0.5)
     rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
     for places in (range(len(ODD)), range(len(ODD), 0, -1)):  # ten of them are shown
-        contrast.write_report(tmp_path, pairs, scores, places, {
+        report.write_vectors_report(tmp_path, pairs, "found first 0.5", scores, places, {
             "best": "lr-1e-03", "learning_rates": rates, "without_training": scores, "known": {"validation": 0}})
         assert rendered((tmp_path / "report.md").read_text())[1] == []
 
@@ -86,7 +87,7 @@ def test_the_loss_is_the_cross_entropy_of_finding_the_partner_both_ways():
     for i in range(5):
         others = [j for j in range(5) if j == i or {i, j} not in ({0, 2}, {1, 4})]
         for side, (x_BD, y_BD) in enumerate(((a_BD, b_BD), (b_BD, a_BD))):
-            logits = torch.stack([F.cosine_similarity(x_BD[i], y_BD[j], dim=0) / contrast.TEMPERATURE for j in others])
+            logits = torch.stack([F.cosine_similarity(x_BD[i], y_BD[j], dim=0) / vectors.TEMPERATURE for j in others])
             expected = -logits.log_softmax(0)[others.index(i)]
             assert torch.allclose(losses_B2[i, side], expected, atol=1e-12)
     assert torch.allclose(contrastive_losses(3 * a_BD, b_BD / 7, same_B2), losses_B2, atol=1e-12)
@@ -101,7 +102,7 @@ def test_scores_are_those_of_all_pairs_at_once(monkeypatch):
     assert ranks == [1 + int((row > row[i]).sum()) for i, row in enumerate(cosine_NN)]
     assert whole["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
     assert whole["loss"] == pytest.approx(contrastive_losses(a_ND, b_ND, torch.from_numpy(same_N2)).mean().item())
-    monkeypatch.setattr(contrast, "BLOCK", 4)
+    monkeypatch.setattr(vectors, "BLOCK", 4)
     assert score_pairs(a_ND, b_ND, same_N2) == (pytest.approx(whole), ranks)
     same_N2[:, 1] = 7  # every second text is the same: none counts against another
     assert score_pairs(a_ND, b_ND, same_N2)[1] == [1] * 9
@@ -109,7 +110,7 @@ def test_scores_are_those_of_all_pairs_at_once(monkeypatch):
 
 def test_a_text_that_is_first_and_second_is_not_its_own_negative(monkeypatch):
     """Pairs that are listed both ways: vectors that are right find all, and the loss is that of two pairs."""
-    monkeypatch.setattr(contrast, "BLOCK", 3)
+    monkeypatch.setattr(vectors, "BLOCK", 3)
     a, b, c, d = torch.eye(4, dtype=torch.float64)
     b, d = a + 0.3 * b, c + 0.3 * d
     first_ND, second_ND = torch.stack([a, b, c, d]), torch.stack([b, a, d, c])
@@ -128,27 +129,28 @@ def test_vectors_that_are_all_equal_find_nothing():
 
 def test_halves_hold_every_token_once():
     tokenizer = byte_tokenizer()
-    pairs = read_pairs(tokenizer, text_examples(["abcdef", "abcde", "ab", "a text"]), None)
-    for text, a, b in zip(["abcdef", "abcde", "ab", "a text"], pairs.first, pairs.second, strict=True):
+    pairs = read_texts(tokenizer, text_examples(["abcdef", "abcde", "ab", "a text"]), in_pairs=True)
+    for text, a, b in zip(["abcdef", "abcde", "ab", "a text"], pairs.ids, pairs.second_ids, strict=True):
         assert a[0] == b[0] == 256 and bytes([*a[1:], *b[1:]]).decode() == text and 0 <= len(b) - len(a) <= 1
-    assert read_pairs(tokenizer, text_examples(["abcdef", "ab"]), 4).n_cut == 1
-    keys = read_pairs(tokenizer, text_examples([("a", "b"), ("ab", "c"), ("a", "bc"), ("a", "b")]), None).keys()
+    assert read_texts(tokenizer, text_examples(["abcdef", "ab"]), 4, in_pairs=True).n_cut == 1
+    texts = text_examples([("a", "b"), ("ab", "c"), ("a", "bc"), ("a", "b")])
+    keys = read_texts(tokenizer, texts, in_pairs=True).keys()
     assert keys[0] == keys[3] and len({*keys}) == 3
     with pytest.raises(DataError, match="too short to be halved: text 2"):
-        read_pairs(tokenizer, text_examples(["abc", "a"]))
+        read_texts(tokenizer, text_examples(["abc", "a"]), in_pairs=True)
     with pytest.raises(DataError, match="one pair only"):
-        read_pairs(tokenizer, text_examples(["abc"]))
+        read_texts(tokenizer, text_examples(["abc"]), in_pairs=True)
 
 
 def test_batches_are_a_function_of_seed_and_step(folder):
-    train = Pairs([np.full(n, i) for i, n in enumerate((5, 40, 7, 70))], [np.full(n, i) for i, n in enumerate(
-        (33, 4, 5, 6))])
-    config = plan(folder, "x", settings={"tokens_per_step": 2 * CONTEXT}).run_config(
-        lineartime.model_config("flash", context=CONTEXT), 4, 9, 1e-3)
+    train = TokenizedTexts([np.full(n, i) for i, n in enumerate((5, 40, 7, 70))],
+                           second_ids=[np.full(n, i) for i, n in enumerate((33, 4, 5, 6))])
+    how = plan(folder, "x", settings={"tokens_per_step": 2 * CONTEXT})
+    config = runs_of(how, lineartime.model_config("flash", context=CONTEXT), 4, 9)["1e-02"]
     assert config.micro_batch_rows == config.rows_per_step == 2
     for step in range(6):
-        first_BT, second_BT, same_B2 = PairedDocuments(config, train, train).batch(step)
-        again = PairedDocuments(config, train, train).batch(step)
+        first_BT, second_BT, same_B2 = PairObjective(config, train, train).batch(step)
+        again = PairObjective(config, train, train).batch(step)
         assert all(np.array_equal(a, b) for a, b in zip((first_BT, second_BT, same_B2), again, strict=True))
         assert first_BT.shape == second_BT.shape == (2, CONTEXT)
         assert np.array_equal(first_BT[:, 0], second_BT[:, 0]) and len({*same_B2.flatten().tolist()}) == 4
@@ -177,8 +179,8 @@ def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path, when):
             stop.number = signal.SIGINT
 
     with pytest.raises(Stopped):
-        finetune_documents(plan(folder, tmp_path / "out"), device=CPU, stop=stop, on_step=at)
-    finetune_documents(plan(folder, tmp_path / "out"), device=CPU)
+        finetune(plan(folder, tmp_path / "out"), device=CPU, stop=stop, on_step=at)
+    finetune(plan(folder, tmp_path / "out"), device=CPU)
     assert_same_outcome(tmp_path / "out", done)
 
 
@@ -209,6 +211,6 @@ def test_a_fine_tuned_encoder_can_learn_labels(folder, done, tmp_path):
     how = DocumentTuning(done, (folder / "train.jsonl",), (folder / "dev.jsonl",), tmp_path / "out", epochs=1,
                          fields=Fields("text", label="other"), learning_rates=(1e-3,))
     with pytest.raises(DataError, match="a label that no training document has"):  # it gets as far as the labels
-        finetune_documents(how, device=CPU)
+        finetune(how, device=CPU)
     with pytest.raises(UsageError, match="unknown task"):
         plan(folder, tmp_path / "out", settings={}).__class__(done, (), (), tmp_path, task="x")

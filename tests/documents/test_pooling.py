@@ -11,7 +11,6 @@ import lineartime
 from lineartime.config_json import Head
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents.classify import ONE
-from lineartime.documents.contrast import contrastive_losses
 from lineartime.documents.pooling import (
     Reading,
     carries_state,
@@ -19,8 +18,9 @@ from lineartime.documents.pooling import (
     document_means,
     read_means,
     row_means,
-    windows_of,
+    token_pieces,
 )
+from lineartime.documents.vectors import contrastive_losses
 from lineartime.errors import DataError, UsageError
 from lineartime.model import DocumentClassifier, LanguageModel
 from tiny_models import BIDIRECTIONAL, CONFIGS, CONTEXT, UNPACKED, random_model, with_end
@@ -103,7 +103,7 @@ def test_windows_hold_every_token_once_up_to_the_most(piece):
     """Of documents in pieces that are shorter than a window, and longer."""
     for n, most in itertools.product((1, 7, 8, 9, 16, 17), (None, 1, 8, 9, 16)):
         pieces = [[*range(first, min(first + piece, n))] for first in range(0, n, piece)]
-        windows, n_read = list(windows_of(iter([[], *pieces]), 8, most)), min(n, most or n)
+        windows, n_read = list(token_pieces(iter([[], *pieces]), 8, most)), min(n, most or n)
         assert [i for window in windows for i in window.ids] == [*range(n_read)]
         assert [window.is_last for window in windows] == [*[False] * (len(windows) - 1), True]
         assert all(len(window.ids) == 8 for window in windows[:-1]) and windows[-1].ids

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,17 +18,18 @@ from test_questions import parquet, squad, triviaqa
 import lineartime
 from lineartime import finetuning
 from lineartime.cli import verbs
-from lineartime.config import model_config
+from lineartime.config import TrainConfig, model_config
 from lineartime.errors import CheckpointError, Stopped, UsageError
-from lineartime.finetuning import check_rates, name_of
+from lineartime.finetune_config import FineTuning, name_of
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa import finetune, spans
-from lineartime.qa.finetune import FineTuning, Questions
+from lineartime.qa.finetune import SpanObjective
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
-from lineartime.qa.spans import Windows, training_rows
+from lineartime.qa.spans import WindowConfig, training_windows
 from lineartime.reproduce import runner
 from lineartime.run import read_metrics
+from lineartime.run_config import RunConfig
 from lineartime.training import StopSignal
 from made_questions import write_questions
 from tiny_runs import assert_same, command, prepare_text, what_is_left
@@ -125,7 +127,7 @@ def test_the_folder_holds_the_best_run(folder, done, capsys):
 def test_it_learns_what_can_be_learned(folder):
     """Answers are names, and the question has the town's number: the loss falls well below that of a guess."""
     out = folder / "learned"
-    result = finetune.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12))
+    result = finetuning.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12))
     first, *_, last = [line["loss"] for line in read_metrics(out / "lr-2e-02") if "loss" in line]
     assert last < first - 0.7
     assert result["learning_rates"]["2e-02"]["f1"] > 10
@@ -144,12 +146,12 @@ def test_flash_alone_is_not_clipped(folder, tmp_path, preset, fields, monkeypatc
 
     config = model_config(preset, vocab_size=400, d_model=16, context=48, causal=False, **fields)
     _, tokenizer, facts = lineartime.load_model(folder / "pretrained")
-    monkeypatch.setattr(finetune, "load_model", lambda run, strict: (LanguageModel(config).eval(), tokenizer, facts))
-    monkeypatch.setattr(finetune, "fit_once", stop_here)
+    monkeypatch.setattr(finetuning, "load_model", lambda run, strict: (LanguageModel(config).eval(), tokenizer, facts))
+    monkeypatch.setattr(finetuning, "fit_once", stop_here)
     seen = []
     for settings in ({}, {"clip": None}):
         with pytest.raises(Stop):
-            finetune.finetune(plan(folder, tmp_path / preset, settings={"tokens_per_step": 384, **settings}))
+            finetuning.finetune(plan(folder, tmp_path / preset, settings={"tokens_per_step": 384, **settings}))
     assert [run.train.clip for run in seen] == [0.1, None] and not any(run.model.cls_softmax for run in seen)
 
 
@@ -178,11 +180,11 @@ def test_a_stop_saves_and_the_same_command_goes_on(folder, done, tmp_path, when)
 
     out = tmp_path / "out"
     with pytest.raises(Stopped):
-        finetune.finetune(plan(folder, out), device=CPU, stop=stop, on_step=at)
+        finetuning.finetune(plan(folder, out), device=CPU, stop=stop, on_step=at)
     assert not (out / "result.json").exists()
     with pytest.raises(UsageError):  # nothing stands for the folder before it is complete
         lineartime.load_model(out)
-    finetune.finetune(plan(folder, out))
+    finetuning.finetune(plan(folder, out))
     assert_same_outcome(out, done)
 
 
@@ -211,9 +213,9 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
         patch.setattr(finetuning, "write_json", write_or_die)
         if place == "answer_questions":
             patch.setattr(finetune, "answer_questions", killed)
-        finetune.finetune(plan(folder, out), on_step=at)
+        finetuning.finetune(plan(folder, out), on_step=at)
     assert not (out / "result.json").exists()
-    finetune.finetune(plan(folder, out))
+    finetuning.finetune(plan(folder, out))
     assert_same_outcome(out, done)
 
 
@@ -225,7 +227,7 @@ def test_answers_that_are_no_file_are_not_waited_for(folder, done, tmp_path):
         (out / name / "predictions.json").unlink()
         os.mkfifo(out / name / "predictions.json")
     with pytest.raises(CheckpointError, match=r"cannot read: .*predictions\.json; not a regular file; delete .*lr-"):
-        finetune.finetune(plan(folder, out))
+        finetuning.finetune(plan(folder, out))
 
 
 def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path, warm_command):
@@ -245,14 +247,14 @@ def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path, warm_co
 
 def test_batches_are_a_function_of_seed_and_step(folder):
     _, tokenizer, _ = lineartime.load_model(folder / "pretrained")
-    windows = Windows(48)
-    rows = training_rows(tokenizer, read_questions([folder / "train.json"]), windows, negatives=1, seed=0)
+    windows = WindowConfig(48)
+    rows = training_windows(tokenizer, read_questions([folder / "train.json"]), windows, negatives=1, seed=0)
 
     def task(seed=0):
-        config = finetune.RunConfig(lineartime.model_config("flash", causal=False, context=48),
-                                    finetune.TrainConfig(tokens_per_step=480, micro_batch_tokens=48, seed=seed),
+        config = RunConfig(lineartime.model_config("flash", causal=False, context=48),
+                                    TrainConfig(tokens_per_step=480, micro_batch_tokens=48, seed=seed),
                                     "", "", "", "")
-        return Questions(config, rows, [], tokenizer, windows)
+        return SpanObjective(config, SimpleNamespace(train=rows))
 
     batches = [task().batch(step) for step in range(len(rows))]  # ten epochs of ten rows a step
     for step, (ids, roles) in enumerate(batches):
@@ -446,5 +448,5 @@ def test_a_damaged_newest_checkpoint_is_said_or_refused(folder, done, tmp_path, 
 def test_settings_that_are_for_language_modelling(setting):
     (name,) = setting
     with pytest.raises(UsageError, match=f"{name}|sharded"):
-        check_rates((1e-4,), 1.0, setting)
-    check_rates((1e-4,), 1.0, {"context_parallel": 1, "window_tokens": None})
+        FineTuning("run", (), (), "out", settings=setting)
+    FineTuning("run", (), (), "out", settings={"context_parallel": 1, "window_tokens": None})

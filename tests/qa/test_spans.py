@@ -28,14 +28,14 @@ from lineartime.qa.spans import (
     END,
     START,
     TOKEN,
-    Windows,
+    WindowConfig,
     best_span,
     predict,
     separator_of,
     span_logits,
     span_losses,
     stack_rows,
-    training_rows,
+    training_windows,
     windows_of,
 )
 
@@ -90,7 +90,7 @@ def test_offsets_of_a_long_text_are_those_of_its_parts():
 @given(context=st.integers(16, 90), question=st.integers(0, 40), n=st.integers(0, 500),
        stride=st.none() | st.integers(1, 200), longest=st.integers(1, 40))
 def test_every_token_is_in_a_window_and_every_answer_is_whole_in_one(context, question, n, stride, longest):
-    windows = Windows(context, stride, longest)
+    windows = WindowConfig(context, stride, longest)
     question = min(question, context // 4)
     parts, room = windows.cut(question, n), context - question - 3
     assert all(0 <= first < stop <= n and stop - first <= room for first, stop in parts)
@@ -107,7 +107,7 @@ def test_every_token_is_in_a_window_and_every_answer_is_whole_in_one(context, qu
 @settings(max_examples=100)
 @given(text=TEXTS, other=TEXTS, question=TEXTS, context=st.integers(16, 60))
 def test_windows_are_cls_question_sep_document_sep(tokenizer, text, other, question, context):
-    windows = Windows(context, max_answer_tokens=5)
+    windows = WindowConfig(context, max_answer_tokens=5)
     seen = {0: set(), 1: set()}
     for window, passage in windows_of(tokenizer, asked(question, text, other), windows):
         ids, n = window.ids.tolist(), len(window.ids)
@@ -130,7 +130,7 @@ def test_a_tokenizer_without_sep_and_impossible_windows_are_refused():
         separator_of(byte_tokenizer())
     for wrong in ({"context": 15}, {"context": 64, "stride": 0}, {"context": 64, "max_answer_tokens": 0}):
         with pytest.raises(UsageError):
-            Windows(**wrong)
+            WindowConfig(**wrong)
 
 
 # Targets
@@ -138,7 +138,7 @@ def test_a_tokenizer_without_sep_and_impossible_windows_are_refused():
 
 def target_texts(question, context=400, tokenizer=BPE):
     found = []
-    for window, passage in windows_of(tokenizer, question, Windows(context)):
+    for window, passage in windows_of(tokenizer, question, WindowConfig(context)):
         starts, ends = (np.flatnonzero(window.roles & role) - window.offset + window.first for role in (START, END))
         found.append([passage.text[slice(*passage.characters(a, b))] for a, b in zip(starts, ends, strict=True)]
                      if window.answered else None)
@@ -163,7 +163,7 @@ def test_squad_aims_at_its_span_alone():
 @given(before=st.integers(0, 200), after=st.integers(0, 200), context=st.integers(24, 80))
 def test_an_answer_counts_where_it_is_whole(before, after, context):
     text = "x " * before + "Ada Lovelace" + " x" * after
-    windows = Windows(context, max_answer_tokens=len(BPE.encode(" Ada Lovelace")))
+    windows = WindowConfig(context, max_answer_tokens=len(BPE.encode(" Ada Lovelace")))
     n_answered = 0
     for window, passage in windows_of(BPE, asked("?", text, answers=["ada lovelace"]), windows):
         a, b = passage.tokens(2 * before, 2 * before + 12)
@@ -178,8 +178,8 @@ def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
                  for i in range(30)]
     questions += [asked("?", "x", id="unlabelled"), asked("?", answers=["x"], id="no document"),
                   asked("?", " ", answers=["x"], id="blank"), asked("?", "y", answers=["x"], id="not found")]
-    windows = Windows(64)
-    rows = {share: training_rows(BPE, questions, windows, negatives=share, seed=0) for share in (0, 0.3, 1)}
+    windows = WindowConfig(64)
+    rows = {share: training_windows(BPE, questions, windows, negatives=share, seed=0) for share in (0, 0.3, 1)}
     counts = {share: each.counts for share, each in rows.items()}
     for each in counts.values():
         assert (each.questions, each.unlabelled, each.without_document, each.answer_not_found) == (34, 1, 1, 2)
@@ -187,14 +187,14 @@ def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
     assert counts[0].windows == counts[0].windows_with_answer == counts[1].windows_with_answer >= 30
     without = counts[1].windows - counts[0].windows
     assert 0.2 * without < counts[0.3].windows - counts[0].windows < 0.4 * without
-    again = training_rows(BPE, questions, windows, negatives=0.3, seed=0)
+    again = training_windows(BPE, questions, windows, negatives=0.3, seed=0)
     assert again.sha256() == rows[0.3].sha256()
-    assert training_rows(BPE, questions, windows, negatives=0.3, seed=1).sha256() != again.sha256()
+    assert training_windows(BPE, questions, windows, negatives=0.3, seed=1).sha256() != again.sha256()
     # which windows depends on no other question
-    backwards = training_rows(BPE, questions[::-1], windows, negatives=0.3, seed=0)
+    backwards = training_windows(BPE, questions[::-1], windows, negatives=0.3, seed=0)
     assert sorted(ids.tobytes() for ids in backwards.ids) == sorted(ids.tobytes() for ids in again.ids)
     with pytest.raises(UsageError, match="share"):
-        training_rows(BPE, questions, windows, negatives=1.5, seed=0)
+        training_windows(BPE, questions, windows, negatives=1.5, seed=0)
 
 
 # The model
@@ -247,7 +247,7 @@ def test_losses_are_minus_the_log_of_the_sum_over_targets():
 def test_padding_and_other_rows_change_nothing(config):
     model, generator = random_spans(config), np.random.default_rng(0)
     rows = [window for text in ("Ada " * 30, WORDS, "in 1843")
-            for window, _ in windows_of(BPE, asked("Who?", text, answers=["Ada", "1843"]), Windows(48))]
+            for window, _ in windows_of(BPE, asked("Who?", text, answers=["Ada", "1843"]), WindowConfig(48))]
     arrays = stack_rows([row.ids for row in rows], [row.roles for row in rows], 60)
     ids, roles = (torch.from_numpy(array) for array in arrays)
     together = span_losses(span_logits(model, ids, roles), roles)
@@ -265,7 +265,7 @@ QUESTIONS = [asked("Who wrote it?", WORDS * 3, " ", "Émile", id="1", answers=["
 @EACH
 def test_predictions_do_not_depend_on_the_batch(config):
     model = random_spans(config)
-    windows = Windows(40, max_answer_tokens=7)
+    windows = WindowConfig(40, max_answer_tokens=7)
     one, many, all_at_once = (list(predict(model, BPE, QUESTIONS, windows, batch_rows=n)) for n in (1, 3, 1000))
     for a, *others in zip(one, many, all_at_once, strict=True):
         for b in others:
@@ -293,7 +293,7 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
                 out.append(torch.from_numpy(logits_of[len(logits_of) - 1]))
             return torch.stack(out)
 
-    windows, one = Windows(24, max_answer_tokens=longest), asked(question, text)
+    windows, one = WindowConfig(24, max_answer_tokens=longest), asked(question, text)
     (found,) = predict(Model(1, 1), tokenizer, [one], windows, batch_rows=1)
     best = None
     for number, (window, passage) in enumerate(windows_of(tokenizer, one, windows)):
@@ -315,7 +315,7 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
 
 
 def test_an_answer_never_reaches_into_the_question_or_beyond_the_document():
-    (window, passage), = windows_of(BPE, asked("Ada wrote", "the first program"), Windows(64))
+    (window, passage), = windows_of(BPE, asked("Ada wrote", "the first program"), WindowConfig(64))
     logits = np.zeros((len(window.ids), 2))
     logits[: window.offset] = logits[-1] = 100
     logits[window.offset, 0] = logits[-2, 1] = 1

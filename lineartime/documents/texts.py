@@ -1,0 +1,176 @@
+"""The texts of a fine-tuning in memory: their tokens, their labels, and which of them an epoch reads."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from lineartime.data.tokenizer import Tokenizer
+from lineartime.data.tokens import epoch_order, places_of_step
+from lineartime.documents.examples import Example, Label
+from lineartime.documents.pooling import Reading, document_ids, read_means, token_pieces
+from lineartime.errors import DataError
+from lineartime.model import LanguageModel
+from lineartime.run_config import RunConfig
+
+EXCERPT = 300
+"""Characters of a document that a report may show."""
+LEAST_HALF = 2
+"""Tokens that each half of a document has at least, the end-of-document token among them."""
+BEFORE = {"validation": "training", "test": "training or validation"}
+"""What is read before a split, see `known_texts`."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class TokenizedTexts:
+    """Tokenised documents with their labels, or pairs of texts, in order."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    """Each begins with the end-of-document token."""
+    labels: list[Label] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)
+    """The places of the documents, for people."""
+    excerpts: list[str] = field(default_factory=list)
+    second_ids: list[np.ndarray] = field(default_factory=list)
+    """The other texts of pairs, if they are read apart; they begin as those of `ids` do."""
+    n_cut: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(map(len, (*self.ids, *self.second_ids)))
+
+    @property
+    def rows(self) -> list[tuple[np.ndarray, ...]]:
+        """The texts of each document: one, or the two of a pair."""
+        return list(zip(self.ids, self.second_ids, strict=True)) if self.second_ids else [(ids,) for ids in self.ids]
+
+    def keys(self) -> list[bytes]:
+        """Equal for documents, or pairs, of equal tokens."""
+        return [hashlib.sha256(as_bytes(np.concatenate(row))).digest() for row in self.rows]
+
+    def sha256(self) -> str:
+        """The hash of all ids and labels."""
+        digest = hashlib.sha256(json.dumps(self.labels).encode() if self.labels else b"")
+        for ids in (*self.ids, *self.second_ids):
+            digest.update(len(ids).to_bytes(8, "little") + as_bytes(ids))
+        return digest.hexdigest()
+
+
+def as_bytes(ids: np.ndarray) -> bytes:
+    """Token ids as bytes, the same for every width of the integers."""
+    return ids.astype("<u4").tobytes()
+
+
+def read_texts(tokenizer: Tokenizer, examples: Iterable[Example], max_tokens: int | None = None,
+               progress: Callable[[int], None] | None = None, *, in_pairs: bool = False) -> TokenizedTexts:
+    """Tokenise documents. max_tokens: cut longer ones; it is counted how many. progress is called with the number of
+    documents read. in_pairs: read the two texts of a record apart, or the two halves of a document. Raises DataError
+    for a document that is too short to be halved, and for fewer than two pairs."""
+    texts, small = TokenizedTexts(), np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    where = ""
+
+    def tokens_of(text: Iterable[str], second: str | None = None) -> np.ndarray:
+        pieces = list(token_pieces(document_ids(tokenizer, text, second), 1 << 16, max_tokens))
+        texts.n_cut += pieces[-1].is_cut
+        return np.concatenate([np.array(piece.ids, small) for piece in pieces])
+
+    for example in examples:
+        where, begun = example.where, list[str]()
+        ids = tokens_of(noting(example.text, begun), None if in_pairs else example.second)
+        if in_pairs:
+            ids, second = halves(ids, where) if example.second is None else (ids, tokens_of([example.second]))
+            texts.second_ids.append(second)
+        texts.ids.append(ids)
+        if example.label is not None:
+            texts.labels.append(example.label)
+        texts.where.append(where)
+        texts.excerpts.append(" | ".join(" ".join(each[: 2 * EXCERPT].split())[:EXCERPT]
+                                         for each in (*begun, example.second or "") if each))
+        if progress is not None:
+            progress(len(texts))
+    if in_pairs and len(texts) < 2:
+        raise DataError("one pair only", where, "a pair is learned from what is no pair")
+    return texts
+
+
+def noting(text: Iterable[str], begun: list[str]) -> Iterator[str]:
+    """The pieces of a text, of which the first is put into `begun`."""
+    for piece in text:
+        if not begun:
+            begun.append(piece)
+        yield piece
+
+
+def halves(ids: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """The two halves of a document, each of which begins with the end-of-document token. Raises DataError."""
+    middle = (len(ids) + 1) // 2
+    first, second = ids[:middle], np.concatenate([ids[:1], ids[middle:]])
+    if min(len(first), len(second)) < LEAST_HALF:
+        raise DataError("a document that is too short to be halved", where,
+                        "take it out, or name a second text with --pair-field")
+    return first, second
+
+
+def known_texts(splits: dict[str, TokenizedTexts]) -> dict[str, int]:
+    """How many texts of a split the model was trained on or, of the test, chosen on."""
+    seen: set[bytes] = set()
+    found = {}
+    for name, texts in splits.items():
+        keys = texts.keys()
+        if name in BEFORE:
+            found[name] = sum(key in seen for key in keys)
+        seen.update(keys)
+    return found
+
+
+def epoch_rows(texts: TokenizedTexts, config: RunConfig, step: int, side: int = 0) -> list[tuple[int, np.ndarray]]:
+    """The documents of a step by their numbers, each with what is read of it: all, or one stretch of the length of a
+    row. Every epoch takes each document once, in an order drawn from (seed, epoch). side: 1 for the second texts."""
+    places = places_of_step(len(texts), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
+    n_sides, rows = 1 + bool(texts.second_ids), (texts.ids, texts.second_ids)[side]
+    return [(row, rows[row][drawn_stretch(len(rows[row]), config.model.context, config.train.seed, epoch,
+                                          n_sides * row + side)]) for epoch, row in places]
+
+
+def drawn_stretch(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:
+    """The part of a document that an epoch trains on: all of it, or one of its stretches of `size` tokens, drawn in
+    proportion to its tokens from (seed, epoch, row)."""
+    key = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
+    first = int.from_bytes(key[:8], "little") % n_tokens // size * size
+    return slice(first, min(first + size, n_tokens))
+
+
+def first_held_out(texts: TokenizedTexts, config: RunConfig, least: int = 1) -> TokenizedTexts:
+    """Held-out texts in a drawn order, up to `eval_tokens` tokens, at least so many."""
+    order = epoch_order(config.train.seed, 0, len(texts))
+    rows = texts.rows
+    before = np.cumsum([0, *(sum(map(len, rows[i])) for i in order)])[:-1]
+    chosen = order[: max(int((before < config.train.eval_tokens).sum()), least)]
+    def part(column: list[T]) -> list[T]:
+        return [column[i] for i in chosen] if column else []
+
+    return TokenizedTexts(part(texts.ids), part(texts.labels), second_ids=part(texts.second_ids))
+
+
+def read_vectors(model: LanguageModel, ids: Iterable[np.ndarray], reading: Reading,
+                 progress: Callable[[int], None] | None = None) -> list[np.ndarray]:
+    """The vectors of documents read whole, float64 `[D]` each. progress is called with the number of tokens read."""
+    was_training = model.training
+    model.eval()
+    vectors = [mean.vector_D for mean in read_means(model, ([each.tolist()] for each in ids), reading,
+                                                    progress=progress)]
+    model.train(was_training)
+    return vectors
+
+
+def reading_of(config: RunConfig) -> Reading:
+    """How a run reads held-out documents: in batches as large as in training."""
+    return Reading(batch_rows=config.micro_batch_rows, precision=config.train.precision)

@@ -1,0 +1,151 @@
+"""The settings of a fine-tuning, for Python and for the shell."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from lineartime.config import TRAIN_FIELDS, TrainConfig
+from lineartime.settings import replace_fields, require, require_name
+
+DownstreamTask = Literal["questions", "classify", "embed"]
+Labels = Literal["one", "several", "number"]
+"""What a document's label is: one of the classes, any number of them, or a number."""
+
+LEARNING_RATES: dict[str, tuple[float, ...]] = {"questions": (1e-4, 7e-5, 5e-5), "classify": (1e-3, 3e-4, 1e-4),
+                                                "embed": (1e-3, 3e-4, 1e-4)}
+QUESTIONS_CONTEXT = 4096
+ROWS_PER_STEP, WARMUP_SHARE = 32, 0.1
+N_SCORINGS = {"questions": 5, "classify": 10, "embed": 10}
+"""Held-out scorings in a run."""
+MOST_EPOCHS = 10**6
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The names of a record's fields: JSON fields, or columns of a table."""
+
+    text: str = "text"
+    pair: str | None = None
+    """The second text of a pair; None: a document is one text."""
+    label: str = "label"
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """The settings of a fine-tuning. Raises UsageError for wrong ones."""
+
+    run: Annotated[Path, "The pretrained model: a run, a checkpoint, an exported folder, or a shipped model."]
+    data: Annotated[tuple[Path | str, ...], "Questions, or documents, to train on."]
+    validation: Annotated[tuple[Path | str, ...], "Questions or documents that the learning rate is chosen on."]
+    out: Annotated[Path, "Folder for the runs; unfinished runs there are continued."]
+    task: Annotated[DownstreamTask, "What the model learns: to answer questions, to label documents, or to give texts "
+                    "vectors that are near for the two texts of a pair."] = "questions"
+    test: Annotated[tuple[Path | str, ...], "classify, embed: documents that the best model is scored on."] = ()
+    evidence: Annotated[Path | None, "questions: folder with wikipedia/ and web/ of TriviaQA; by default ../evidence "
+                        "beside the questions' folder."] = None
+    learning_rates: Annotated[tuple[float, ...] | None, "One run each; by default 1e-4,7e-5,5e-5, for other tasks than "
+                              "questions 1e-3,3e-4,1e-4."] = None
+    context: Annotated[int | None, "Tokens in a window; by default 4096, for other tasks than questions as in "
+                       "pretraining."] = None
+    epochs: Annotated[float, "How often each window, or document, is read."] = 5
+    labels: Annotated[Labels, "classify: one label a document, several, or a number."] = "one"
+    fields: Annotated[Fields, "classify, embed: the names of a record's fields."] = field(default_factory=Fields)
+    balance: Annotated[bool, "classify: every class counts the same, however many documents it has."] = False
+    patience: Annotated[int, "classify, embed: end a run after so many scorings without a better score or a lower "
+                        "loss."] = 3
+    max_tokens: Annotated[int | None, "classify, embed: cut documents to so many tokens; by default each is read "
+                          "whole."] = None
+    negatives: Annotated[float, "questions: share of the windows without an answer that is trained on."] = 0.25
+    stride: Annotated[int | None, "questions: tokens from one window of a document to the next; by default three "
+                      "quarters of the context."] = None
+    max_answer_tokens: Annotated[int, "questions: longest answer."] = 30
+    settings: Annotated[dict[str, Any], "Fields of TrainConfig; for questions also some of ModelConfig."
+                        ] = field(default_factory=dict)
+    strict: Annotated[bool, "Refuse a pretrained run whose newest checkpoint is damaged."] = False
+
+    def __post_init__(self) -> None:
+        for name in ("run", "out", "evidence"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        require_name("task", self.task, get_args(DownstreamTask))
+        require_name("kind of labels", self.labels, get_args(Labels))
+        require(len(self.rates) > 0, "no learning rate", "learning_rates")
+        require(len(set(self.rates)) == len(self.rates), "the same learning rate twice",
+                ", ".join(f"{rate:g}" for rate in self.rates))
+        for rate in self.rates:
+            require(math.isfinite(rate) and rate > 0, "wrong value", f"learning_rate = {rate}",
+                    "it takes numbers above 0")
+        require(0 < self.epochs <= MOST_EPOCHS, "wrong value", f"epochs = {self.epochs}",
+                f"it takes numbers above 0, up to {MOST_EPOCHS:,}")
+        for name, least in (("patience", 1), ("max_tokens", 1), ("context", 1 if self.task == "questions" else 2)):
+            value = getattr(self, name)
+            require(value is None or value >= least, "wrong value", f"{name} = {value}",
+                    f"it takes whole numbers from {least}")
+        require(0 <= self.negatives <= 1, "negatives is a share", f"negatives = {self.negatives}",
+                "it lies between 0 and 1")
+        require(not (self.balance and self.labels == "number"), "numbers have no classes to balance", "balance",
+                "leave it out")
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """Raise UsageError for `settings` that no fine-tuning has."""
+        given = self.settings
+        require(not given.get("shard"), "a fine-tuning is not sharded", "shard = true", "leave it out")
+        require("learning_rate" not in given, "several learning rates are tried", "learning_rate",
+                "give --learning-rates")
+        for name, off in (("context_parallel", 1), ("window_tokens", None)):
+            require(given.get(name) in (None, off), f"{name} is for language modelling", f"{name} = {given.get(name)}",
+                    "leave it out")
+        for name in given:
+            if self.task != "questions":  # those of questions depend on the model
+                require_name("setting of training", name, TRAIN_FIELDS)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates to try."""
+        return LEARNING_RATES[self.task] if self.learning_rates is None else self.learning_rates
+
+    def train_config(self, rate: float, context: int, n_rows: int, n_held_out: int, clip: float | None) -> TrainConfig:
+        """The training at one learning rate, in rows of `context` tokens: the fields of TrainConfig in `settings`, then
+        batches of 32 rows, a tenth of the steps for warm-up, a save after each tenth and at least each 500 steps, and
+        `clip`. n_rows: rows to train on. n_held_out: tokens of the held-out documents. Raises UsageError for wrong
+        values."""
+        given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
+        tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
+        require(tokens_per_step >= context and tokens_per_step % context == 0,
+                "tokens_per_step must be a multiple of context",
+                f"tokens_per_step = {tokens_per_step}, context = {context}")
+        rows = tokens_per_step // context
+        most = max(TrainConfig().micro_batch_tokens // context, 1)
+        micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
+        if self.task == "embed":
+            micro_rows = rows  # they are each other's negatives
+        steps = max(-(-round(n_rows * self.epochs) // rows), 1)
+        own: dict[str, Any] = {}
+        if self.task == "questions":
+            steps = given.get("steps", steps)
+            own["eval_every"] = max(steps // N_SCORINGS[self.task], 1)
+        else:  # the last step is scored too, and on all documents, so that the best can be chosen
+            every = given.get("eval_every", -(-given.get("steps", steps) // N_SCORINGS[self.task]))
+            steps = given.get("steps", math.ceil(steps / max(every, 1)) * every)
+            own |= {"eval_every": every, "eval_tokens": n_held_out}
+        own |= {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
+                "warmup_steps": round(WARMUP_SHARE * steps), "clip": clip, "keep": 1,
+                "save_every": min(max(steps // 10, 1), 500)}
+        made = replace_fields(TrainConfig(), {**own, **given, "learning_rate": rate})
+        require(self.task != "embed" or made.micro_batch_tokens > context, "a micro-batch has no negatives",
+                f"one row of {context} tokens", "raise tokens_per_step, or micro_batch_tokens")
+        return made
+
+
+def name_of(rate: float) -> str:
+    """A learning rate in the name of its run: `1e-04`, with as many digits as necessary."""
+    return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
+
+
+def DocumentTuning(model: Path, documents: Iterable[Path | str], validation: Iterable[Path | str], out: Path,
+                   **more: Any) -> FineTuning:
+    """`FineTuning` for labels, or with task="embed" for vectors: the name that it had in version 0.1."""
+    return FineTuning(model, tuple(documents), tuple(validation), out, **{"task": "classify", **more})

@@ -1,0 +1,106 @@
+"""The weights of a pretrained model in a model with a new head, another row length or another chunk size."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime import checkpoint
+from lineartime.config import ModelConfig
+from lineartime.errors import CheckpointError
+from lineartime.gau import GatedAttentionUnit
+from lineartime.layers import RelPosBias
+from lineartime.mhsa import MultiHeadAttention
+from lineartime.model import LanguageModel
+from lineartime.run import WEIGHTS
+from lineartime.settings import replace_fields
+
+
+def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
+    """A pretrained model's configuration with rows of another length, then `changes`. Without chunks, n of
+    relu(q k / n + b)^2 keeps its value. Raises UsageError for a context longer than the position tables allow."""
+    config = model.config
+    model.check_length(context)
+    fields: dict[str, Any] = {"context": context}
+    if config.chunk_size is None and config.has_bias:
+        fields["attn_scale_len"] = config.scale_len
+    return replace_fields(config, fields | changes)
+
+
+def is_flash(config: ModelConfig) -> bool:
+    """Whether a model has GAUs with chunks: the one that Section 4.3 fine-tunes with small chunks, softmax for [CLS]
+    and no clipping."""
+    return config.ffn == "gau" and config.chunk_size is not None
+
+
+@torch.no_grad()
+def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> None:
+    """Give a model a pretrained model's weights. head: how the names of weights begin that the pretrained model need
+    not have; these stay as they are.
+
+    Weights of the same name and shape are copied. A position table is cut to a shorter context. A position bias for
+    another chunk size keeps its values by distance; greater distances get the value of the greatest. Queries are
+    scaled so that q k / n keeps its value. first_to_all adds heads. Raises CheckpointError with the names of weights
+    that do not fit."""
+    old, old_modules = dict(pretrained.named_parameters()), dict(pretrained.named_modules())
+    biases = {f"{name}.weight" for name, module in model.named_modules() if copy_bias(module, old_modules.get(name))}
+    # The head is new, and a position bias has been copied already.
+    left = [(name, p) for name, p in model.named_parameters()
+            if name not in biases and (name in old or not name.startswith(head))]
+    wrong = [f"{name} is missing" if name not in old else f"{name} is {list(old[name].shape)}, not {list(p.shape)}"
+             for name, p in left if name not in old or not copy_weight(name, p, old[name])]
+    if wrong:
+        raise CheckpointError("the pretrained weights do not fit", checkpoint.first_five(wrong),
+                              "keep more of the pretrained configuration")
+    for name, module in model.named_modules():
+        if isinstance(module, GatedAttentionUnit | MultiHeadAttention):
+            scale_queries(module, old_modules[name].config)
+
+
+def copy_bias(new: nn.Module, old: nn.Module | None) -> bool:
+    """Copy a position bias by distance. Returns whether there was one."""
+    if not (isinstance(new, RelPosBias) and isinstance(old, RelPosBias) and hasattr(new, "weight")):
+        return False
+    offset = torch.arange(1 - new.n, new.n)
+    if hasattr(old, "weight"):  # a table; the form by RoPE has a value for every distance
+        offset = offset.clamp(1 - old.n, old.n - 1)
+    new.weight.copy_(old.at(offset))
+    return True
+
+
+def copy_weight(name: str, new: Tensor, old: Tensor) -> bool:
+    """Copy one weight, of which a model may need a part, or have more. Returns whether it fits."""
+    if new.shape == old.shape:
+        new.copy_(old)
+    elif name == "abs_pos.weight" and len(new) < len(old):
+        new.copy_(old[: len(new)])
+    elif name.endswith((".scale_offset.gamma", ".scale_offset.beta")) and len(new) > len(old):
+        new[: len(old)] = old
+    else:
+        return False
+    return True
+
+
+def scale_queries(layer: GatedAttentionUnit | MultiHeadAttention, old: ModelConfig) -> None:
+    """Keep q k / n of relu(q k / n + b)^2 in a layer with the weights of another n: inside chunks, and between chunks
+    that have learned weights. The linear half stays as it is."""
+    config = layer.config
+    ratio = config.scale_len / old.scale_len if config.attn_kernel == "relu2" else 1.0
+    if isinstance(layer, GatedAttentionUnit):
+        for part in layer.scale_offset.parameters():
+            part[0] *= ratio
+        if config.chunk_pooling == "attention":
+            for part in layer.get_submodule("chunk_scale_offset").parameters():
+                part[0] *= config.n_chunks / old.n_chunks
+    else:
+        for part in layer.in_proj.parameters():
+            part[: config.d_model] *= ratio
+        if config.attn_type == "mixed_chunk":
+            layer.scale_offset.gamma[0] /= ratio
+
+
+def load_step(run: Path, step: int, model: LanguageModel) -> None:
+    """Give a model the weights of a run's checkpoint. Raises CheckpointError."""
+    loaded = checkpoint.load(run / f"step-{step:08d}", WEIGHTS)
+    model.load_state_dict(checkpoint.joined(loaded, WEIGHTS))
