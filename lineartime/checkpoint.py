@@ -77,6 +77,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     dtype that cannot be stored."""
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
+    # Everything that can be refused is, before the disk changes. A file is bytes, and then the bytes of tensors.
     contents: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in files.items()}
     for stem, named in tensors.items():
         head, names = _layout(named)
@@ -95,6 +96,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         aside = gather_json(aside, ranks)[0]
         if aside is not None:
             _write_checkpoint(run_dir / aside, target, run, contents, ranks)
+        # Now the checkpoint is there, and older ones may go; after a kill here the next save removes them.
         if ranks.is_first:
             _fsync_dir(run_dir)
             point(run_dir / "latest", target.name)
@@ -184,6 +186,7 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
     `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each, flattened, start
     and stop. Raises CheckpointError for tensors that are not as expected, or not finite."""
     try:
+        # Where each tensor is: in parts, by the index, or whole in one file, which gives an index of one part each.
         if (folder / index_name(stem)).exists():
             index = json.loads((folder / index_name(stem)).read_bytes())
         else:
@@ -192,11 +195,13 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
                 for name in file.keys():
                     shape = file.get_slice(name).get_shape()
                     index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
+        # A shape of [] stands for [1], see `reshaped`.
         wrong = [name for name, (shape, _, _) in wanted.items()
                  if name not in index or index[name]["shape"] not in (list(shape), [])
                  or math.prod(index[name]["shape"]) != math.prod(shape)]
         if wrong:
             raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
+        # The pieces of [start, stop) lie one behind the other in the parts that overlap it.
         found = {}
         with contextlib.ExitStack() as stack:
             files: dict[str, Any] = {}

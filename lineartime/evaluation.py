@@ -123,8 +123,10 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     causal = model.config.causal
     rows: Iterable[tuple[np.ndarray, ...]] = (((row,) for row in eval_rows(stream, context)) if causal
                                               else masked_rows(stream, context))
+    # Rows of one length are scored together; only a split's last row may be shorter.
     stacked = ([np.stack(part) for part in zip(*batch, strict=True)]
                for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows))
+    # A loss goes to its position in the row. Of masked tokens there are losses at some positions only.
     for batch, losses in scored(model, stacked, precision, ranks):
         asked_BT = np.ones(losses.shape, bool) if causal else batch[1] >= 0
         losses_BT: np.ndarray = np.zeros(asked_BT.shape)
@@ -140,6 +142,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     n_tokens, nll = int(count_T.sum()), float(nll_T.sum())
     if not math.isfinite(nll):
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
+    # Of a whole split the manifest has the words and bytes; of a part they are counted.
     n_words, n_bytes, word_count = stream.n_words, stream.n_bytes, stream.word_count
     if n_tokens < stream.n_tokens:
         (n_words, n_bytes), word_count = words_and_bytes(stream, n_tokens) if causal else (0, 0), "counted"

@@ -82,8 +82,9 @@ class Run:
             write_json(path, description)
             return description["id"]
         stored = read_run(out)
-        # The data's hash counts, not its folder; the name of the weights counts, not what they are now.
+        # Of the data the hash counts, not the folder; of the weights the name, not what is there now.
         same_anyway = {"id": stored["id"], "data": config.data, "from_model": stored.get("from_model")}
+        # A run that differs in nothing but more steps goes on to these.
         old, new = stored["train"]["steps"], config.train.steps
         longer = stored | {"train": stored["train"] | {"steps": new}}
         if new > old and not different({**longer, **same_anyway}, {**description, **same_anyway}):
@@ -136,6 +137,7 @@ class Run:
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
+        # AdamW's state is given to it as its first step would make it.
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
             f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop) for part in parts for kind in MOMENTS})
         with torch.no_grad():

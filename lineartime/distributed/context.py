@@ -1,16 +1,16 @@
 """One row across ranks: what a rank that holds a part of a row needs from the ranks that hold the others.
 
-A part is a number of whole chunks, so attention inside a chunk needs nothing. The linear half needs one state, of the
-document that is open where the part begins, however many documents and tokens there are:
+A part is a number of whole chunks, so attention inside a chunk needs nothing. The linear half needs one state: that of
+the document which is open where the part begins, however many documents and tokens there are.
 
     entering(0) = 0,  entering(r + 1) = leaving(r) + passes(r) entering(r)
 
-leaving(r) is the sum over the tokens of rank r's last document, passes(r) whether that is the document that entered.
-All ranks send leaving and passes to all, and each adds what it needs, in the order of the row. The transpose, which the
-backward pass computes, is the same sum of gradients from the other end of the row.
+leaving(r) is the sum over the tokens of rank r's last document; passes(r) is whether that is also the document that
+entered. Every rank sends both to all, and each adds what it needs, in the order of the row. The backward pass needs the
+transpose: the same sum, of gradients, from the other end of the row.
 
-Both ops below are opaque to `torch.compile` and do the same on every rank, so that none leaves out a message that it
-does not need itself but the others wait for."""
+Both ops below are opaque to `torch.compile`. Every rank makes the same calls: none leaves out a message that it does
+not need itself, but that the others wait for."""
 
 from typing import Any
 
@@ -37,10 +37,12 @@ def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, in
     z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. A part is as long as each of both numbers."""
     (n_before, n_after), n_tokens = around, z_BTS.shape[1]
     last_B1 = segment_ids_BT.amax(1, keepdim=True)
+    # Sent: the last positions for the part after this one, then the first for the part before it.
     edges_BKS = torch.cat([z_BTS[:, n_tokens - n_before :], z_BTS[:, :n_after]], dim=1)
     # The next part's document 0 is that of this part's last token. This part's is that of the last token before it.
     open_BK = torch.cat([segment_ids_BT[:, n_tokens - n_before :] == segment_ids_BT[:, -1:],
                          segment_ids_BT[:, :n_after] == 0], dim=1)
+    # Whether an edge belongs to the document that crosses the border travels as one more feature.
     sent_BKS = torch.cat([edges_BKS, open_BK[..., None].to(z_BTS.dtype)], dim=-1)
     received_BKS = torch.ops.lineartime.exchange_edges(sent_BKS, n_before, False, *as_arguments(ranks))
     before_BKS, after_BKS = received_BKS.split([n_before, n_after], dim=1)
@@ -59,9 +61,11 @@ def as_arguments(ranks: Ranks) -> tuple[int, int, str]:
 def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: int, size: int, group: str) -> Tensor:
     """`exchange_states`, or its transpose: gradients of the states that enter to gradients of those that leave."""
     d, (b, f) = len(states_DBF), states_DBF.shape[1:]
+    # One message has the states and whether a document passes through.
     sent = torch.cat([states_DBF.flatten(), passes_B.to(states_DBF.dtype)])
     received_W = gather(sent, Ranks(rank, size, group or None))
     states_WDBF, passes_WB = received_W[:, : d * b * f].view(size, d, b, f), received_W[:, d * b * f :] > 0
+    # Direction 0 goes from left to right in the forward pass, direction 1 from right to left; gradients the other way.
     entering = []
     for direction in range(d):
         from_left = (direction == 0) != transposed

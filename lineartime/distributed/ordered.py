@@ -1,13 +1,15 @@
 """The sum of a step's gradients in one order, whatever the number of ranks: the same bits on 1, 2, 4, ... processes.
 
-The gradient of a step is the complete binary tree over its micro-batches, in their order: ((g0 + g1) + (g2 + g3)) + ...
-A rank has a consecutive block of 2^k micro-batches, which is a subtree, and sums it alone. Then every rank gets its own
-part of all blocks' sums, by one all-to-all, and adds them as the tree's upper levels. It updates its part of the
-parameters, and one all-gather brings the new parameters to all. This sends as many bytes as a reduce-scatter and an
-all-gather, and the moments of the optimizer are sharded over the ranks.
+The gradients of micro-batches are added as a complete binary tree in their order: ((g0 + g1) + (g2 + g3)) + ...
 
-Where ranks share each row (`Ranks.in_row`), a micro-batch's gradient is the tree over their parts of the row, in its
-order. All of them get the sum, clip it as one process does, and go on as if each had computed all of it."""
+1. A rank has a consecutive block of 2^k micro-batches. That is a subtree, which it adds alone (`push`, `merge_all`).
+2. One all-to-all gives every rank its own part of all blocks' sums. It adds these as the tree's upper levels
+   (`exchange`), so it has that part of the step's gradient.
+3. It updates its part of the parameters, for which alone it keeps the optimizer's moments, and one all-gather brings
+   the new parameters to all (`gather_parts`).
+
+This sends as many bytes as a reduce-scatter and an all-gather. Where ranks share each row (`Ranks.in_row`), they first
+add the gradients of their parts of the row (`sum_over_row`), and go on as if each had computed the whole row."""
 
 import math
 from collections.abc import Iterable
@@ -111,6 +113,8 @@ def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, in
     many. A tensor is cut between rows, its slices along the first axis, and at multiples of `VECTOR`."""
     total, shares = sum(map(math.prod, shapes)), []
     for rank in range(n_ranks):
+        # Of all elements, one tensor after the other, the rank has about [begin, end). In each tensor both are rounded
+        # up to the next place where it may be cut, so that what one rank leaves out the next one has.
         begin, end, before, share = total * rank // n_ranks, total * (rank + 1) // n_ranks, 0, []
         for shape in shapes:
             size, unit = math.prod(shape), math.lcm(math.prod(shape[1:]), VECTOR)
@@ -128,25 +132,20 @@ def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
     back."""
     if ranks.size == 1:
         return total
+    # The ranks of a row have the same total. Each deals with the parts of its own column, so that none is sent twice.
     column = ranks.in_column
     shares = cut(tuple(t.shape for t in total), ranks.size)[ranks.in_row.rank :: ranks.in_row.size]
     lengths = [sum(stop - start for start, stop in share) for share in shares]
     own = lengths[column.rank]
     sent = torch.cat([t.reshape(-1)[start:stop] for share in shares
                       for t, (start, stop) in zip(total, share, strict=True)])
-    received = all_to_all(sent, lengths, [own] * column.size, column)
+    received = sent
+    if column.size > 1:
+        received = sent.new_empty(own * column.size)
+        dist.all_to_all_single(received, sent, [own] * column.size, lengths, group=process_group(column))
+    # The ranks' blocks are the lower levels of the tree, in rank order; this adds the upper ones.
     (flat,) = tree_sum([piece] for piece in received.split(own))
     return list(flat.split([stop - start for start, stop in shares[column.rank]]))
-
-
-def all_to_all(sent: Tensor, n_sent: list[int], n_received: list[int], ranks: Ranks) -> Tensor:
-    """The elements that this rank gets from each, in rank order. n_sent, n_received: how many go to and come from each.
-    """
-    if ranks.size == 1:
-        return sent
-    out = sent.new_empty(sum(n_received))
-    dist.all_to_all_single(out, sent, n_received, n_sent, group=process_group(ranks))
-    return out
 
 
 def sum_over_row(gradient: list[Tensor], ranks: Ranks) -> None:
@@ -166,6 +165,7 @@ def gather_parts(tensors: list[Tensor], ranks: Ranks) -> None:
         return
     shares = cut(tuple(t.shape for t in tensors), ranks.size)
     flat = [t.view(-1) for t in tensors]
+    # One message has a rank's parts of all tensors.
     sent = torch.cat([t[start:stop] for t, (start, stop) in zip(flat, shares[ranks.rank], strict=True)])
     for rank, (row, share) in enumerate(zip(gather_rows(sent, ranks), shares, strict=True)):
         if rank != ranks.rank:
@@ -185,6 +185,8 @@ def norm_of(gradient: list[Tensor], parts: list[Part], ranks: Ranks) -> Tensor:
     """The norm of the gradients of all parts of all ranks, `[]` on the CPU: the same bits for any number of ranks.
 
     gradient: of each part, of any shape."""
+    # A part is whole rows of its parameter. A row's squares are added by one rank, always in the same order, and the
+    # sums of rows by all ranks, as one process would: by parameter, and in each from the first row to the last.
     squares = [row_squares(g.reshape(-1, math.prod(part.whole.shape[1:])))
                for g, part in zip(gradient, parts, strict=True)]
     n_rows = gather(torch.tensor([len(square) for square in squares]), ranks).tolist()
@@ -195,7 +197,7 @@ def norm_of(gradient: list[Tensor], parts: list[Part], ranks: Ranks) -> Tensor:
 def row_squares(x_RN: Tensor) -> Tensor:
     """The sum of each row's squares: `[R]`. Halves of a row are added element by element, because the order of a
     library's sum depends on the number of rows."""
-    n = x_RN.shape[1]
+    n = x_RN.shape[1]  # padded with zeros to a power of 2
     square = nn.functional.pad(x_RN, (0, (1 << (n - 1).bit_length()) - n)).square()
     while square.shape[1] > 1:
         left, right = square.chunk(2, dim=1)

@@ -129,6 +129,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
     end, spoken = threading.Event(), threading.Event()
 
     def join() -> Ranks:
+        """In a thread of its own, see `within`: PyTorch may wait here for as long as others do not come."""
         store = open_store()
         threading.Thread(target=live, args=(ranks, store, end, spoken), daemon=True).start()
         own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, in which it may wait
@@ -206,6 +207,7 @@ def live(ranks: Ranks, store: "Store", end: threading.Event, spoken: threading.E
 
 def lost_ranks(ranks: Ranks) -> str:
     """The ranks that gave no sign of life for some seconds, in words."""
+    # Each rank counts up a number of its own in the store, see `live`. Which stand still?
     def signs() -> list[int]:
         return [open_store().add(f"life/{rank}", 0) for rank in range(ranks.size)]
 

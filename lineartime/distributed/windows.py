@@ -23,18 +23,18 @@ def differentiate_windows(read: Callable[[Ranks], object], loss: Callable[[Ranks
     read(window) computes the model's layers for a window, loss(window) the same and a loss of shape `[]`. The window is
     given as a rank among all. For causal models, without activation checkpointing."""
     windows = [Ranks(i, n, GROUP) for i in range(n)]
-    carried = RENDEZVOUS[GROUP] = Carried(n)
+    carried = RENDEZVOUS[GROUP] = Carried(n)  # `ranks.gather` finds it by the group's name
     losses = []
     try:
-        with torch.no_grad():
+        with torch.no_grad():  # the states: the last window hands on none
             for window in windows[:-1]:
                 carried.place = 0
                 read(window)
         n_forward = len(carried.given)
         for window in reversed(windows):
             carried.place = 0
-            loss_of_window = loss(window)
-            loss_of_window.backward()
+            loss_of_window = loss(window)  # its exchanges are those of the first reading again
+            loss_of_window.backward()  # and then as many, of gradients
             assert carried.place == 2 * n_forward, f"window {window.rank} left out an exchange"
             losses.append(loss_of_window.detach())
             for of_windows in carried.given[:n_forward]:  # no window before it reads them

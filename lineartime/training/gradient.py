@@ -38,7 +38,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     forget(part.own for part in division.parts)  # the gradients of the step before
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
-    n_targets = max(division.total(counts), 1)
+    n_targets = max(division.total(counts), 1)  # of the whole step, on all ranks
     clip_each = config.clip_scope == "local" and not config.shard  # sharded, no rank has a micro-batch's whole gradient
     sums: Sums = []
     losses, norms = [], []
@@ -50,10 +50,12 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         losses.append(share * backward(model, objective, micro_batch, count, config.precision, division.ranks.in_row,
                                        n_windows))
         gradient = division.add_row([local(zeros_if_none(p.grad, p)) for p in parameters])
+        # Clipped by its own norm before it is averaged, so that one bad micro-batch cannot use up the others' share.
         if clip_each:
             norms.append(clip_(gradient, config.clip))
         division.scale(gradient, share)
         push(sums, gradient)
+    # From here on each rank has only the parts of the gradient that it updates the parameters of.
     gradient = division.add_ranks(merge_all(sums))
     norm = division.mean(norms) if clip_each else division.norm(gradient)
     if not clip_each:

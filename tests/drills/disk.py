@@ -76,7 +76,7 @@ class Disk:
 
     def opened(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):
         """`open`, whose files for writing count every write that reaches the system."""
-        if not {*mode} & {*"wax+"}:
+        if not {*mode} & {*"wax+"} or file == os.devnull:  # where ranks but the first print
             return self.real["open"](file, mode, buffering, encoding, errors, newline, closefd, opener)
         raw = File(self, file, "".join({*mode} & {*"rwax+"}), closefd, opener)
         if buffering == 0:
