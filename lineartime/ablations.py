@@ -35,7 +35,7 @@ from lineartime.ops.ablations import (
 from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.memory import memory_heads
-from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, to_chunks
+from lineartime.ops.reference import CarriedState, Exchange, chunk_ids, from_chunks, to_chunks
 from lineartime.settings import require
 
 CHUNK_BIAS_LEN = 512
@@ -216,12 +216,14 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         uv_BNF, z_BNS = self.split_uv(uvz_BNF)
         heads, gate_BN = self.heads_next(z_BNS, info, inputs, cache)
         inputs = inputs.for_heads(self.config.n_heads)
-        out_BNE, (cache.kv_BSE, count_B) = ops.carried_head_attention(
-            inputs.without_padding(uv_BNF), heads, self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
+        state = CarriedState(*cache.past(inputs))
+        out_BNE = ops.gated_head_attention(
+            inputs.without_padding(uv_BNF), heads, self.rel_pos_bias(c), chunk_size=c, causal=True,
             segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
-            gate_BT=None if gate_BN is None else inputs.without_padding(gate_BN), impl=self.impl)
+            gate_BT=None if gate_BN is None else inputs.without_padding(gate_BN), exchange=state, impl=self.impl)
+        cache.kv_BSE = state.kv_BSE
         if cache.written_B is not None:
-            cache.written_B = count_B
+            cache.written_B = state.count_B
         return unfold_heads(out_BNE, self.config.n_heads)
 
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:

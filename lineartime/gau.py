@@ -14,7 +14,7 @@ from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.decoding.extend import empty_chunk_state, extend_chunks, extend_row
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
-from lineartime.ops.reference import make_heads, split_uvz
+from lineartime.ops.reference import CarriedState, make_heads, split_uvz
 from lineartime.settings import require
 
 
@@ -151,11 +151,13 @@ class GatedAttentionUnit(ResidualLayer):
         0: no state changes by them, and no token before them sees them."""
         assert info.rotary is not None
         c = cache.v_BCE.shape[1]
-        out_BNE, (cache.kv_BSE, _) = ops.carried_chunk_attention(
+        state = CarriedState(*cache.past(inputs))
+        out_BNE = ops.gated_chunk_attention(
             inputs.without_padding(uvz_BNF), self.scale_offset.gamma, self.scale_offset.beta, *info.rotary,
-            self.rel_pos_bias(c), cache.past(inputs), chunk_size=c,
+            self.rel_pos_bias(c), chunk_size=c, causal=True,
             segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
-            impl=self.impl)
+            exchange=state, impl=self.impl)
+        cache.kv_BSE = state.kv_BSE
         return out_BNE
 
     def can_step_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:

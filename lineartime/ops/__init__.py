@@ -38,8 +38,6 @@ if HAS_TRITON:
 __all__ = [
     "add_norm",
     "can_step_in_kernel",
-    "carried_chunk_attention",
-    "carried_head_attention",
     "chunk_decode_step",
     "gated_chunk_attention",
     "gated_head_attention",
@@ -64,11 +62,12 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     | causal | bool | True: no token sees a later one |
     | segment_ids_BT | `[B, T]`, integer, or None | document of each token, see `layers.SequenceInfo`; not checked |
     | pooling | "mean" or "sum" | "mean": the linear half is divided by the number of tokens in its sum |
-    | exchange | callable, or None | if the rows are parts of rows, see `reference.Exchange` |
+    | exchange | callable, or None | if the rows are parts of rows: a `reference.CarriedState`, or what ranks exchange |
     | impl | | see the table of this module |
 
-    Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, or impl "triton" on inputs that the
-    kernels do not support."""
+    Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, impl "triton" on inputs that the kernels
+    do not support, and a state that is carried over other than whole chunks of causal rows."""
+    check_carried(exchange, uvz_BTF.shape[1], chunk_size, causal)
     in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels else reference
     if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
@@ -99,6 +98,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
+    check_carried(exchange, uv_BTF.shape[1], chunk_size, causal)
     in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
     in_kernels = in_kernels and uv_BTF.numel() > 0
     module: ModuleType = mixed_chunk if in_kernels else reference
@@ -109,38 +109,11 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
                                        exchange=exchange)
 
 
-def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                            past: reference.Past, *, chunk_size: int, segment_ids_BT: Tensor | None = None,
-                            pooling: str = "mean", impl: str | None = None) -> tuple[Tensor, reference.Past]:
-    """Causal `gated_chunk_attention` of whole chunks that go on from a past, and the past of what follows them. A row
-    in parts, each with the past of the one before, is the whole row, and so are its gradients.
-
-    past: kv_BSE `[B, S, E]` and count_B `[B]`, float32 at least, see `reference.Past`; zeros where a row begins.
-    segment_ids_BT: document 0 is the past's, whether it has tokens here or not; without padding. The other arguments
-    and errors are as in `gated_chunk_attention`. Raises UsageError too for T that is not a multiple of the chunk."""
-    require_whole_chunks(uvz_BTF, chunk_size)
-    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
-    module = mixed_chunk if in_kernels else reference
-    return module.carried_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, past, chunk_size=chunk_size,
-                                          segment_ids_BT=segment_ids_BT, pooling=pooling)
-
-
-def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: reference.Past, *,
-                           chunk_size: int, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
-                           gate_BT: Tensor | None = None, impl: str | None = None) -> tuple[Tensor, reference.Past]:
-    """`carried_chunk_attention` of precomputed heads; heads, pooling and gate_BT as in
-    `gated_head_attention`. With pooling "written" count_B is the sum of the gates, which has a gradient too."""
-    require_whole_chunks(uv_BTF, chunk_size)
-    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
-    module = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
-    return module.carried_head_attention(uv_BTF, heads, w, past, chunk_size=chunk_size, segment_ids_BT=segment_ids_BT,
-                                         pooling=pooling, gate_BT=gate_BT)
-
-
-def require_whole_chunks(x_BTF: Tensor, chunk_size: int) -> None:
-    """Raise UsageError unless the rows are whole chunks."""
-    require(x_BTF.shape[1] % chunk_size == 0, "a past is carried over whole chunks",
-            f"{x_BTF.shape[1]} tokens in chunks of {chunk_size}")
+def check_carried(exchange: reference.Exchange | None, n_tokens: int, chunk_size: int, causal: bool) -> None:
+    """Raise UsageError where a state is carried through rows that are not causal, or not whole chunks."""
+    if isinstance(exchange, reference.CarriedState):
+        require(causal and n_tokens % chunk_size == 0, "a state is carried over whole chunks of causal rows",
+                f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = False")
 
 
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 from lineartime.ops import reference
 from lineartime.ops.dispatch import QUERY_KEY_DIM, TileClass, on_own_device, refuse_forward_mode, tile_class
 from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
+from lineartime.ops.reference import CarriedState, Exchange
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
 
 
@@ -473,86 +474,78 @@ class Kept(NamedTuple):
 
 @torch.library.custom_op("lineartime::gated_chunk_attention", mutates_args=())
 @on_own_device
-def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None,
-            ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
-            chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`gated_chunk_attention` of contiguous tensors; the sums that leave the rows, left_RBSE, without `carries` no
-    entry; and what is `Kept`. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends,
+def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor | None, cos: Tensor | None,
+            heads: Tensor | None, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
+            ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
+            carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """FLASH's attention of contiguous tensors, with heads made from z, or with `heads` of 128 dimensions; uvz is then
+    uv, and what heads are made by is None.
+
+    Returns the output; the sums that leave the rows, left_RBSE, without `carries` no entry; and what is `Kept`, without
+    heads where they were given. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends,
     scales, each: see `Documents`."""
-    heads = make_heads(uvz, gamma, beta, sin, cos)
-    out, left, v, states = attend(uvz, heads, w, past, Documents(ids, begins, ends, scales, each),
-                                  (uvz.shape[-1] - gamma.shape[-1]) // 2, chunk_size, causal, carries)
-    return out, left, heads, v, states
-
-
-def attend(uvz: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, documents: Documents, e: int, chunk_size: int,
-           causal: bool, carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`forward` of heads that are made, which it does not return."""
+    made = uvz.new_empty(0)
+    if heads is None:
+        assert gamma is not None and beta is not None and sin is not None and cos is not None
+        made = heads = make_heads(uvz, gamma, beta, sin, cos)
+    e, documents = width_of_v(uvz, gamma), Documents(ids, begins, ends, scales, each)
     left = torch.empty_like(past) if carries and past is not None else None
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
                             last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
     queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
-    return out, out.new_empty(0, dtype=torch.float32) if left is None else left, v, states
+    return out, out.new_empty(0, dtype=torch.float32) if left is None else left, made, v, states
 
 
-def shapes_of(uvz: Tensor, s: int, past: Tensor | None, scales: Tensor, carries: bool) -> tuple[Tensor, ...]:
-    """Tensors like those that `attend` returns. s: columns of z in uvz."""
-    e, n_rows = (uvz.shape[-1] - s) // 2, uvz.shape[0]
-    left = torch.empty_like(past) if carries and past is not None else scales.new_empty(0)
-    states = uvz.new_empty(scales.shape[0], n_rows, scales.shape[-1], QUERY_KEY_DIM, e)
-    return uvz.new_empty(*uvz.shape[:2], e), left, uvz.new_empty(*uvz.shape[:2], e), states
-
-
-def differentiate_attention(dout: Tensor, dleft: Tensor | None, uvz: Tensor, kept: Kept, w: Tensor,
-                            past: Tensor | None, documents: Documents, chunk_size: int,
-                            causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `attend`: duvz, whose z columns are not written, dheads, dw and dpast; the last has no entry
-    where there is no past. dleft: the gradient of the sums that leave the rows, or None."""
-    (heads, v, states), dpast = kept, None if past is None else torch.empty_like(past)
-    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
-    duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
-    queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
-    keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
-    dw = score_gradients(heads, v, do, w, documents.ids_BT, documents.each_BT, dheads, row_len=chunk_size,
-                         scale_len=chunk_size, causal=causal)
-    return duvz, dheads, dw.to(w.dtype), dw.new_empty(0) if dpast is None else dpast
+def width_of_v(uvz: Tensor, gamma: Tensor | None) -> int:
+    """E: columns of u and of v in a projection, which has z's columns too where heads are made from it."""
+    return (uvz.shape[-1] - (0 if gamma is None else gamma.shape[-1])) // 2
 
 
 @forward.register_fake
-def _(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None,
-      ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None,
-      chunk_size: int, causal: bool, carries: bool) -> tuple[Tensor, ...]:
-    s = gamma.shape[-1]
-    out, left, v, states = shapes_of(uvz, s, past, scales, carries)
-    return out, left, uvz.new_empty(4, *uvz.shape[:2], s), v, states
+def _(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor | None, cos: Tensor | None,
+      heads: Tensor | None, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
+      ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
+      carries: bool) -> tuple[Tensor, ...]:
+    (n_rows, n_tokens, _), e = uvz.shape, width_of_v(uvz, gamma)
+    left = torch.empty_like(past) if carries and past is not None else scales.new_empty(0)
+    made = uvz.new_empty(4, n_rows, n_tokens, QUERY_KEY_DIM) if heads is None else uvz.new_empty(0)
+    states = uvz.new_empty(scales.shape[0], n_rows, scales.shape[-1], QUERY_KEY_DIM, e)
+    return uvz.new_empty(n_rows, n_tokens, e), left, made, uvz.new_empty(n_rows, n_tokens, e), states
 
 
 @torch.library.custom_op("lineartime::gated_chunk_attention_backward", mutates_args=())
 @on_own_device
-def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor,
-             beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None,
-             begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
-             causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta, w and past, see `differentiate_attention`."""
-    duvz, dheads, dw, dpast = differentiate_attention(
-        dout, dleft, uvz, Kept(heads, v, states), w, past, Documents(ids, begins, ends, scales, each), chunk_size,
-        causal)
+def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor,
+             gamma: Tensor | None, beta: Tensor | None, sin: Tensor | None, cos: Tensor | None, w: Tensor,
+             past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
+             each: Tensor | None, chunk_size: int,
+             causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of uvz, of gamma and beta, or of heads where they were given, of w and of past. What has no
+    gradient has no entry. heads, v, states: see `Kept`. dleft: the gradient of the sums that leave the rows."""
+    documents, dpast = Documents(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
+    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
+    duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), scales.new_empty(0)
+    queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
+    keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
+    dw = score_gradients(heads, v, do, w, ids, each, dheads, row_len=chunk_size, scale_len=chunk_size, causal=causal)
+    dpast = none.clone() if dpast is None else dpast
+    if gamma is None or beta is None or sin is None or cos is None:
+        return duvz, none, none.clone(), dheads, dw.to(w.dtype), dpast
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
-    return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), dw, dpast
+    return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), none, dw.to(w.dtype), dpast
 
 
 @backward.register_fake
-def _(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor,
-      beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None,
-      begins: Tensor | None, ends: Tensor | None, scales: Tensor,
-      *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (torch.empty_like(uvz), torch.empty_like(gamma), torch.empty_like(beta), torch.empty_like(w),
-            scales.new_empty(0) if past is None else torch.empty_like(past))
+def _(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor | None,
+      beta: Tensor | None, sin: Tensor | None, cos: Tensor | None, w: Tensor, past: Tensor | None, ids: Tensor | None,
+      begins: Tensor | None, ends: Tensor | None, scales: Tensor, *rest: object) -> tuple[Tensor, ...]:
+    given = (uvz, gamma, beta, heads if gamma is None else None, w, past)
+    return tuple(scales.new_empty(0) if x is None else torch.empty_like(x) for x in given)
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Of an op whose outputs are its result, the sums that leave and what is kept: save that and the tensors given."""
+    """Save the tensors given and what is `Kept`."""
     _, _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
@@ -560,128 +553,94 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*kept, *tensors)
 
 
-def given_gradients(dout: Tensor | None, dleft: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients that the backward pass was given, contiguous; zeros for a result that nothing was made of."""
-    return (torch.zeros_like(v) if dout is None else dout.contiguous(),
-            None if dleft is None else dleft.contiguous())
-
-
 def differentiate(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    heads, v, states, uvz, gamma, beta, sin, cos, w, past, *documents = ctx.saved_tensors
-    duvz, dgamma, dbeta, dw, dpast = backward(
-        *given_gradients(dout, dleft, v), heads, v, states, uvz, gamma, beta, sin, cos, w, past, *documents,
-        ctx.chunk_size, ctx.causal)
-    return duvz, dgamma, dbeta, None, None, dw, None if past is None else dpast, *[None] * 8
+    made, v, states, uvz, gamma, beta, sin, cos, heads, w, past, *documents = ctx.saved_tensors
+    # A result that nothing was made of has no gradient.
+    dout = torch.zeros_like(v) if dout is None else dout.contiguous()
+    duvz, dgamma, dbeta, dheads, dw, dpast = backward(
+        dout, None if dleft is None else dleft.contiguous(), made if heads is None else heads, v, states, uvz, gamma,
+        beta, sin, cos, w, past, *documents, ctx.chunk_size, ctx.causal)
+    scales = (None, None) if gamma is None else (dgamma, dbeta)
+    return (duvz, *scales, None, None, None if heads is None else dheads, dw, None if past is None else dpast,
+            *[None] * 8)
 
 
 forward.register_autograd(differentiate, setup_context=keep)
 
 
-@torch.library.custom_op("lineartime::gated_head_attention", mutates_args=())
-@on_own_device
-def forward_of_heads(uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None,
-                     begins: Tensor | None, ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int,
-                     causal: bool, carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gated_head_attention` of contiguous tensors, heads of 128 dimensions. The rest is as in `forward`."""
-    return attend(uv, heads, w, past, Documents(ids, begins, ends, scales, each), uv.shape[-1] // 2, chunk_size, causal,
-                  carries)
-
-
-@forward_of_heads.register_fake
-def _(uv: Tensor, heads: Tensor, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
-      ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
-      carries: bool) -> tuple[Tensor, ...]:
-    return shapes_of(uv, 0, past, scales, carries)
-
-
-@torch.library.custom_op("lineartime::gated_head_attention_backward", mutates_args=())
-@on_own_device
-def backward_of_heads(dout: Tensor, dleft: Tensor | None, v: Tensor, states: Tensor, uv: Tensor, heads: Tensor,
-                      w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None,
-                      scales: Tensor, each: Tensor | None, chunk_size: int,
-                      causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uv, heads, w and past, see `differentiate_attention`."""
-    return differentiate_attention(dout, dleft, uv, Kept(heads, v, states), w, past,
-                                   Documents(ids, begins, ends, scales, each), chunk_size, causal)
-
-
-@backward_of_heads.register_fake
-def _(dout: Tensor, dleft: Tensor | None, v: Tensor, states: Tensor, uv: Tensor, heads: Tensor, w: Tensor,
-      past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
-      *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (torch.empty_like(uv), torch.empty_like(heads), torch.empty_like(w),
-            scales.new_empty(0) if past is None else torch.empty_like(past))
-
-
-def differentiate_heads(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    v, states, uv, heads, w, past, *documents = ctx.saved_tensors
-    duv, dheads, dw, dpast = backward_of_heads(*given_gradients(dout, dleft, v), v, states, uv, heads, w, past,
-                                               *documents, ctx.chunk_size, ctx.causal)
-    return duv, dheads, dw, None if past is None else dpast, *[None] * 8
-
-
-forward_of_heads.register_autograd(differentiate_heads, setup_context=keep)
-
-
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
-                          pooling: str = "mean", exchange: reference.Exchange | None = None) -> Tensor:
+                          pooling: str = "mean", exchange: Exchange | None = None) -> Tensor:
     """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs the
     inputs and what is `Kept`. Raises RuntimeError in forward-mode differentiation."""
-    refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w)
-    if gamma_4S.shape[-1] < QUERY_KEY_DIM:
-        uv_BTF, heads = narrow_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos)
+    s = gamma_4S.shape[-1]
+    if s < QUERY_KEY_DIM:  # PyTorch makes narrow heads
+        uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
+        heads = reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
         return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                     segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
-    n_rows, n_tokens, f = uvz_BTF.shape
-    past_RBSE, outside_RB = None, None
-    if exchange is not None:
-        s, segment_ids_BT = gamma_4S.shape[-1], ids_of_part(segment_ids_BT, uvz_BTF)
-        _, v_BTE, z_BTS = uvz_BTF.split([(f - s) // 2, (f - s) // 2, s], dim=-1)
+    past = None
+    if isinstance(exchange, CarriedState):
+        past = exchange.kv_BSE[None], exchange.count_B[None]
+    elif exchange is not None:
+        e, segment_ids_BT = (uvz_BTF.shape[-1] - s) // 2, ids_of_part(segment_ids_BT, uvz_BTF)
+        _, v_BTE, z_BTS = uvz_BTF.split([e, e, s], dim=-1)
         k_lin_BTS, = reference.make_heads(F.silu(z_BTS), gamma_4S[3:], beta_4S[3:], sin, cos)
-        past_RBSE, outside_RB = past_of_rows(k_lin_BTS, F.silu(v_BTE), None, segment_ids_BT, causal, exchange)
-    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal, pooling, uvz_BTF.device,
-                                  outside_RB)
-    tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
-    return forward(*tensors, past_RBSE, *documents, chunk_size, causal, False)[0]
+        past = past_of_rows(k_lin_BTS, F.silu(v_BTE), None, segment_ids_BT, causal, exchange)
+    made_by = gamma_4S, beta_4S, sin, cos
+    return attend(uvz_BTF, made_by, None, w, past, exchange, chunk_size, causal, segment_ids_BT, pooling)
 
 
-def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                            past: reference.Past, *, chunk_size: int, segment_ids_BT: Tensor | None = None,
-                            pooling: str = "mean") -> tuple[Tensor, reference.Past]:
-    """`reference.carried_chunk_attention` in kernels; see `gated_chunk_attention`. The numbers of tokens have no
-    gradient."""
-    kv_BSE, count_B = past
-    refuse_forward_mode(uvz_BTF, gamma_4S, beta_4S, w, kv_BSE)
-    if gamma_4S.shape[-1] < QUERY_KEY_DIM:
-        uv_BTF, heads = narrow_heads(uvz_BTF, gamma_4S, beta_4S, sin, cos)
-        return carried_head_attention(uv_BTF, heads, w, past, chunk_size=chunk_size, segment_ids_BT=segment_ids_BT,
-                                      pooling=pooling)
-    documents, n_left_B = lay_out_behind(count_B, segment_ids_BT, uvz_BTF, chunk_size, pooling)
-    tensors = [x.contiguous() for x in (uvz_BTF, gamma_4S, beta_4S, sin, cos, w)]
-    out_BTE, left_1BSE, *_ = forward(*tensors, kv_BSE.float().contiguous()[None], *documents, chunk_size, True, True)
-    return out_BTE, (left_1BSE[0].to(kv_BSE.dtype), n_left_B)
+def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
+                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
+                         exchange: Exchange | None = None) -> Tensor:
+    """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
+    `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
+    past: tuple[Tensor, Tensor] | None = None
+    of_gates: Exchange | None = None  # the same exchange of the sums of gates alone
+    if isinstance(exchange, CarriedState):
+        past, count_B = (exchange.kv_BSE[None], exchange.count_B[None]), exchange.count_B
+        of_gates = CarriedState(count_B.new_empty(len(count_B), 0, 0), count_B)
+    elif exchange is not None:
+        segment_ids_BT, v_BTE = ids_of_part(segment_ids_BT, uv_BTF), F.silu(uv_BTF.chunk(2, dim=-1)[1])
+        past = _, count_RB = past_of_rows(heads[3], v_BTE, gate_BT, segment_ids_BT, causal, exchange)
+        of_gates = lambda *_: count_RB[..., None]  # noqa: E731
+    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, of_gates)
+    if past is not None and gate_BT is not None:  # the tables only need to know that there may be tokens outside
+        past = past[0], torch.ones_like(past[1])
+    heads_4BTS = with_zeros(torch.stack(list(heads)), -1)
+    out_BTE = attend(uv_BTF, [None] * 4, heads_4BTS, w, past, exchange, chunk_size, causal, segment_ids_BT, pooling)
+    if isinstance(exchange, CarriedState) and isinstance(of_gates, CarriedState) and gate_BT is not None:
+        exchange.count_B = of_gates.count_B
+    return out_BTE
 
 
-def lay_out_behind(count_B: Tensor, segment_ids_BT: Tensor | None, x_BTF: Tensor, chunk_size: int,
-                   pooling: str) -> tuple[Documents, Tensor]:
-    """The `Documents` of causal rows that go on from a past of so many tokens, and the number of tokens of the document
-    that goes on behind them, of count's dtype."""
-    n_rows, n_tokens, _ = x_BTF.shape
-    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, True, pooling, x_BTF.device,
-                                  count_B[None], goes_on=True)
-    n_left_B = n_tokens + count_B if documents.begins_BT is None else n_tokens - documents.begins_BT[:, -1]
-    return documents, n_left_B.to(count_B.dtype)
+def attend(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor | None, w: Tensor,
+           past: tuple[Tensor, Tensor] | None, exchange: Exchange | None, chunk_size: int, causal: bool,
+           segment_ids_BT: Tensor | None, pooling: str) -> Tensor:
+    """Run `forward`; a `CarriedState` gets what leaves the rows. past: kv_RBSE and count_RB that enter the rows."""
+    (n_rows, n_tokens, _), carries = uvz_BTF.shape, isinstance(exchange, CarriedState)
+    kv_RBSE, count_RB = (None, None) if past is None else past
+    refuse_forward_mode(uvz_BTF, *made_by, heads_4BTS, w, kv_RBSE, count_RB)
+    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
+                                  "mean" if pooling == "mean" else "sum", uvz_BTF.device, count_RB, goes_on=carries)
+    past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
+    tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
+    out_BTE, left_RBSE, *_ = forward(*tensors, past_RBSE, *documents, chunk_size, causal, carries)
+    if isinstance(exchange, CarriedState):
+        kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
+        exchange.kv_BSE = left_RBSE[0, :, : kv_BSE.shape[1]].to(kv_BSE.dtype)
+        n_left_B = n_tokens + count_B if begins_BT is None else n_tokens - begins_BT[:, -1]
+        exchange.count_B = n_left_B.to(count_B.dtype)
+    return out_BTE
 
 
-def narrow_heads(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor,
-                 cos: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """u and v, uv_BTF, and heads of fewer than 128 dimensions, which PyTorch makes."""
-    s = gamma_4S.shape[-1]
-    uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
-    return uv_BTF, reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
+def with_zeros(x: Tensor, axis: int) -> Tensor:
+    """x with zeros behind the fewer than 128 dimensions of its heads, which are along an axis."""
+    missing = QUERY_KEY_DIM - x.shape[axis]
+    return F.pad(x, [0, 0] * (-axis - 1) + [0, missing]) if missing else x
 
 
 def ids_of_part(segment_ids_BT: Tensor | None, x_BTF: Tensor) -> Tensor:
@@ -692,61 +651,10 @@ def ids_of_part(segment_ids_BT: Tensor | None, x_BTF: Tensor) -> Tensor:
 
 
 def past_of_rows(k_lin_BTS: Tensor, v_BTE: Tensor, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,
-                 exchange: reference.Exchange) -> tuple[Tensor, Tensor]:
+                 exchange: Exchange) -> tuple[Tensor, Tensor]:
     """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, or the sums of
     their gates, count_RB. The part is one chunk of the reference, so that one matmul makes what it hands on."""
     states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None],
                                       None if gate_BT is None else gate_BT[:, None], causal=causal, exchange=exchange)
     kv_RBSE, count_RB = (torch.stack([state[i][:, 0] for state in states]) for i in (0, 1))
-    return kv_RBSE.float().contiguous(), count_RB
-
-
-def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
-                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
-                         exchange: reference.Exchange | None = None) -> Tensor:
-    """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
-    `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
-    refuse_forward_mode(uv_BTF, *heads, w, gate_BT)
-    n_rows, n_tokens, f = uv_BTF.shape
-    past_RBSE, outside_RB, entered = None, None, None
-    if exchange is not None:
-        segment_ids_BT = ids_of_part(segment_ids_BT, uv_BTF)
-        past_RBSE, count_RB = past_of_rows(heads[3], F.silu(uv_BTF[..., f // 2 :]), gate_BT, segment_ids_BT, causal,
-                                           exchange)
-        past_RBSE = F.pad(past_RBSE, [0, 0, 0, QUERY_KEY_DIM - past_RBSE.shape[-2]])
-        outside_RB, entered = outside(count_RB, gate_BT), lambda *_: count_RB[..., None]
-    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, entered)
-    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
-                                  "mean" if pooling == "mean" else "sum", uv_BTF.device, outside_RB)
-    return forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_RBSE, *documents, chunk_size,
-                            causal, False)[0]
-
-
-def outside(count: Tensor, gate_BT: Tensor | None) -> Tensor:
-    """The number of tokens outside of the rows, of which a sum over gates only needs to know that there may be some."""
-    return count if gate_BT is None else torch.ones_like(count)
-
-
-def widened(heads: Sequence[Tensor]) -> Tensor:
-    """Heads of 128 dimensions, fewer with zeros behind them: heads_4BTS, contiguous."""
-    heads_4BTS = torch.stack(list(heads))
-    missing = QUERY_KEY_DIM - heads_4BTS.shape[-1]
-    return F.pad(heads_4BTS, [0, missing]) if missing else heads_4BTS
-
-
-def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: reference.Past, *,
-                           chunk_size: int, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
-                           gate_BT: Tensor | None = None) -> tuple[Tensor, reference.Past]:
-    """`reference.carried_head_attention` in kernels; see `gated_head_attention`."""
-    (kv_BSE, count_B), s = past, heads[0].shape[-1]
-    refuse_forward_mode(uv_BTF, *heads, w, gate_BT, kv_BSE, count_B)
-    documents, n_left_B = lay_out_behind(outside(count_B, gate_BT), segment_ids_BT, uv_BTF, chunk_size,
-                                         "mean" if pooling == "mean" else "sum")
-    if gate_BT is not None:
-        of_gates = count_B.new_empty(len(count_B), 0, 0), count_B
-        heads, (_, n_left_B) = reference.carried(lambda carry: reference.divided_by_gates(
-            heads, gate_BT, segment_ids_BT, chunk_size, True, carry), of_gates)
-    past_1BSE = F.pad(kv_BSE.float(), [0, 0, 0, QUERY_KEY_DIM - s]).contiguous()[None]
-    out_BTE, left_1BSE, *_ = forward_of_heads(uv_BTF.contiguous(), widened(heads), w.contiguous(), past_1BSE,
-                                              *documents, chunk_size, True, True)
-    return out_BTE, (left_1BSE[0, :, :s].to(kv_BSE.dtype), n_left_B)
+    return kv_RBSE.float(), count_RB

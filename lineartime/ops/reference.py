@@ -9,7 +9,6 @@ of one token in a long row is below the smallest float16. A result beyond 65,504
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -209,8 +208,25 @@ Past = tuple[Tensor, Tensor]
 """What the linear half keeps of the tokens before a row's first: kv_BSE, the sum of k v over those of document 0, and
 count_B, their number, or with pooling "written" the sum of their gates; float32 at least."""
 Exchange = Callable[[Tensor, Tensor], Tensor]
-"""Where the rows here are a part of rows: (leaving_DBF, passes_B) -> entering_DBF, the states that enter the part. See
-`distributed.context.exchange_states`."""
+"""Where the rows here are a part of rows: (leaving_DBF, passes_B) -> entering_DBF, the states that enter the part.
+It is `distributed.context.exchange_states` where other ranks have the other parts, and a `CarriedState` where one
+process reads the parts one after the other."""
+
+
+class CarriedState:
+    """The linear half's state of causal rows that are read part by part, as the `exchange` of each call: before a call
+    what enters the part, after it what leaves it. Gradients flow through it, so that the parts together have the whole
+    row's. Document 0 of a part is that of the token before it."""
+
+    def __init__(self, kv_BSE: Tensor, count_B: Tensor):
+        """See `Past`; zeros where a row begins."""
+        self.kv_BSE, self.count_B = kv_BSE, count_B
+
+    def __call__(self, leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        entering_BF = torch.cat([self.kv_BSE.flatten(1), self.count_B.to(self.kv_BSE.dtype)[:, None]], dim=1)
+        left_BF = leaving_DBF[0] + torch.where(passes_B[:, None], entering_BF, 0.0)
+        self.kv_BSE, self.count_B = left_BF[:, :-1].unflatten(1, self.kv_BSE.shape[1:]), left_BF[:, -1]
+        return entering_BF[None]
 
 
 def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
@@ -425,44 +441,6 @@ def gates_read(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, 
     none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
     states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1])
-
-
-def carried_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                            past: Past, *, chunk_size: int, segment_ids_BT: Tensor | None = None,
-                            pooling: str = "mean") -> tuple[Tensor, Past]:
-    """Causal `gated_chunk_attention` of rows that go on from a past: out_BTE, and the past of what follows them.
-
-    Arguments: see `ops.carried_chunk_attention`."""
-    return carried(lambda carry: gated_chunk_attention(
-        uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=True, segment_ids_BT=segment_ids_BT,
-        pooling=pooling, exchange=carry), past)
-
-
-def carried_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, past: Past, *, chunk_size: int,
-                           segment_ids_BT: Tensor | None = None, pooling: str = "mean",
-                           gate_BT: Tensor | None = None) -> tuple[Tensor, Past]:
-    """`carried_chunk_attention` of precomputed heads. Arguments: see `ops.carried_head_attention`."""
-    return carried(lambda carry: gated_head_attention(
-        uv_BTF, heads, w, chunk_size=chunk_size, causal=True, segment_ids_BT=segment_ids_BT, pooling=pooling,
-        gate_BT=gate_BT, exchange=carry), past)
-
-
-Made = TypeVar("Made")
-
-
-def carried(make: Callable[[Exchange], Made], past: Past) -> tuple[Made, Past]:
-    """What `make` makes of causal rows by the exchange that it is given, which brings a past; and the past of what
-    follows the rows."""
-    kv_BSE, count_B = past
-    entering_BF, left = torch.cat([kv_BSE.flatten(1), count_B.to(kv_BSE.dtype)[:, None]], dim=1), []
-
-    def carry(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
-        left.append(leaving_DBF[0] + torch.where(passes_B[:, None], entering_BF, 0.0))
-        return entering_BF[None]
-
-    made = make(carry)
-    left_BF, = left
-    return made, (left_BF[:, :-1].unflatten(1, kv_BSE.shape[1:]), left_BF[:, -1])
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,

@@ -212,12 +212,16 @@ def test_what_the_ops_return_is_what_they_say() -> None:
     inputs, ids_BT = make_inputs(2, 5, torch.bfloat16), documents(2, 5)
     tables = mixed_chunk.lay_out_documents(ids_BT, 2, 5, 128, True, "mean", torch.device("cpu"))
     kinds = ("test_schema", "test_faketensor")
-    for carries in (True, False):
-        torch.library.opcheck(mixed_chunk.forward, (*inputs.values(), random(1, 2, S, 64, seed=1), *tables, 128, True,
-                                                    carries), test_utils=kinds)
-        torch.library.opcheck(mixed_chunk.forward_of_heads, (
-            inputs["uvz"][..., :128].contiguous(), random(4, 2, 5, S, seed=2).bfloat16(), inputs["w"],
-            random(1, 2, S, 64, seed=1), *tables, 128, True, carries), test_utils=kinds)
+    *made_by, w = inputs.values()
+    uv, heads = inputs["uvz"][..., :128].contiguous(), random(4, 2, 5, S, seed=2).bfloat16()
+    for given in ((*made_by, None), (uv, None, None, None, None, heads)):
+        for past, carries in ((random(1, 2, S, 64, seed=1), True), (None, False)):
+            args = (*given, w, past, *tables, 128, True, carries)
+            torch.library.opcheck(mixed_chunk.forward, args, test_utils=kinds)
+            out, left, made, *kept = mixed_chunk.forward(*args)
+            heads_kept = made if given[-1] is None else given[-1]
+            torch.library.opcheck(mixed_chunk.backward, (
+                out, left if carries else None, heads_kept, *kept, *given[:-1], *args[6:-1]), test_utils=kinds)
 
 
 PLUS = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}

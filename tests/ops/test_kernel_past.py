@@ -11,6 +11,7 @@ from kernel_law import S, gated_heads, head_inputs, make_inputs, random, run, ru
 from lineartime import ops
 from lineartime.errors import UsageError
 from lineartime.ops import mixed_chunk, reference
+from lineartime.ops.reference import CarriedState
 from tiny_models import random_ids
 
 PARTS = {"one document that goes on": [0] * 256,
@@ -113,8 +114,9 @@ def run_carried(op, inputs: dict[str, Tensor], ids_BT: Tensor | None) -> list[Te
     leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
     dtype, n_rows = torch.promote_types(inputs["uvz"].dtype, torch.float32), len(inputs["uvz"])
     kv_BSE = (100 * random(n_rows, S, 64, seed=8).bfloat16()).to(dtype).requires_grad_()
-    out, (left_BSE, n_left_B) = op(*leaves.values(), (kv_BSE, torch.full((n_rows,), 300.0, dtype=dtype)),
-                                   chunk_size=128, segment_ids_BT=ids_BT)
+    state = CarriedState(kv_BSE, torch.full((n_rows,), 300.0, dtype=dtype))
+    out = op(*leaves.values(), chunk_size=128, causal=True, segment_ids_BT=ids_BT, exchange=state)
+    left_BSE, n_left_B = state.kv_BSE, state.count_B
     given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, left_BSE))]
     wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), kv_BSE]
     return [x.detach() for x in (out, left_BSE, n_left_B, *torch.autograd.grad([out, left_BSE], wanted, given))]
@@ -128,9 +130,9 @@ WITHOUT_PADDING = torch.tensor([ids for ids in PARTS.values() if min(ids) >= 0])
 def test_a_past_is_carried_as_in_float64(levels: int, ids_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
     inputs = make_inputs(2 if ids_BT is None else len(ids_BT), 256, torch.bfloat16)
-    exact = run_carried(reference.carried_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT)
+    exact = run_carried(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT)
     ours, theirs = (run_carried(op, inputs, ids_BT)
-                    for op in (mixed_chunk.carried_chunk_attention, reference.carried_chunk_attention))
+                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
     for name, a, b, x in zip(["out", "left", "number", "uvz", "gamma", "beta", "w", "past"], ours, theirs, exact,
                              strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
@@ -147,9 +149,10 @@ def run_carried_heads(op, inputs: dict[str, Tensor], ids_BT: Tensor | None, pool
     count_B = torch.where(torch.arange(n_rows) % 2 == 0, 0.4, 90.0) if written else torch.full((n_rows,), 300.0)
     leaves["past"] = (100 * random(n_rows, s, 64, seed=8).bfloat16()).to(gate_BT.dtype).requires_grad_()
     count_B = count_B.to(gate_BT.dtype).requires_grad_(written)
-    out, (left_BSE, n_left_B) = op(leaves["uv"], heads, leaves["w"], (leaves["past"], count_B), chunk_size=128,
-                                   segment_ids_BT=ids_BT, pooling=pooling, gate_BT=gate_BT if written else None)
-    made = {"out": out, "left": left_BSE, "number": n_left_B}
+    state = CarriedState(leaves["past"], count_B)
+    out = op(leaves["uv"], heads, leaves["w"], chunk_size=128, causal=True, segment_ids_BT=ids_BT, pooling=pooling,
+             gate_BT=gate_BT if written else None, exchange=state)
+    made = {"out": out, "left": state.kv_BSE, "number": state.count_B}
     with_gradient = [x for x in made.values() if x.requires_grad]
     given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in enumerate(with_gradient)]
     leaves |= {"count": count_B} if written else {}
@@ -162,11 +165,11 @@ def run_carried_heads(op, inputs: dict[str, Tensor], ids_BT: Tensor | None, pool
         ("written", 128, None), ("fixed", 64, WITHOUT_PADDING), ("mean", 128, WITHOUT_PADDING), ("mean", 64, None)))])
 def test_a_past_of_made_heads_is_carried_as_in_float64(pooling: str, s: int, ids_BT: Tensor | None) -> None:
     inputs = head_inputs(2 if ids_BT is None else len(ids_BT), 256, s, torch.bfloat16)
-    exact = run_carried_heads(reference.carried_head_attention, {name: x.double() for name, x in inputs.items()},
+    exact = run_carried_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()},
                               ids_BT, pooling)
     assert ("count" in exact) == (pooling == "written")
     assert_all_held(*(run_carried_heads(op, inputs, ids_BT, pooling)
-                      for op in (mixed_chunk.carried_head_attention, reference.carried_head_attention)), exact)
+                      for op in (mixed_chunk.gated_head_attention, reference.gated_head_attention)), exact)
 
 
 LAYOUTS = [[0] * 50 + [1] * 300 + [2] * 34, None, [0] * 128 + [1] * 128 + [2] * 128]
@@ -187,8 +190,8 @@ def assert_equal(made: list[Tensor], expected: list[Tensor], limit: float) -> No
 
 
 @pytest.mark.parametrize("op, dtype, limit, ids_T", [
-    *((reference.carried_chunk_attention, torch.float64, 1e-14, ids_T) for ids_T in LAYOUTS),
-    *(pytest.param(mixed_chunk.carried_chunk_attention, torch.float32, 1e-6, ids_T,
+    *((reference.gated_chunk_attention, torch.float64, 1e-14, ids_T) for ids_T in LAYOUTS),
+    *(pytest.param(mixed_chunk.gated_chunk_attention, torch.float32, 1e-6, ids_T,
                    marks=pytest.mark.campaign if i else ()) for i, ids_T in enumerate(LAYOUTS))])
 def test_parts_of_a_row_are_the_row(op, dtype: torch.dtype, limit: float, ids_T: list[int] | None) -> None:
     """One after the other, each with the past of the one before: output and gradients of the whole rows."""
@@ -196,21 +199,20 @@ def test_parts_of_a_row_are_the_row(op, dtype: torch.dtype, limit: float, ids_T:
     whole = run(reference.gated_chunk_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT)
 
     def in_parts(*given: Tensor, **how: object) -> Tensor:
-        past, outs = (torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
+        state, outs = CarriedState(torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
         uvz, gamma, beta, sin, cos, w = given
         for part, ids_of_part in zip(CUTS, ids_of_parts, strict=True):
-            out, past = op(uvz[:, part], gamma, beta, sin[:, part], cos[:, part], w, past, chunk_size=128,
-                           segment_ids_BT=ids_of_part)
-            outs.append(out)
+            outs.append(op(uvz[:, part], gamma, beta, sin[:, part], cos[:, part], w, chunk_size=128, causal=True,
+                           segment_ids_BT=ids_of_part, exchange=state))
         return torch.cat(outs, 1)
 
     assert_equal(run(in_parts, inputs), whole, limit)
 
 
 @pytest.mark.parametrize("op, dtype, limit, pooling, ids_T", [
-    *((reference.carried_head_attention, torch.float64, 1e-14, pooling, ids_T)
+    *((reference.gated_head_attention, torch.float64, 1e-14, pooling, ids_T)
       for pooling in ("written", "fixed", "mean") for ids_T in LAYOUTS),
-    *(pytest.param(mixed_chunk.carried_head_attention, torch.float32, 1e-6, "written", ids_T,
+    *(pytest.param(mixed_chunk.gated_head_attention, torch.float32, 1e-6, "written", ids_T,
                    marks=pytest.mark.campaign if i else ()) for i, ids_T in enumerate(LAYOUTS))])
 def test_parts_of_a_row_of_made_heads_are_the_row(op, dtype: torch.dtype, limit: float, pooling: str,
                                                  ids_T: list[int] | None) -> None:
@@ -221,31 +223,34 @@ def test_parts_of_a_row_of_made_heads_are_the_row(op, dtype: torch.dtype, limit:
     whole = run_heads(reference.gated_head_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT, **how)
 
     def in_parts(uv: Tensor, heads: list[Tensor], w: Tensor, gate_BT: Tensor | None, pooling: str) -> Tensor:
-        past, outs = (torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
+        state, outs = CarriedState(torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
         for part, ids_of_part in zip(CUTS, ids_of_parts, strict=True):
-            out, past = op(uv[:, part], [head[:, part] for head in heads], w, past, chunk_size=128, pooling=pooling,
-                           segment_ids_BT=ids_of_part, gate_BT=None if gate_BT is None else gate_BT[:, part])
-            outs.append(out)
+            outs.append(op(uv[:, part], [head[:, part] for head in heads], w, chunk_size=128, causal=True,
+                           segment_ids_BT=ids_of_part, pooling=pooling, exchange=state,
+                           gate_BT=None if gate_BT is None else gate_BT[:, part]))
         return torch.cat(outs, 1)
 
     assert_equal(run_heads(in_parts, inputs, **how), whole, limit)
 
 
 def test_a_past_is_carried_over_whole_chunks() -> None:
-    past, (uvz, *rest) = (torch.zeros(1, S, 64), torch.zeros(1)), make_inputs(1, 200, torch.float32).values()
-    with pytest.raises(UsageError, match="a past is carried over whole chunks: 200 tokens in chunks of 128"):
-        ops.carried_chunk_attention(uvz, *rest, past, chunk_size=128)
-    with pytest.raises(UsageError, match="a past is carried over whole chunks: 200 tokens in chunks of 128"):
-        ops.carried_head_attention(uvz[..., :-S], uvz[None, ..., :S].expand(4, 1, 200, S), rest[-1], past,
-                                   chunk_size=128)
+    (uvz, *rest), how = make_inputs(1, 200, torch.float32).values(), {
+        "chunk_size": 128, "exchange": CarriedState(torch.zeros(1, S, 64), torch.zeros(1))}
+    words = "a state is carried over whole chunks of causal rows: "
+    with pytest.raises(UsageError, match=f"{words}200 tokens in chunks of 128"):
+        ops.gated_chunk_attention(uvz, *rest, causal=True, **how)
+    with pytest.raises(UsageError, match=f"{words}200 tokens in chunks of 128"):
+        ops.gated_head_attention(uvz[..., :-S], uvz[None, ..., :S].expand(4, 1, 200, S), rest[-1], causal=True, **how)
+    with pytest.raises(UsageError, match=f"{words}causal = False"):
+        ops.gated_chunk_attention(uvz, *rest, causal=False, **how)
 
 
 FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
 
 
 @pytest.mark.parametrize("name, fields", [
-    ("carried_chunk_attention", {}), ("carried_head_attention", FLASH_PLUS), *(
-        pytest.param("carried_head_attention", fields, marks=pytest.mark.campaign) for fields in (
+    ("gated_chunk_attention", {}), ("gated_head_attention", FLASH_PLUS), *(
+        pytest.param("gated_head_attention", fields, marks=pytest.mark.campaign) for fields in (
             {"key_conv": 3, "chunk_pooling": "fixed", "linear_divisor": 64.0}, {"query_key_dim": 64},
             {**FLASH_PLUS, "n_heads": 2}))])
 def test_the_chunks_of_a_prompt_are_read_by_kernels(name: str, fields: dict[str, object],

@@ -45,8 +45,9 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
     "quadratic": (lambda impl, uvz, gamma, beta, w: ops.gated_quadratic_attention(
         uvz, gamma, beta, SIN, COS, w, scale_len=T, causal=True, segment_ids_BT=IDS, impl=impl),
         made(UVZ, (2, S), (2, S), (2 * T - 1,))),
-    "carried": (lambda impl, uvz, gamma, beta, w, kv: ops.carried_chunk_attention(
-        uvz[:, :8], gamma, beta, SIN[:, :8], COS[:, :8], w, (kv, torch.full((B,), 5.0)), chunk_size=C, impl=impl)[0],
+    "carried": (lambda impl, uvz, gamma, beta, w, kv: ops.gated_chunk_attention(
+        uvz[:, :8], gamma, beta, SIN[:, :8], COS[:, :8], w, chunk_size=C, causal=True, impl=impl,
+        exchange=reference.CarriedState(kv, torch.full((B,), 5.0))),
         made(UVZ, (4, S), (4, S), (2 * C - 1,), (B, S, E))),
     "norm": (lambda impl, x, delta, weight, bias: ops.add_norm(x, delta, weight, bias, impl=impl)[1],
              made((B, T, E), (B, T, E), (E,), (E,))),
