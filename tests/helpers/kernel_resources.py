@@ -102,7 +102,7 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
     return {"kernel": kernel.__name__, "arch": arch, "tile_rows": named.get("BM"), "registers": used["REG"],
             "spilled": used["STACK"] + used["LOCAL"], "shared": made.metadata.shared,
-            "tensor_cores": len(re.findall(r"\bHG?MMA\b", listing)), **pipeline_of(made.asm["ttgir"])}
+            "tensor_cores": len(re.findall(r"\b(?:UTC)?HG?MMA\b", listing)), **pipeline_of(made.asm["ttgir"])}
 
 
 def pipeline_of(code: str) -> dict[str, int]:
