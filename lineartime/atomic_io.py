@@ -70,12 +70,13 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 @contextlib.contextmanager
-def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes], None]]:
-    """Write a new file, flush it to the disk, and add its size and hash to `files`."""
+def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Write a new file, flush it to the disk, and add its size and hash to `files`. The hash is of the bytes in memory,
+    not read back."""
     digest = hashlib.sha256()
-    with path.open("xb") as file:
+    with open(path, "xb") as file:
 
-        def write(data: bytes) -> None:
+        def write(data: bytes | memoryview) -> None:
             file.write(data)
             digest.update(data)
 

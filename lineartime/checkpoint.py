@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.atomic_io import fsync, locked, open_regular, read_bytes
+from lineartime.atomic_io import fsync, hashed_file, locked, open_regular, read_bytes
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.errors import CheckpointError, ResourceError
 
@@ -394,26 +394,14 @@ def _write_checkpoint(folder: Path, target: Path, run: str, contents: Mapping[st
 
 
 def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, Any]:
-    """Write and flush one file; returns its manifest entry. The SHA-256 is of the bytes in memory, not read back."""
-    size, sha256 = 0, hashlib.sha256()
-    descriptor = _create(path)
-    try:
-        for piece in _pieces(head, body):
-            sha256.update(piece)
-            size += len(piece)
-            while piece:
-                piece = piece[_write(descriptor, piece):]
-        _fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return {"bytes": size, "sha256": sha256.hexdigest()}
-
-
-def _pieces(head: bytes, body: Iterable[Tensor]) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for tensor in body:
-        whole = tensor.detach().cpu().contiguous()
-        yield whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
+    """Write and flush a new file: bytes, then those of tensors. Returns its manifest entry."""
+    entries: dict[str, Any] = {}
+    with hashed_file(path, entries) as write:
+        write(head)
+        for tensor in body:
+            whole = tensor.detach().cpu().contiguous()
+            write(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data)
+    return entries[path.name]
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
@@ -433,8 +421,8 @@ def _manifest_at(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, MemoryError) as error:
         raise _damage(path, f"cannot be read ({_reason(error)})") from error
     content = _read_manifest(path)
-    if content.get("step") != step:
-        raise _damage(path / MANIFEST, f"expected step {step}, found step {content.get('step')!a:.20}")
+    if content.get("step") != step or not isinstance(content.get("run"), str):
+        raise _damage(path / MANIFEST, f"expected step {step} of a run, found step {content.get('step')!a:.20}")
     for name in sorted({*content["files"], MANIFEST} ^ {*present}):
         raise _damage(path, f"{name!a:.100} is {'missing' if name in content['files'] else 'in no manifest'}")
     return content
@@ -570,10 +558,5 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# A save changes the disk by these names, so that a test can end the process at each change.
-_mkdir, _rename, _symlink, _unlink = os.mkdir, os.rename, os.symlink, os.unlink
-_write, _fsync, _fsync_dir = os.write, os.fsync, fsync
-
-
-def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+# A save changes the disk by these names and `hashed_file`, so that a test can end the process at each change.
+_mkdir, _rename, _symlink, _unlink, _fsync_dir = os.mkdir, os.rename, os.symlink, os.unlink, fsync

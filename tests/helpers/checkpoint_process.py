@@ -2,6 +2,7 @@
 
 `python checkpoint_process.py` imports torch once, then answers each line of JSON by forking a process that does it."""
 
+import io
 import json
 import os
 import resource
@@ -9,15 +10,18 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from fork_server import ForkServer
-from lineartime import checkpoint
+from lineartime import atomic_io, checkpoint
 from lineartime.errors import LineartimeError
 
-OPERATIONS = ("_mkdir", "_create", "_write", "_fsync", "_fsync_dir", "_rename", "_symlink", "_unlink")
+NAMES = ("_mkdir", "_rename", "_symlink", "_unlink", "_fsync_dir")
+"""What a save changes the disk by, beside the files that it writes."""
 RUN = "run-of-the-tests"
 
 
@@ -34,6 +38,40 @@ def save(run_dir, step, keep=2):
     return checkpoint.save(Path(run_dir), step, run=RUN, keep=keep, **state(step))
 
 
+class HookedFile(io.FileIO):
+    """A new file, whose writes are operations."""
+
+    def __init__(self, path, call):
+        super().__init__(path, "x")
+        self.path, self.call = Path(path), call
+
+    def write(self, data):
+        return self.call("_write", super().write, data, path=self.path)
+
+
+@contextmanager
+def hooked(call):
+    """Every change of the disk by a save becomes `call(name, do, *args, path=of a file)`, which may `do(*args)`."""
+    files, fsync = {}, os.fsync
+
+    def opened(path, mode="r", **how):
+        if mode != "xb":
+            return open(path, mode, **how)
+        file = call("_create", HookedFile, path, call, path=Path(path))
+        files[file.fileno()] = file.path
+        return io.BufferedWriter(file)
+
+    with ExitStack() as stack:
+        for name in NAMES:
+            do = getattr(checkpoint, name)
+            stack.enter_context(mock.patch.object(
+                checkpoint, name, lambda *args, name=name, do=do: call(name, do, *args, path=None)))
+        stack.enter_context(mock.patch.object(atomic_io, "open", opened, create=True))
+        stack.enter_context(mock.patch.object(
+            os, "fsync", lambda number: call("_fsync", fsync, number, path=files[number]) if number in files else None))
+        yield
+
+
 class Disk:
     """Stands in for the operations of a save: ends the process before the `last`-th, then loses what was not flushed.
 
@@ -43,30 +81,25 @@ class Disk:
 
     def __init__(self, last, loss):
         self.last, self.loss, self.count = last, loss, 0
-        self.paths, self.unflushed, self.changes = {}, set(), []
-        self.real = {name: getattr(checkpoint, name) for name in OPERATIONS}
-        for name in OPERATIONS:
-            setattr(checkpoint, name, lambda *args, name=name: self.operation(name, *args))
+        self.unflushed, self.changes = set(), []
 
-    def operation(self, name, *args):
+    def operation(self, name, do, *args, path):
         self.count += 1
         if self.count == self.last:
             if name == "_write":
-                self.operation(name, args[0], args[1][: len(args[1]) // 2])
+                do(bytes(args[0])[: len(args[0]) // 2])
+                self.unflushed.add(path)
             self.lose()
             os.kill(os.getpid(), signal.SIGKILL)
-        result = None if name in ("_fsync", "_fsync_dir") else self.real[name](*args)
-        if name == "_create":
-            self.paths[result] = args[0]
-            self.unflushed.add(args[0])
-        elif name == "_write":
-            self.unflushed.add(self.paths[args[0]])
+        result = None if name in ("_fsync", "_fsync_dir") else do(*args)
+        if name in ("_create", "_write"):
+            self.unflushed.add(path)
         elif name == "_fsync":
-            self.unflushed.discard(self.paths[args[0]])
+            self.unflushed.discard(path)
         elif name == "_fsync_dir":
             self.flush_directory(args[0])
         if name in ("_mkdir", "_create"):
-            self.changes.append((None, args[0]))
+            self.changes.append((None, Path(args[0])))
         elif name == "_symlink":
             self.changes.append((None, args[1]))
         elif name == "_rename":
@@ -108,7 +141,8 @@ def moved(path, source, target):
 
 def do_save(run_dir, step, keep, last, loss):
     disk = Disk(last, loss)
-    save(run_dir, step, keep)
+    with hooked(disk.operation):
+        save(run_dir, step, keep)
     disk.lose()
 
 

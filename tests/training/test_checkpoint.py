@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lineartime
-from checkpoint_process import OPERATIONS, RUN, Processes, save, state, wait_for
+from checkpoint_process import RUN, Processes, hooked, save, state, wait_for
 from lineartime import checkpoint
 from lineartime.checkpoint import MANIFEST, check_tensors, load, lock, newest
 from lineartime.errors import CheckpointError, ResourceError
@@ -56,8 +56,7 @@ def contents(folder):
 
 def never_flush(monkeypatch):
     """Flushing takes most of a small save's time, and only a power loss could tell."""
-    monkeypatch.setattr(checkpoint, "_fsync", lambda descriptor: None)
-    monkeypatch.setattr(checkpoint, "_fsync_dir", lambda path: None)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def step_names(run_dir):
@@ -130,12 +129,6 @@ def test_tensor_files_are_plain_safetensors(tmp_path):
     with safetensors.safe_open(path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert equal({name: file.get_tensor(name) for name in file.keys()}, state(1)["tensors"]["model"])
-
-
-def test_a_write_may_be_short(tmp_path, monkeypatch):
-    whole = contents(save(tmp_path / "a", 1))
-    monkeypatch.setattr(checkpoint, "_write", lambda descriptor, data: os.write(descriptor, data[:7]))
-    assert contents(save(tmp_path / "b", 1)) == whole
 
 
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
@@ -221,7 +214,7 @@ def test_a_valid_checkpoint_that_is_there_already_is_trusted(tmp_path, monkeypat
     save(tmp_path, 1)
     before = contents(save(tmp_path, 2))
     written = []
-    monkeypatch.setattr(checkpoint, "_create", written.append)
+    monkeypatch.setattr(checkpoint, "hashed_file", written.append)
     save(tmp_path, 2, keep=1)
     assert not written and contents(tmp_path / "step-00000002") == before and step_names(tmp_path) == ["step-00000002"]
 
@@ -394,7 +387,7 @@ def test_a_whole_checkpoint_under_another_name_is_refused(tmp_path):
     save(tmp_path, 2)
     for path, target in ((1, 3), (2, 1), (3, 2)):
         os.rename(tmp_path / f"step-0000000{path}", tmp_path / f"step-0000000{target}")
-    assert "expected step 2, found step 1" in refused(newest, tmp_path)
+    assert "expected step 2 of a run, found step 1" in refused(newest, tmp_path)
 
 
 def count_opened(monkeypatch):
@@ -456,7 +449,8 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    lambda c: {}, lambda c: {**c, "format": "1"}, lambda c: {**c, "step": 2}, lambda c: {**c, "files": []},
+    lambda c: {}, lambda c: {**c, "run": 1}, lambda c: {**c, "format": "1"}, lambda c: {**c, "step": 2},
+    lambda c: {**c, "files": []},
     lambda c: {**c, "files": {}}, lambda c: {**c, "files": {name: 1 for name in c["files"]}},
     lambda c: c["files"].update({"../x": entry_of(b"outside")}),
     *(lambda c, key=key, value=value: c["files"]["config.json"].update({key: value})
@@ -537,24 +531,21 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
     """Each operation of a save fails, once or from then on; what only removes goes on working on a full disk."""
     two(tmp_path / "before")
     never_flush(monkeypatch)
-    real = {name: getattr(checkpoint, name) for name in OPERATIONS}
     at = count = 0
     while count >= at:
         at, count = at + 1, 0
         run_dir = tmp_path / str(at)
         shutil.copytree(tmp_path / "before", run_dir, symlinks=True)
 
-        def operation(name, *args, at=at):
+        def operation(name, do, *args, at=at, path=None):
             nonlocal count
             count += 1
             removes = lasting and name == "_unlink"
             if not removes and (count >= at if lasting else count == at):
                 raise OSError(number, os.strerror(number))
-            return real[name](*args)
+            return do(*args)
 
-        with monkeypatch.context() as patch:
-            for name in OPERATIONS:
-                patch.setattr(checkpoint, name, lambda *args, name=name: operation(name, *args))
+        with hooked(operation):
             try:
                 save(run_dir, 3, keep=1)
             except ResourceError as error:
@@ -588,7 +579,7 @@ def test_an_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
     def interrupt(descriptor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_fsync", interrupt)
+    monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]

@@ -797,13 +797,13 @@ def test_a_line_that_was_half_written_is_taken_back(stuck, data, tmp_path, monke
 def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(save, data, tmp_path, monkeypatch, whole):
     out, true_save, saves = tmp_path / "run", checkpoint.save, itertools.count(1)
 
-    def full(descriptor, data):
+    def full(path, files):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def save_on_a_full_disk(*args, **how):
         with monkeypatch.context() as disk:
             if next(saves) == save:
-                disk.setattr(checkpoint, "_write", full)
+                disk.setattr(checkpoint, "hashed_file", full)
             return true_save(*args, **how)
 
     with monkeypatch.context() as fault:
