@@ -43,14 +43,13 @@ from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require, require_name
 
 PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
-logger = logging.getLogger(__name__)
-STDIN, ON_HUB = "-", "hub:"
-ON_STDIN = "stdin"
-"""The place of what stdin has."""
-BETWEEN_LABELS = ";"
+STDIN, ON_STDIN, ON_HUB = "-", "stdin", "hub:"
+"""The names of stdin as an input and as a place, and how the name of a data set of the hub begins."""
 Stdin = Literal["text", "jsonl"]
 """What stdin has: the text of one document, or a document in each line of JSON."""
 Label = str | tuple[str, ...] | float
+
+logger = logging.getLogger(__name__)
 
 
 class Example(NamedTuple):
@@ -76,8 +75,7 @@ def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
         require(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
                 and isinstance(pair[1], str | None), "neither a text nor a pair of texts", f"text {number}")
         one, second = pair
-        if not one.strip() or (second is not None and not second.strip()):
-            raise DataError("an empty document", f"text {number}", "take it out")
+        require_text(one, second, f"text {number}")
         yield Example("", number, f"text {number}", (one,), second, None)
 
 
@@ -106,30 +104,40 @@ def read_examples(names: Iterable[Path | str], fields: Fields | None = None, lab
 def of_input(name: str, fields: Fields, labels: Labels | None, stdin: Stdin,
              source: "WaitingInput | None") -> Iterator[Example]:
     """The documents of one input, see `read_examples`."""
-    if name == STDIN:
+    if name.startswith(ON_HUB):
+        data, config, split = on_hub(name)
+        rows = enumerate(hub_records(hub_library(), data, config, [split]), 1)
+        yield from of_records(((f"{name}, row {row}", record) for row, (_, record) in rows), name, fields, labels)
+    elif name != STDIN:
+        for path, folder in files_and_labels(Path(name)):
+            yield from of_file(path, fields, labels, folder)
+    else:
         file = cast("IO[bytes]", source or WaitingInput())
         if stdin == "jsonl":
-            records = ((where, record) for _, where, record in json_lines(file, ON_STDIN))
-            return of_records(records, ON_STDIN, fields, labels)
-        pieces = cut(text_blocks(file, ON_STDIN, Place()))
-        return iter([Example(ON_STDIN, 1, ON_STDIN, not_blank(pieces, ON_STDIN), None, None)])
-    if name.startswith(ON_HUB):
-        return of_records(hub_rows(name), name, fields, labels)
-    return of_folder(Path(name), fields, labels) if Path(name).is_dir() else of_file(Path(name), fields, labels, None)
+            lines = ((where, record) for _, where, record in json_lines(file, ON_STDIN))
+            yield from of_records(lines, ON_STDIN, fields, labels)
+        else:
+            pieces = cut(text_blocks(file, ON_STDIN, Place()))
+            yield Example(ON_STDIN, 1, ON_STDIN, not_blank(pieces, ON_STDIN), None, None)
 
 
-def of_folder(folder: Path, fields: Fields, labels: Labels | None) -> Iterator[Example]:
-    """The documents of all files below a folder that can be read, in the order of their names."""
-    paths = files_of(str(folder))
+def files_and_labels(path: Path) -> Iterator[tuple[Path, str | None]]:
+    """A file; or those below a folder, each with the name of the first folder that holds it. Warns of files of another
+    kind, which are skipped. Raises DataError for a folder without any."""
+    if not path.is_dir():
+        yield path, None
+        return
+    takes = f"it takes {', '.join(PLAIN + RECORDS)}"
+    paths = files_of(str(path))
     if not paths:
-        raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(PLAIN + RECORDS)}")
-    others = [name for name in files_below(folder) if not name.lower().endswith(PLAIN + RECORDS)]
+        raise DataError("nothing to read in this folder", path, takes)
+    others = [name for name in files_below(path) if not name.lower().endswith(PLAIN + RECORDS)]
     if others:
-        warn_once(f"skipped in {folder}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
-                  f"({len(others):,} files); it takes {', '.join(PLAIN + RECORDS)}")
-    for path in paths:
-        above = path.relative_to(folder).parts[:-1]
-        yield from of_file(path, fields, labels, above[0] if above else None)
+        warn_once(f"skipped in {path}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
+                  f"({len(others):,} files); {takes}")
+    for each in paths:
+        above = each.relative_to(path).parts[:-1]
+        yield each, above[0] if above else None
 
 
 def files_of(name: str) -> list[Path]:
@@ -151,11 +159,11 @@ def check_inputs(names: Iterable[Path | str], out: Path | None = None) -> None:
     seen: set[str] = set()
     for name in map(str, names):
         files = {os.path.realpath(path) for path in files_of(name)} or {name}
-        if seen & files:
-            raise UsageError("the same input twice", name, "name it once")
+        require(not seen & files, "the same input twice", name, "name it once")
         seen |= files
-        if out is not None and Path(name).is_dir() and Path(name).resolve() in (out.resolve(), *out.resolve().parents):
-            raise UsageError("the output is inside an input folder", out, "choose another place for it")
+        if out is not None and Path(name).is_dir():
+            require(Path(name).resolve() not in (out.resolve(), *out.resolve().parents),
+                    "the output is inside an input folder", str(out), "choose another place for it")
 
 
 def check_examples(names: Iterable[Path | str], fields: Fields, progress: Callable[[int], None]) -> None:
@@ -172,53 +180,50 @@ def of_file(path: Path, fields: Fields, labels: Labels | None, folder: str | Non
     ending = next((each for each in PLAIN + RECORDS if path.name.lower().endswith(each)), None)
     try:
         str(path).encode()
-    except UnicodeEncodeError:  # results name the file
-        raise DataError("a file whose name is not valid UTF-8", ascii(str(path)), "rename it") from None
-    try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError("not a regular file", path)
+    except UnicodeEncodeError:  # results name the file
+        raise DataError("a file whose name is not valid UTF-8", ascii(str(path)), "rename it") from None
     except OSError as e:
         raise DataError("cannot read the input", path, e.strerror) from None
     if ending is None:
         raise UsageError("unknown kind of file", path, f"it takes {', '.join(PLAIN + RECORDS)}")
     if ending in RECORDS:
-        rows: Iterator[tuple[str, Any]]
-        if ending == ".parquet":
-            rows = parquet_records(path, chosen(path, fields, labels))
-        else:
-            rows = csv_records(path) if ending.startswith(".csv") else json_records(path)
+        rows: Iterable[tuple[str, Any]] = (
+            table_rows(path, fields, labels) if ending == ".parquet" else
+            csv_records(path) if ending.startswith(".csv") else json_records(path))
         with readable(path):
             yield from of_records(rows, str(path), fields, labels)
         return
-    if fields.pair is not None:
-        raise UsageError("this file has no pairs of texts", path, f"it takes {', '.join(RECORDS)}")
+    require(fields.pair is None, "this file has no pairs of texts", str(path), f"it takes {', '.join(RECORDS)}")
     label = None if labels is None else parse_label(folder, labels, str(path), "put it into a folder of that name")
     yield Example(str(path), 1, str(path), not_blank(read_pieces(path), str(path)), None, label)
 
 
-def of_records(rows: Iterator[tuple[str, Any]], name: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
+def of_records(rows: Iterable[tuple[str, Any]], name: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
     """The documents of records, given with their places."""
     number, characters, path = 0, 0, Path(name)
-    for where, record in rows:
-        number += 1
+    for number, (where, record) in enumerate(rows, 1):
         text = text_field(record, fields.text, where, "row")
         second = None if fields.pair is None else text_field(record, fields.pair, where, "row")
         if name.lower().endswith(".gz"):
             characters += len(text)
             require_expansion(path, path.stat().st_size, characters)
-        for each in (text, second):
-            if each is not None and not each.strip():
-                raise DataError("an empty document", where, "take it out")
+        require_text(text, second, where)
         label = None
         if labels is not None:
             if fields.label not in record:
                 raise DataError(f"no field {fields.label!r}", where, f"the row has {', '.join(map(repr, record))}")
             label = parse_label(record[fields.label], labels, where, "give it one or take it out")
         yield Example(name, number, where, (text,), second, label)
-    if not number and name == ON_STDIN:
-        raise nothing_on_stdin()
     if not number:
-        raise DataError("no documents", name, "take it out")
+        raise nothing_on_stdin() if name == ON_STDIN else DataError("no documents", name, "take it out")
+
+
+def require_text(text: str, second: str | None, where: str) -> None:
+    """Raise DataError for a text that is white space."""
+    if not text.strip() or (second is not None and not second.strip()):
+        raise DataError("an empty document", where, "take it out")
 
 
 def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
@@ -235,7 +240,7 @@ def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
                             "give it a number or take the row out, or leave out --labels number")
         return number
     if labels == "several" and isinstance(value, list | str):
-        parts = value if isinstance(value, list) else value.split(BETWEEN_LABELS)
+        parts = value if isinstance(value, list) else value.split(";")
         return tuple(dict.fromkeys(name_of_class(part, where) for part in parts))
     return name_of_class(value, where)
 
@@ -269,8 +274,8 @@ class WaitingInput:
     def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
         """wait: called every tenth of a second while nothing comes; what it raises ends the reading."""
         self.wait, self.held, self.begun, self.ended = wait, bytearray(), False, False
-        self.searched = 0
-        """Bytes held in front of which no line ends."""
+        self.n_newlines = 0
+        """In the bytes that are held."""
 
     def is_ready(self, seconds: float) -> bool:
         """Whether something can be read, or is so within `seconds`."""
@@ -288,13 +293,12 @@ class WaitingInput:
             self.wait()
         block = cast(io.BufferedReader, sys.stdin.buffer).read1(1 << 16)
         self.held += block
+        self.n_newlines += block.count(b"\n")
         self.ended = not block
 
     def has_line(self) -> bool:
         """Whether a line, the end, or more than a line may have is held."""
-        end = self.held.find(b"\n", self.searched)
-        self.searched = len(self.held) if end < 0 else end
-        return end >= 0 or self.ended or len(self.held) > MAX_LINE_BYTES
+        return self.n_newlines > 0 or self.ended or len(self.held) > MAX_LINE_BYTES
 
     def is_idle(self) -> bool:
         """Whether stdin is being read and its next line has to be waited for."""
@@ -306,7 +310,7 @@ class WaitingInput:
         """The next line, of at most `size` bytes."""
         while not self.has_line():
             self.take()
-        return self.cut_off(min(self.held.find(b"\n", self.searched) + 1 or len(self.held), size))
+        return self.cut_off(min(self.held.find(b"\n") + 1 or len(self.held), size))
 
     def read(self, size: int) -> bytes:
         """What is there, of at most `size` bytes, at least one until the end."""
@@ -318,12 +322,12 @@ class WaitingInput:
         """The first bytes, which are held no more."""
         block = bytes(self.held[:n])
         del self.held[:n]
-        self.searched = 0
+        self.n_newlines -= block.count(b"\n")
         return block
 
 
-def chosen(path: Path, fields: Fields, labels: Labels | None) -> Callable[[Any], list[str]]:
-    """The columns of a parquet file to read, for `parquet_records`."""
+def table_rows(path: Path, fields: Fields, labels: Labels | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the needed columns of each row of a `.parquet`. Raises DataError."""
     wanted = [fields.text, *([] if fields.pair is None else [fields.pair]), *([] if labels is None else [fields.label])]
 
     def columns(schema: Any) -> list[str]:
@@ -332,7 +336,7 @@ def chosen(path: Path, fields: Fields, labels: Labels | None) -> Callable[[Any],
                 raise DataError(f"no column {name!r}", path, f"its columns are {', '.join(schema.names)}")
         return list(dict.fromkeys(wanted))
 
-    return columns
+    return parquet_records(path, columns)
 
 
 def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -346,9 +350,12 @@ def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         for number, line in enumerate(file, 1):
             if "\0" in line:
                 raise DataError("a NUL byte: this is no text", f"{path}:{number}")
+            if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
+                raise DataError("not valid UTF-8", f"{path}:{number}", AS_UTF8)
             yield line
 
-    with opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+    # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
+    with opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(lines(file), strict=True)
         try:
             names = next(rows, [])
@@ -363,23 +370,8 @@ def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
                 where = f"{path}:{rows.line_num + 1}"
         except csv.Error as e:
             raise DataError("not valid CSV", where, str(e)) from None
-        except UnicodeDecodeError:
-            raise DataError("not valid UTF-8", f"{path}:{line_of_other_text(path)}", AS_UTF8) from None
     if line and not line.endswith(("\n", "\r")):
         warn_once(f"the last line has no end, so the file may be cut: {path}:{rows.line_num}: {line!r:.80}")
-
-
-def line_of_other_text(path: Path) -> int:
-    """The number of the first line that is not UTF-8; text is decoded in blocks, whose errors have no line."""
-    number = 0
-    with opened(path) as file:
-        for line in file:
-            number += 1
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                break
-    return number
 
 
 @functools.cache
@@ -396,10 +388,3 @@ def on_hub(name: str) -> tuple[str, str | None, str]:
     require(bool(data and split), "no such name on the hub", name,
             "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train")
     return data, config or None, split
-
-
-def hub_rows(name: str) -> Iterator[tuple[str, Any]]:
-    """The records of a data set of the hub, streamed, with their places. name: see `on_hub`."""
-    data, config, split = on_hub(name)
-    for row, (_, record) in enumerate(hub_records(hub_library(), data, config, [split]), 1):
-        yield f"{name}, row {row}", record

@@ -175,10 +175,7 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
     those before.
 
     Memory does not grow with a document but for the keys and values of a causal model with quadratic attention."""
-    reading = reading or Reading()
-    device, carried, size = model.embed.weight.device, carries_state(model.config), window_size(model.config)
-    waiting: list[TokenPiece] = []
-    sum_D, n_tokens, n_read = np.zeros(model.config.d_model), 0, 0
+    n_read = 0
 
     def count(n: int) -> None:
         nonlocal n_read
@@ -186,54 +183,65 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
         if progress is not None:
             progress(n_read)
 
-    def means_of_rows() -> Iterator[Mean]:
-        """Read the waiting rows, the longest first."""
-        nonlocal sum_D, n_tokens
-        means_ND = np.empty((len(waiting), model.config.d_model))
-        order = sorted(range(len(waiting)), key=lambda row: -len(waiting[row].ids))
-        for first in range(0, len(order), reading.batch_rows):
-            rows = order[first : first + reading.batch_rows]
-            ids_BT = torch.from_numpy(padded([waiting[row].ids for row in rows])).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
-                means_ND[rows] = row_means(model, ids_BT, torch.float64).cpu().numpy()
-            count(sum(len(waiting[row].ids) for row in rows))
-        for mean_D, window in zip(means_ND, waiting, strict=True):
-            sum_D, n_tokens = sum_D + mean_D * len(window.ids), n_tokens + len(window.ids)
-            if window.is_last:
-                yield Mean(sum_D / n_tokens, n_tokens, window.is_cut)
-                sum_D, n_tokens = np.zeros_like(sum_D), 0
-        waiting.clear()
+    sum_D, n_tokens = np.zeros(model.config.d_model), 0
+    for piece, piece_sum_D in piece_sums(model, documents, reading or Reading(), count, is_idle):
+        sum_D, n_tokens = sum_D + piece_sum_D, n_tokens + len(piece.ids)
+        if piece.is_last:
+            yield Mean(sum_D / n_tokens, n_tokens, piece.is_cut)
+            sum_D, n_tokens = np.zeros_like(sum_D), 0
 
-    def mean_of_row(window: TokenPiece, more: Iterator[TokenPiece]) -> Mean:
-        """Read one document with the state carried."""
-        state, total_D, n = model.decoding_state(1), torch.zeros(model.config.d_model, dtype=torch.float64), 0
-        while True:
-            ids_1N = torch.tensor([window.ids], device=device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
-                x_1ND = model.extend(ids_1N, torch.tensor([len(window.ids)], device=device), state)
-            total_D += x_1ND[0].double().sum(0).cpu()
-            n += len(window.ids)
-            count(len(window.ids))
-            if window.is_last:
-                return Mean((total_D / n).numpy(), n, window.is_cut)
-            window = next(more)
 
+def piece_sums(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]], reading: Reading,
+               count: Callable[[int], None], is_idle: Callable[[], bool]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
+    """The pieces of all documents in order, each with the sum of its last hidden states, float64 `[D]`. count is called
+    with the number of tokens of each batch."""
+    carried, size = carries_state(model.config), window_size(model.config)
+    waiting: list[TokenPiece] = []  # for others of a similar length
     try:
         for ids in documents:
-            windows = token_pieces(ids, size, reading.max_tokens)
-            for window in windows:
-                if carried and not window.is_last:
-                    yield from means_of_rows()
-                    yield mean_of_row(window, windows)
-                    break
-                waiting.append(window)
+            pieces = token_pieces(ids, size, reading.max_tokens)
+            for piece in pieces:
+                if carried and not piece.is_last:
+                    yield from row_sums(model, waiting, reading, count)
+                    yield from carried_sums(model, itertools.chain([piece], pieces), reading, count)
+                    continue
+                waiting.append(piece)
                 n_waiting = sum(len(each.ids) for each in waiting)
-                if len(waiting) == reading.batch_rows * BATCHES_AHEAD or (
-                        n_waiting >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
-                    yield from means_of_rows()
+                if (len(waiting) == reading.batch_rows * BATCHES_AHEAD
+                        or n_waiting >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
+                    yield from row_sums(model, waiting, reading, count)
             if is_idle():
-                yield from means_of_rows()
+                yield from row_sums(model, waiting, reading, count)
     except DataError:
-        yield from means_of_rows()
+        yield from row_sums(model, waiting, reading, count)
         raise
-    yield from means_of_rows()
+    yield from row_sums(model, waiting, reading, count)
+
+
+def row_sums(model: LanguageModel, waiting: list[TokenPiece], reading: Reading,
+             count: Callable[[int], None]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
+    """Read the waiting pieces, the longest first, and empty the list."""
+    device = model.embed.weight.device
+    means_ND = np.empty((len(waiting), model.config.d_model))
+    order = sorted(range(len(waiting)), key=lambda row: -len(waiting[row].ids))
+    for first in range(0, len(order), reading.batch_rows):
+        rows = order[first : first + reading.batch_rows]
+        ids_BT = torch.from_numpy(padded([waiting[row].ids for row in rows])).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
+            means_ND[rows] = row_means(model, ids_BT, torch.float64).cpu().numpy()
+        count(sum(len(waiting[row].ids) for row in rows))
+    for mean_D, piece in zip(means_ND, waiting, strict=True):
+        yield piece, mean_D * len(piece.ids)
+    waiting.clear()
+
+
+def carried_sums(model: LanguageModel, pieces: Iterable[TokenPiece], reading: Reading,
+                 count: Callable[[int], None]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
+    """Read one document with the state carried."""
+    state, device = model.decoding_state(1), model.embed.weight.device
+    for piece in pieces:
+        ids_1N = torch.tensor([piece.ids], device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
+            x_1ND = model.extend(ids_1N, torch.tensor([len(piece.ids)], device=device), state)
+        count(len(piece.ids))
+        yield piece, x_1ND[0].double().sum(0).cpu().numpy()

@@ -5,7 +5,6 @@ its checksum and its JSON; a checksum is of the row and of the checksum before i
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -20,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_BYTES, replaced
+from lineartime.atomic_io import MAX_BYTES, locked, open_regular, replaced
 from lineartime.config import to_dict
 from lineartime.documents.examples import ON_HUB, STDIN, files_of
 from lineartime.errors import DataError, ResourceError, UsageError
@@ -52,11 +51,12 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
     was killed between renaming the output and removing it."""
     require(out.suffix in endings, "unknown kind of file", str(out), f"it takes {', '.join(endings)}")
     if os.path.lexists(out):
-        with contextlib.suppress(OSError, ResourceError), opened_part(part_of(out), "r+b") as file:
+        with contextlib.suppress(OSError, ResourceError), open_regular(part_of(out)) as file:
             is_ours = is_first_line(file.read(N_FIRST))
             file.seek(-len(WHOLE), os.SEEK_END)
             if is_ours and file.read() == WHOLE:
-                part_of(out).unlink()
+                with opened_part(part_of(out)):
+                    part_of(out).unlink()
     require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
@@ -81,11 +81,10 @@ def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterab
             found = path.stat()
             files.append([str(path), found.st_size, found.st_mtime_ns])
         files += [[name]] if name.startswith(ON_HUB) else [[name, time.time_ns()]] if name == STDIN else []
-    from lineartime.model import DocumentClassifier
-
-    head = model.head.fields() if isinstance(model, DocumentClassifier) else {}
-    return {"weights": weights_sha256(model), "model": to_dict(model.config) | head, "tokenizer": tokenizer.sha256,
-            "files": files, **settings}
+    head = getattr(model, "head", None)
+    fields = to_dict(model.config) | (head.fields() if head else {})
+    return {"weights": weights_sha256(model), "model": fields, "tokenizer": tokenizer.sha256, "files": files,
+            **settings}
 
 
 def part_of(out: Path) -> Path:
@@ -94,21 +93,17 @@ def part_of(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def opened_part(path: Path, mode: str) -> Iterator[IO[bytes]]:
-    """Open and lock the unfinished file. Raises OSError for a link, a file of two names and what is no regular file,
-    ResourceError for a file that another process writes."""
+def opened_part(path: Path) -> Iterator[IO[bytes]]:
+    """Open and lock the unfinished file, or a new one. Raises OSError for a link, a file of two names and what is no
+    regular file, ResourceError for a file that another process writes."""
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is a link, or no regular file", str(path))
-    with open(path, mode, opener=lambda name, flags: os.open(
-            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            n_names = os.fstat(file.fileno()).st_nlink  # 0: the other process has just ended, and removed it
-        except BlockingIOError:
-            n_names = 0
-        if not n_names:
-            raise ResourceError("another process is writing this file", path, "wait for it")
-        if n_names > 1:
+    try:
+        descriptor = locked(path)
+    except BlockingIOError:
+        raise ResourceError("another process is writing this file", path, "wait for it") from None
+    with os.fdopen(descriptor, "r+b") as file:
+        if os.fstat(descriptor).st_nlink > 1:
             raise OSError(errno.EMLINK, "it has a second name", str(path))
         yield file
 
@@ -129,7 +124,7 @@ def unfinished_rows(out: Path, description: dict[str, Any],
     path = part_of(out)
     first = FIRST_LINE % hashlib.sha256(json.dumps(description).encode()).hexdigest().encode()
     try:
-        with opened_part(path, "a+b") as file:
+        with opened_part(path) as file:
             n_done, n_cut, last = rows_there(file, first, path)
             n_rows = n_done
 
@@ -163,7 +158,8 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, byt
         raise UsageError("an unfinished file of other documents, of another model or of another version", path,
                          "delete it, or choose another --out")
     if begun != first:
-        file.truncate(0)
+        file.seek(0)
+        file.truncate()
         try:
             file.write(first)
             file.flush()
@@ -177,6 +173,7 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, byt
     if rest.endswith(b"\n") and rest != WHOLE:  # a kill leaves less than a line
         logger.warning(f"damaged: {path}; its documents up to number {n_rows:,} are kept, the others are read again")
     file.truncate(end)
+    file.seek(end)
     return n_rows, n_cut, last
 
 

@@ -4,7 +4,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -169,7 +169,7 @@ def guess_by_overlap(question: Question) -> str:
 
     number = bool(ASKS_FOR_A_NUMBER.search(question.text))
     for i in sorted(range(len(sentences)), key=lambda i: (-idf(asked & words[i]), i)):
-        runs = list(_candidates(sentences[i], asked))
+        runs = _candidates(sentences[i], asked)
         if runs:
             fits = [any(c.isdigit() for c in run) == number for run in runs]
             rarity = [idf(set(normalize(run, "triviaqa").split())) for run in runs]
@@ -177,26 +177,15 @@ def guess_by_overlap(question: Question) -> str:
     return ""
 
 
-def _candidates(sentence: str, asked: set[str]) -> Iterator[str]:
+def _candidates(sentence: str, asked: set[str]) -> list[str]:
     """The candidates of a sentence, see `guess_by_overlap`."""
-    start = stop = None
-    found = False
-    for match in CANDIDATE.finditer(sentence):
-        words = normalize(match[0], "triviaqa").split()
-        telling = match[0][0].isupper() or any(c.isdigit() for c in match[0])
-        if telling and words and not asked & set(words):
-            if start is None or sentence[stop : match.start()].strip():
-                if start is not None:
-                    yield sentence[start:stop]
-                start = match.start()
-            stop, found = match.end(), True
-        elif start is not None:
-            yield sentence[start:stop]
-            start = None
-    if start is not None:
-        yield sentence[start:stop]
-    if not found:
-        for match in CANDIDATE.finditer(sentence):
-            words = normalize(match[0], "triviaqa").split()
-            if words and not asked & set(words):
-                yield match[0]
+    new = [match for match in CANDIDATE.finditer(sentence)
+           if (words := set(normalize(match[0], "triviaqa").split())) and not asked & words]
+    runs: list[tuple[int, int]] = []
+    for match in new:
+        start, stop = match.span()
+        if match[0][0].isupper() or any(c.isdigit() for c in match[0]):
+            if runs and not sentence[runs[-1][1] : start].strip():  # it follows at once
+                start, _ = runs.pop()
+            runs.append((start, stop))
+    return [sentence[start:stop] for start, stop in runs] or [match[0] for match in new]

@@ -89,10 +89,8 @@ def read_json(path: Path) -> Any:
 
 
 def _read_file(path: Path, evidence: Path | None) -> Iterator[Question]:
-    if str(path).startswith(ON_HUB):
-        return _hub(str(path))
-    if path.suffix.lower() == ".parquet":
-        return _parquet(path)
+    if str(path).startswith(ON_HUB) or path.suffix.lower() == ".parquet":
+        return _parquet(str(path))
     content = read_json(path)
     if isinstance(content, dict) and "Data" in content:
         return _triviaqa(content, path, evidence or path.absolute().parent.parent / "evidence")
@@ -101,141 +99,132 @@ def _read_file(path: Path, evidence: Path | None) -> Iterator[Question]:
     raise DataError("no field 'Data' (TriviaQA) or 'data' (SQuAD)", path)
 
 
-def get(record: Any, name: str, kind: type, where: str, default: Any = None) -> Any:
-    """A field of a JSON object. Raises DataError if it is of another type, or missing without a default."""
-    if not isinstance(record, dict):
-        raise DataError("not a JSON object", where)
-    if name not in record:
-        if default is not None:
-            return default
-        raise DataError(f"no field {name!r}", where, f"it has {', '.join(map(repr, list(record)[:8])) or 'none'}")
-    value = record[name]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise DataError(f"field {name!r} is not {NAMES[kind]}", where, f"it is {NAMES.get(type(value), 'a number')}")
-    if isinstance(value, str):
-        check_text(value, f"field {name!r}", where)
-    return value
-
-
 NAMES: dict[type, str] = {str: "a string", int: "a whole number", list: "a list", dict: "an object",
-                          bool: "true or false", type(None): "null"}
+                          bool: "true or false", type(None): "null", float: "a number"}
+PAGE: dict[str, Any] = {"Filename": str}
+TRIVIAQA: dict[str, Any] = {"QuestionId": str, "Question": str, "EntityPages?": [PAGE], "SearchResults?": [PAGE],
+            "Answer?": {"Value": str, "Aliases": [str], "NormalizedAliases": [str], "HumanAnswers?": [str]}}
+SQUAD: dict[str, Any] = {"title?": str, "paragraphs": [{"context": str, "qas": [{
+    "id": str, "question": str, "is_impossible?": bool, "answers?": [{"text": str, "answer_start": int}]}]}]}
+PARQUET: dict[str, Any] = {"question": str, "question_id": str,
+           "answer": {"value": str, "aliases": [str], "normalized_aliases": [str]},
+           "entity_pages?": {"wiki_context": [str], "filename": [str]},
+           "search_results?": {"search_context": [str], "url": [str]}}
+"""The fields that are read of a record, and their types; those with a question mark may be missing."""
+VERIFIED: dict[str, Any] = {"QuestionPartOfVerifiedEval": bool}
+"""What else TRIVIAQA has in a file for the verified evaluation; its pages have `DocPartOfVerifiedEval`."""
 
 
-def strings(record: Any, name: str, where: str, default: list[str] | None = None) -> list[str]:
-    """A field that is a list of strings, read by `get`."""
-    values = get(record, name, list, where, default)
-    for i, value in enumerate(values):
-        if not isinstance(value, str):
-            raise DataError(f"field {name!r} is not a list of strings", where, f"entry {i} is {value!r:.40}")
-        check_text(value, f"field {name!r}", where)
-    return values
+def require_fields(value: Any, kind: Any, where: str, name: str = "") -> None:
+    """Raise DataError, with its place, unless a JSON value has the fields of a table such as TRIVIAQA, each of its
+    type. There may be more. name: of the field that has the value."""
+    wanted: Any = kind if isinstance(kind, type) else type(kind)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        is_not = (f"field {name!r} is not {NAMES[wanted]}" if name else
+                  "not a JSON object" if wanted is dict else f"not {NAMES[wanted]}")
+        raise DataError(is_not, where, f"it is {NAMES.get(type(value), type(value).__name__)}")
+    inside = f"{where}.{name}" if name else where
+    if wanted is str:
+        check_text(value, f"field {name!r}" if name else "it", where)
+    elif isinstance(kind, list):
+        for i, each in enumerate(value):
+            require_fields(each, kind[0], f"{inside}[{i}]")
+    elif isinstance(kind, dict):
+        for field, each in kind.items():
+            field, is_optional = field.removesuffix("?"), field.endswith("?")
+            if field in value:
+                require_fields(value[field], each, inside, field)
+            elif not is_optional:
+                there = ", ".join(map(repr, list(value)[:8])) or "none"
+                raise DataError(f"no field {field!r}", inside, f"it has {there}")
 
 
 def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Question]:
     """The questions of a TriviaQA file. EntityPages are in `evidence/wikipedia`, SearchResults in `evidence/web`."""
-    verified = get(content, "VerifiedEval", bool, str(path), False)
-    for i, record in enumerate(get(content, "Data", list, str(path))):
-        where = f"{path}, Data[{i}]"
-        if verified and not get(record, "QuestionPartOfVerifiedEval", bool, where):
+    require_fields(content, {"VerifiedEval?": bool, "Data": list}, str(path))
+    verified = content.get("VerifiedEval", False)
+    for i, record in enumerate(content["Data"]):
+        where, documents = f"{path}, Data[{i}]", []
+        require_fields(record, TRIVIAQA | (VERIFIED if verified else {}), where)
+        if verified and not record["QuestionPartOfVerifiedEval"]:
             continue
-        documents = []
         for field, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
-            for j, page in enumerate(get(record, field, list, where, [])):
-                place = f"{where}.{field}[{j}]"
-                if verified and not get(page, "DocPartOfVerifiedEval", bool, place):
-                    continue
-                name = get(page, "Filename", str, place)
-                relative = PurePosixPath(name)
-                if not name or relative.is_absolute() or ".." in relative.parts:
-                    raise DataError("not the name of a file of evidence", f"{place}: {name!r}")
-                file = evidence / folder / relative
-                if not file.is_file():
-                    raise DataError("no such file of evidence", f"{file}, of {place}",
-                                    "name the folder that has wikipedia/ and web/ with --evidence")
-                documents.append(Document(name, file))
-        answers: list[str] = []
-        accepted: list[str] = []
-        if "Answer" in record:
-            place = f"{where}.Answer"
-            answer = get(record, "Answer", dict, where)
-            answers = [get(answer, "Value", str, place), *strings(answer, "Aliases", place)]
-            accepted = [*strings(answer, "NormalizedAliases", place), *strings(answer, "HumanAnswers", place, [])]
-        yield Question(get(record, "QuestionId", str, where), get(record, "Question", str, where), tuple(documents),
-                       tuple(dict.fromkeys(answers)), tuple(dict.fromkeys(accepted or answers)))
+            for j, page in enumerate(record.get(field, [])):
+                if verified:
+                    require_fields(page, {"DocPartOfVerifiedEval": bool}, f"{where}.{field}[{j}]")
+                if not verified or page["DocPartOfVerifiedEval"]:
+                    documents.append(_evidence(page["Filename"], evidence / folder, f"{where}.{field}[{j}]"))
+        answer = record.get("Answer", {"Value": "", "Aliases": [], "NormalizedAliases": []})
+        names = _once([answer["Value"], *answer["Aliases"]]) if "Answer" in record else ()
+        accepted = _once([*answer["NormalizedAliases"], *answer.get("HumanAnswers", [])])
+        yield Question(record["QuestionId"], record["Question"], tuple(documents), names, accepted or names)
+
+
+def _evidence(name: str, folder: Path, where: str) -> Document:
+    """A file of evidence, which may not be outside of its folder. Raises DataError."""
+    relative = PurePosixPath(name)
+    if not name or relative.is_absolute() or ".." in relative.parts:
+        raise DataError("not the name of a file of evidence", f"{where}: {name!r}")
+    if not (folder / relative).is_file():
+        raise DataError("no such file of evidence", f"{folder / relative}, of {where}",
+                        "name the folder that has wikipedia/ and web/ with --evidence")
+    return Document(name, folder / relative)
+
+
+def _once(texts: Iterable[str]) -> tuple[str, ...]:
+    """Texts without those that are there already."""
+    return tuple(dict.fromkeys(texts))
 
 
 def _squad(content: dict[str, Any], path: Path) -> Iterator[Question]:
     """The questions of SQuAD v1.1. Gold spans that do not match the text of their answer are left out."""
-    for i, article in enumerate(get(content, "data", list, str(path))):
-        title = get(article, "title", str, f"{path}, data[{i}]", "untitled")
-        for j, paragraph in enumerate(get(article, "paragraphs", list, f"{path}, data[{i}]")):
-            where = f"{path}, data[{i}].paragraphs[{j}]"
-            document = Document(title, get(paragraph, "context", str, where))
-            for k, record in enumerate(get(paragraph, "qas", list, where)):
-                place = f"{where}.qas[{k}]"
-                if get(record, "is_impossible", bool, place, False):
-                    raise DataError("a question without an answer (SQuAD v2)", place, "SQuAD v1.1 is read")
-                spans, texts = [], []
-                for m, answer in enumerate(get(record, "answers", list, place, [])):
-                    text = get(answer, "text", str, f"{place}.answers[{m}]")
-                    start = get(answer, "answer_start", int, f"{place}.answers[{m}]")
-                    texts.append(text)
-                    if start >= 0 and text and document.text()[start : start + len(text)] == text:
-                        spans.append((start, start + len(text)))
-                texts, spans = list(dict.fromkeys(texts)), list(dict.fromkeys(spans))
-                yield Question(get(record, "id", str, place), get(record, "question", str, place), (document,),
-                               tuple(texts), tuple(texts), "squad", tuple(spans))
+    require_fields(content, {"data": list}, str(path))
+    for i, article in enumerate(content["data"]):
+        require_fields(article, SQUAD, f"{path}, data[{i}]")
+        for j, paragraph in enumerate(article["paragraphs"]):
+            text = paragraph["context"]
+            for k, record in enumerate(paragraph["qas"]):
+                if record.get("is_impossible"):
+                    raise DataError("a question without an answer (SQuAD v2)",
+                                    f"{path}, data[{i}].paragraphs[{j}].qas[{k}]", "SQuAD v1.1 is read")
+                found = [(answer["text"], answer["answer_start"]) for answer in record.get("answers", [])]
+                spans = dict.fromkeys((start, start + len(answer)) for answer, start in found
+                                      if start >= 0 and answer and text[start : start + len(answer)] == answer)
+                answers = _once(answer for answer, _ in found)
+                yield Question(record["id"], record["question"], (Document(article.get("title", "untitled"), text),),
+                               answers, answers, "squad", tuple(spans))
 
 
-PAGES = (("entity_pages", "wiki_context", "filename"), ("search_results", "search_context", "url"))
-
-
-def _parquet(path: Path) -> Iterator[Question]:
-    """The questions of a parquet file of `mandarjoshi/trivia_qa`; documents without text ("nocontext") are left out."""
-    pages: list[tuple[str, str, str]] = []
-    needed = ["question", "question_id", "answer"]
-
-    def chosen(schema: Any) -> list[str]:
-        there = f"its columns are {', '.join(schema.names)}"
-        for column in needed:
-            if column not in schema.names:
-                raise DataError(f"no column {column!r}", path, there)
-        pages.extend(page for page in PAGES if page[0] in schema.names)
-        if not pages:
-            raise DataError("no column 'entity_pages' or 'search_results'", path, there)
-        return needed + [page[0] for page in pages]
-
-    for where, record in parquet_records(path, chosen):
-        yield _parquet_question(record, pages, where)
-
-
-def _hub(path: str) -> Iterator[Question]:
-    """The questions of `hub:CONFIGURATION/SPLIT`, streamed."""
+def _records(path: str) -> Iterator[tuple[str, Any]]:
+    """The places and the records of a parquet file of `mandarjoshi/trivia_qa`, or of `hub:CONFIGURATION/SPLIT`, which
+    is streamed. Raises UsageError for another name, and as `parquet_records` and `hub_records` do."""
+    if not path.startswith(ON_HUB):
+        names = [name.removesuffix("?") for name in PARQUET]
+        yield from parquet_records(Path(path), lambda schema: [name for name in names if name in schema.names])
+        return
     config, _, split = path.removeprefix(ON_HUB).partition("/")
     if not config or split not in ("train", "validation", "test"):
         raise UsageError("no such questions on the hub", path, "say hub:rc.wikipedia/train, or validation or test")
     for row, (_, record) in enumerate(hub_records(hub_library(), HUB, config, [split])):
-        where = f"{path}, question {row}"
-        pages = [page for page in PAGES if isinstance(record, dict) and page[0] in record]
-        if not pages:
-            raise DataError("no field 'entity_pages' or 'search_results'", where)
-        yield _parquet_question(record, pages, where)
+        yield f"{path}, question {row}", record
 
 
-def _parquet_question(record: dict[str, Any], pages: Iterable[tuple[str, str, str]], where: str) -> Question:
-    documents = []
-    for column, context, name in pages:
-        place = f"{where}, {column}"
-        texts, found = strings(record[column], context, place), strings(record[column], name, place)
-        if len(texts) != len(found):
-            raise DataError("columns of different lengths", place, f"{context} has {len(texts)}, {name} {len(found)}")
-        documents += [Document(name, text) for name, text in zip(found, texts, strict=True) if text]
-    answer = get(record, "answer", dict, where)
-    value = get(answer, "value", str, f"{where}, answer")
-    aliases = strings(answer, "aliases", f"{where}, answer")
-    accepted = strings(answer, "normalized_aliases", f"{where}, answer")
-    if value == UNKNOWN and not aliases:
-        value, accepted = "", []
-    answers = tuple(dict.fromkeys([value, *aliases])) if value or aliases else ()
-    return Question(get(record, "question_id", str, where), get(record, "question", str, where), tuple(documents),
-                    answers, tuple(dict.fromkeys(accepted)) or answers)
+def _parquet(path: str) -> Iterator[Question]:
+    """The questions of `_records`; documents without text ("nocontext") are left out."""
+    for where, record in _records(path):
+        if isinstance(record, dict) and not record.keys() & {"entity_pages", "search_results"}:
+            raise DataError("no field 'entity_pages' or 'search_results'", where, f"it has {', '.join(record)}")
+        require_fields(record, PARQUET, where)
+        documents: list[Document] = []
+        for field, text, name in (("entity_pages", "wiki_context", "filename"), ("search_results", "search_context",
+                                                                                 "url")):
+            texts, names = (record[field][each] if field in record else [] for each in (text, name))
+            if len(texts) != len(names):
+                raise DataError("columns of different lengths", f"{where}.{field}",
+                                f"{text} has {len(texts)}, {name} {len(names)}")
+            documents += [Document(each, found) for each, found in zip(names, texts, strict=True) if found]
+        answer = record["answer"]
+        is_known = answer["aliases"] or answer["value"] not in ("", UNKNOWN)
+        answers = _once([answer["value"], *answer["aliases"]]) if is_known else ()
+        accepted = _once(answer["normalized_aliases"]) if is_known else ()
+        yield Question(record["question_id"], record["question"], tuple(documents), answers, accepted or answers)
