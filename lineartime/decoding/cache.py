@@ -69,6 +69,7 @@ class ChunkState(Cache):
         """Add the open chunk to `kv_BSE`, its tokens of the current document only, in the rows `at.full`."""
         k_BCS, v_BCE, kv_BSE = self.k_lin_BCS[at.full], self.v_BCE[at.full], self.kv_BSE[at.full]
         if at.document_BC is not None:
+            # Tokens of earlier documents count 0, and so does the sum, if the document has no closed chunk yet.
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
             kv_BSE = torch.where(at.weight_B11[at.full] > 0, kv_BSE, 0.0)
         self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(float16_as_float32(k_BCS).mT, float16_as_float32(v_BCE)))
@@ -83,6 +84,7 @@ class ChunkState(Cache):
         """The past of the open chunk, see `reference.Past`: of the document that each row is in before the new
         tokens."""
         n_carried_B = inputs.n_carried_B(self.v_BCE.shape[1]).to(self.kv_BSE.dtype)
+        # What divides the sum: the tokens in it, or with chunk_pooling "written" the sum of their gates.
         count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
         return torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0), count_B
 
@@ -99,10 +101,13 @@ class ChunkState(Cache):
 
         gate_BGC: with pooling "written" the gates of tokens in their slots."""
         c = self.v_BCE.shape[1]
+        # The states at the boundaries of the chunks, as in training, from the past on. A query reads that at the
+        # beginning of its chunk, if it is of its document.
         kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, self.past(inputs),
                                                         gate_BGC)
         seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
         count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling in ("mean", "written") else 1.0
+        # The new state is that at the beginning of the chunk which is open now.
         rows, n_closed_B = torch.arange(len(kv_BPSE), device=kv_BPSE.device), inputs.n_closed_B(c)
         self.kv_BSE = kv_BPSE[rows, n_closed_B]
         if self.written_B is not None:
@@ -137,6 +142,7 @@ class KeyValueCache(Cache):
         """Append each row's new keys and values; returns all keys and values, `[B, inputs.longest, ...]`."""
         if inputs.longest > self.k_BL.shape[1]:
             self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
+        # Rows of one length take a slice; rows of different lengths are written by index, padding not at all.
         if inputs.common_position is not None:
             at = slice(inputs.common_position, inputs.longest)
             self.k_BL[:, at], self.v_BL[:, at] = k_BN, v_BN
@@ -219,7 +225,7 @@ class DecodingState:
         rows_B = rows_B.to(self.seq_lens_B.device)
         for cache in self.caches:
             entries_B = rows_B
-            if cache.n_heads > 1:
+            if cache.n_heads > 1:  # the heads of a row are adjacent entries
                 heads = torch.arange(cache.n_heads, device=rows_B.device)
                 entries_B = (rows_B[:, None] * cache.n_heads + heads).flatten()
             for name, tensor in cache.tensors().items():

@@ -64,6 +64,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
                   rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None,
                   read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     """`extend_chunks` by one token per row, which closes the open chunk if it fills it."""
+    # Add the token to the open chunk, in place.
     at = inputs.token_position(config, cache.kv_BSE.dtype)
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
@@ -108,6 +109,7 @@ def extend_by_many(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs,
         index = (slot_BN % (n_slots + 1)).view(*slot_BN.shape, *[1] * (new_BN.dim() - 2)).expand_as(new_BN)
         return to_chunks(all_BT.scatter(1, index, new_BN)[:, :-1], c)
 
+    # The open chunk's tokens are of document 0 where they are of the row's current document, and padding before it.
     slot_C, open_start_B = torch.arange(c, device=v_BNE.device), inputs.seq_lens_B - offset_B
     first_B = inputs.start_B - open_start_B
     open_ids_BC = torch.where((slot_C < offset_B[:, None]) & (slot_C >= first_B[:, None]), 0, -1)
@@ -134,6 +136,7 @@ def extend_by_many(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs,
         if cache.k_before_BCS is not None:
             cache.k_before_BCS, cache.v_before_BCE = k_quad[rows, n_closed_B], v[rows, n_closed_B]
 
+    # The linear half, which moves the state on; then the chunk that is open now becomes the cache's.
     gate_BGC = None if gate_BN is None else to_slots(gate_BN, cache.gate_BC)
     lin_BGCE = cache.advance(to_slots(q_lin_BNS), k_lin_BGCS, v_BGCE, segment_ids_BGC, inputs, config.chunk_pooling,
                              gate_BGC)

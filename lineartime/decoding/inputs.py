@@ -164,11 +164,13 @@ class Cut:
         self.n_first = max(first)
         n_others = max(1, *(n_new - n for n, n_new in zip(first, inputs.n_new, strict=True)))
         first_B1, index_N = torch.tensor(first, device=device)[:, None], torch.arange(n_tokens, device=device)
+        # Row b's tokens first[b], first[b] + 1, ... move to the front of the second part.
         self.others_BN = (first_B1 + index_N[:n_others]).clamp(max=n_tokens - 1)
         """Where the other tokens are; behind them anything."""
         joined_BN = torch.where(index_N < first_B1, index_N, index_N + self.n_first - first_B1)
         self.joined_BN = joined_BN.clamp(max=self.n_first + n_others - 1)
         """Where each token is, if the parts are one behind the other."""
+        # The second part begins in the document of the first part's last token.
         first_B, begins_BN = first_B1[:, 0], inputs.begins_BN
         last_B = inputs.start_BN.gather(1, (first_B1 - 1).clamp(min=0))[:, 0]
         self.inputs = (
@@ -194,6 +196,7 @@ class TokenPosition:
         assert config.chunk_size is not None
         position_B, start_B, c = inputs.position_BN[:, 0], inputs.start_BN[:, 0], config.chunk_size
         rows, n_before = torch.arange(position_B.shape[0], device=position_B.device), c if config.overlap else 0
+        # Where the token is: in which chunk, at which slot of it, and how far its document reaches back.
         offset_B, self.number_B = position_B % c, position_B // c
         """Number of the open chunk in its row."""
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
@@ -202,6 +205,7 @@ class TokenPosition:
         each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
         self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
         """Factor of the linear half: 0 if the document has no closed chunk, whatever the value of `kv_BSE`."""
+        # What it sees: of the chunk before (with overlap) and of its own, the tokens of its document up to itself.
         distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
         of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
         self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
