@@ -39,6 +39,9 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
+Contents = dict[str, tuple[bytes, list[Tensor]]]
+
+
 class Checkpoint(NamedTuple):
     """The content of a checkpoint."""
 
@@ -77,14 +80,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     dtype that cannot be stored."""
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
-    # Everything that can be refused is, before the disk changes. A file is bytes, and then the bytes of tensors.
-    contents: dict[str, tuple[bytes, list[Tensor]]] = {name: (text.encode(), []) for name, text in files.items()}
-    for stem, named in tensors.items():
-        head, names = _layout(named)
-        contents[stem + TENSORS] = head, [named[name] for name in names]
-    for name in contents:
-        if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in files and name.endswith(TENSORS)):
-            raise ValueError(f"not a name for a file of a checkpoint: {name!r}")
+    contents = _contents(tensors, files)  # what can be refused is, before the disk changes
     if _step_of(target.name) != step or not 0 < len(run) <= 100:
         raise ValueError(f"not a step or not a run: {step}, {run!r:.100}")
     try:
@@ -106,6 +102,18 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         needed = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in contents.values())
         raise _save_error(error, target, needed) from error
     return target
+
+
+def _contents(tensors: Mapping[str, Mapping[str, Tensor]], files: Mapping[str, str]) -> Contents:
+    """The files of a checkpoint by name: bytes, and the tensors whose bytes follow them."""
+    contents: Contents = {name: (text.encode(), []) for name, text in files.items()}
+    for stem, named in tensors.items():
+        head, names = _layout(named)
+        contents[stem + TENSORS] = head, [named[name] for name in names]
+    for name in contents:
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in files and name.endswith(TENSORS)):
+            raise ValueError(f"not a name for a file of a checkpoint: {name!r}")
+    return contents
 
 
 def newest(run_dir: Path, ranks: Ranks = ALONE) -> Newest | None:
@@ -186,15 +194,7 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
     `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each, flattened, start
     and stop. Raises CheckpointError for tensors that are not as expected, or not finite."""
     try:
-        # Where each tensor is: in parts, by the index, or whole in one file, which gives an index of one part each.
-        if (folder / index_name(stem)).exists():
-            index = json.loads((folder / index_name(stem)).read_bytes())
-        else:
-            index = {}
-            with safetensors.safe_open(folder / f"{stem}{TENSORS}", "pt") as file:
-                for name in file.keys():
-                    shape = file.get_slice(name).get_shape()
-                    index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
+        index = _index(folder, stem)
         # A shape of [] stands for [1], see `reshaped`.
         wrong = [name for name, (shape, _, _) in wanted.items()
                  if name not in index or index[name]["shape"] not in (list(shape), [])
@@ -222,6 +222,18 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
         raise _damage(folder, f"the tensors of {stem} cannot be read ({_reason(error)})") from error
     check_finite(found, folder)
     return found
+
+
+def _index(folder: Path, stem: str) -> dict[str, Any]:
+    """The shape and the parts of each tensor: by the index, or of one file, in which each is a part of its own."""
+    if (folder / index_name(stem)).exists():
+        return json.loads((folder / index_name(stem)).read_bytes())
+    index = {}
+    with safetensors.safe_open(folder / f"{stem}{TENSORS}", "pt") as file:
+        for name in file.keys():
+            shape = file.get_slice(name).get_shape()
+            index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
+    return index
 
 
 def has_manifest(folder: Path) -> bool:
@@ -369,8 +381,7 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     return len(text).to_bytes(8, "little") + text, names
 
 
-def _write_checkpoint(folder: Path, target: Path, run: str, contents: Mapping[str, tuple[bytes, list[Tensor]]],
-                      ranks: Ranks) -> None:
+def _write_checkpoint(folder: Path, target: Path, run: str, contents: Contents, ranks: Ranks) -> None:
     """Write every rank's files and the manifest into a new folder, flush them to the disk, and give the folder its
     name. After an error nothing is left of it."""
     try:

@@ -13,7 +13,7 @@ import torch
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.data.mixture import read_mixture
 from lineartime.data.run_settings import saved_run, sized_config
-from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, open_split, read_manifests, sha256_of
 from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
 from lineartime.errors import DataError, ResourceError
@@ -26,7 +26,7 @@ from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import METRICS_FILE, Run, read_metrics
 from lineartime.run_config import RunConfig
 from lineartime.runtime import available_bytes, peak_bytes
-from lineartime.training.loop import SAVED, Callbacks, Setup, fit_once
+from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal
 from lineartime.weights.folder import tokenizer_files
 from lineartime.weights.start import check_shapes, find_weights, first_weights
@@ -81,16 +81,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE), read_manifests(data)
     facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"]}
-    source, first = settings.source, None
-    if source is not None:
-        check_shapes(source.model, settings.model)
-        there = saved_run(out)
-        if there.get("from") == source.name:  # the run has its own weights
-            facts |= {name: there[name] for name in there if name.startswith("from")}
-        else:
-            folder, known = find_weights(source)
-            facts |= known
-            first = partial(first_weights, folder, source.model, tokenizer)
+    of_weights, first = weights_to_begin(settings, tokenizer)
+    facts |= of_weights
 
     def begin(ranks: Ranks) -> Setup:
         kind = NextToken if settings.model.causal else MaskedTokens
@@ -102,18 +94,31 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
     callbacks = Callbacks(stop, on_step, on_micro_batch)
     result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
-    if already and launched().is_first and (out / METRICS_FILE).exists():
-        try:
-            read_metrics(out)
-        except DataError as e:
-            raise DataError(e.what, e.where, f"{e.todo}; mend the file or delete it: the run is complete, and its "
-                            "weights and scores are whole") from None
-    drawn = already and (out / PLOT_FILE).exists()  # a kill may have come between the result and the picture
-    if launched().is_first and not drawn:
-        plot_run(out)
+    if launched().is_first:
+        if already and (out / METRICS_FILE).exists():
+            try:
+                read_metrics(out)
+            except DataError as e:
+                raise DataError(e.what, e.where, f"{e.todo}; mend the file or delete it: the run is complete, and its "
+                                "weights and scores are whole") from None
+        if not (already and (out / PLOT_FILE).exists()):  # a kill may have come between the result and the picture
+            plot_run(out)
     path = out / SAMPLE_FILE
     sample = read_bytes(path).decode(errors="replace") if path.exists() else ""
     return TrainResult(out, settings, result, sample, already)
+
+
+def weights_to_begin(config: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], First | None]:
+    """What a run stores of the weights that it begins with, and what reads them; nothing without such weights, and no
+    reader for a run that is there and has its own. Raises UsageError, CheckpointError and DataError."""
+    source, there = config.source, saved_run(Path(config.out))
+    if source is None:
+        return {}, None
+    check_shapes(source.model, config.model)
+    if there.get("from") == source.name:
+        return {name: there[name] for name in there if name.startswith("from")}, None
+    folder, facts = find_weights(source)
+    return facts, partial(first_weights, folder, source.model, tokenizer)
 
 
 def new_model(config: RunConfig) -> LanguageModel:

@@ -41,6 +41,9 @@ from lineartime.training.stop import StopSignal
 SAVED = "the last step is saved; the same command evaluates"
 
 
+First = Callable[[Wanted], dict[str, Tensor]]
+
+
 class Setup(NamedTuple):
     """What a run trains."""
 
@@ -48,7 +51,7 @@ class Setup(NamedTuple):
     objective: Objective
     extra_files: dict[str, str]
     """Texts that are saved with every checkpoint, by file name."""
-    first: Callable[[Wanted], dict[str, Tensor]] | None = None
+    first: First | None = None
     """Gives the weights to begin with, see `Run.resume`; None: those of `model`."""
     score_last: bool = True
     """Whether the last step is scored too, if it is a multiple of `eval_every`."""
@@ -58,7 +61,7 @@ class Setup(NamedTuple):
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a caller hears of a run, and by what it can stop it."""
+    """How a caller follows a run, and stops it."""
 
     stop: StopSignal = field(default_factory=StopSignal)
     on_step: Callable[[dict[str, Any]], None] | None = None
@@ -75,15 +78,18 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
     steps `Objective.evaluate` scores the model. Raises Stopped after saving if a stop was asked for, NumericsError for
     a loss or gradient before the update and for weights before a save, ResourceError when memory runs out."""
     config, loop = run.config.train, Loop(run, setup, device, callbacks)
-    for step in range(loop.saved, config.steps + 1):
+    for step in range(loop.saved, config.steps + 1):  # so many steps are done
         is_last, is_due = step == config.steps, step > 0 and step % config.eval_every == 0
         loop.stop_if_asked(step)
+        # Once in a while: score the model. A stop or a kill meanwhile loses no step, and a resume scores again.
         if is_due and (setup.score_last or not is_last):
-            loop.score(step)  # the step is saved: after a stop or a kill during the evaluation, a resume repeats it
+            loop.score(step)
+        # End, after the last step or when the scores have not become better for long.
         if setup.patience is not None and (is_due or is_last) and run.best_so_far() >= setup.patience:
             break
         if is_last:
             break
+        # One training step, and once in a while a checkpoint.
         loop.step(step)
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
             loop.save(step + 1)
@@ -97,11 +103,13 @@ class Loop:
         """Place the model and load the newest checkpoint."""
         self.run, self.setup, self.device, self.callbacks = run, setup, device, callbacks
         self.config, self.ranks, self.model = run.config.train, run.ranks, setup.model
+        # Layers are compiled before they are sharded, so that what gathers their weights stays outside compiled code.
         self.model.activation_checkpointing = self.config.activation_checkpointing
         if self.config.compile:
             self.model.compile_layers()
         self.division = divide(self.model, self.config, self.ranks, device)
         self.optimizer = make_optimizer(self.division.parts, self.config)
+        # The parts that this rank updates are loaded; those of a sharded model are copies, see `write_back`.
         self.saved = run.resume(self.model, self.division.parts, self.optimizer, setup.first)
         if self.config.shard:
             self.division.share_updates()
@@ -114,6 +122,7 @@ class Loop:
     def step(self, step: int) -> None:
         """Update the weights once: the gradient, AdamW, and a line of metrics."""
         config, started, cpu_started = self.config, time.perf_counter(), time.process_time()
+        # The rows are a function of the seed and the step, so nothing of the data's order is stored.
         batch = [torch.from_numpy(part).to(self.device) for part in self.setup.objective.batch(step)]
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)
@@ -129,6 +138,7 @@ class Loop:
                   "tokens": (step + 1) * config.tokens_per_step, "clock": clock})
 
     def begin_micro_batch(self, step: int, number: int) -> None:
+        """Stop, or tell the caller, before micro-batch `number` of a step."""
         self.stop_if_asked(step)  # a step takes minutes
         if self.callbacks.on_micro_batch is not None:
             self.callbacks.on_micro_batch(step, number)
@@ -141,6 +151,7 @@ class Loop:
         self.log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
 
     def log(self, record: dict[str, Any]) -> None:
+        """Write a line of the metrics, and tell the caller."""
         self.run.log(record)
         if self.callbacks.on_step is not None:
             self.callbacks.on_step(record | {"steps": self.config.steps})
