@@ -4,8 +4,10 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -66,8 +68,8 @@ def embed(
 
     reading, fields = Reading(max_tokens, batch_rows, precision), Fields(text_field, pair_field)
     loaded, tokenizer, _ = load_model(folder, strict=strict)
-    write_results("embed", loaded.to(pick_device(device)), tokenizer, files, fields, stdin, reading, out,
-                  embedded_row, embedded_schema)
+    write_results(loaded.to(pick_device(device)), tokenizer, Inputs(files, fields, stdin), reading,
+                  Output("embed", out, embedded_row, embedded_schema))
 
 
 def classify(
@@ -101,8 +103,8 @@ def classify(
     trained = loaded.head.max_tokens
     if trained is not None and (max_tokens is None or max_tokens > trained):
         note(f"in training documents were cut to {trained:,} tokens; --max-tokens {trained} reads them so")
-    write_results("classify", loaded, tokenizer, files, fields, stdin, reading, out,
-                  lambda example, mean: labelled_row(loaded, example, mean), lambda: labelled_schema(loaded.head))
+    write_results(loaded, tokenizer, Inputs(files, fields, stdin), reading, Output(
+        "classify", out, partial(labelled_row, loaded), partial(labelled_schema, loaded.head)))
 
 
 def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) -> None:
@@ -115,65 +117,95 @@ def check_paths(files: list[str], out: Path | None, endings: tuple[str, ...]) ->
         check_out(out, endings)
 
 
-def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", files: list[str], fields: Fields,
-                  stdin: str, reading: "Reading", out: Path | None,
-                  row_of: Callable[["Example", "Mean"], dict[str, Any]], schema: Callable[[], Any]) -> None:
+class Inputs(NamedTuple):
+    """What is read, see `read_examples`."""
+
+    files: list[str]
+    fields: Fields
+    stdin: str
+
+
+class Output(NamedTuple):
+    """What a verb writes."""
+
+    verb: str
+    out: Path | None
+    """None: JSON lines on stdout."""
+    row_of: Callable[["Example", "Mean"], dict[str, Any]]
+    schema: Callable[[], Any]
+    """The columns of a `.parquet`."""
+
+
+@dataclass
+class Counts:
+    """What has been read so far."""
+
+    n_bytes: int = 0
+    n_documents: int = 0
+    n_tokens: int = 0
+    n_cut: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def counted(self, text: Iterable[str]) -> Iterator[str]:
+        """The pieces of a text, whose bytes are counted."""
+        for piece in text:
+            self.n_bytes += len(piece.encode())
+            yield piece
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.n_tokens / max(time.monotonic() - self.started, 1e-9)
+
+
+def write_results(model: "LanguageModel", tokenizer: "Tokenizer", inputs: Inputs, reading: "Reading",
+                  output: Output) -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
-    same verb, fields and reading. stdin: see `read_examples`."""
+    same verb, fields and reading."""
     from lineartime.documents.examples import STDIN, WaitingInput, check_examples, read_examples
     from lineartime.documents.pooling import named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows
     from lineartime.training import StopSignal
 
-    n_bytes, n_documents, n_tokens, n_cut, started = 0, 0, 0, 0, time.monotonic()
-    total = bytes_of(files)
+    counts, total, (files, fields, stdin), out = Counts(), bytes_of(inputs.files), inputs, output.out
     saved = ("nothing is kept of what was printed" if out is None else
              f"what is read is in {part_of(out)}; stdin cannot be gone on with" if STDIN in files else
              "what is read is kept; the same command goes on")
-
-    def counted(text: Iterable[str]) -> Iterator[str]:
-        nonlocal n_bytes
-        for piece in text:
-            n_bytes += len(piece.encode())
-            yield piece
-
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         def show(n_read: int) -> None:
-            nonlocal n_tokens
-            n_tokens = n_read
-            terminal.reading(n_bytes, total, n_documents, n_read / max(time.monotonic() - started, 1e-9))
+            counts.n_tokens = n_read
+            terminal.reading(counts.n_bytes, total, counts.n_documents, counts.tokens_per_s)
             stop.check(saved)
-
-        def write(examples: "Iterable[Example]", add: Callable[[dict[str, Any]], None]) -> None:
-            nonlocal n_documents, n_cut
-            read = (example._replace(text=counted(example.text)) for example in examples)
-            for example, mean in named_means(model, tokenizer, read, reading, progress=show, is_idle=piped.is_idle):
-                add(row_of(example, mean))
-                n_documents, n_cut = n_documents + 1, n_cut + mean.is_cut
 
         def checked(n_documents: int) -> None:
             terminal.count("documents checked", n_documents, None)
             stop.check("nothing is read yet")
 
+        def rows(examples: "Iterable[Example]") -> Iterator[dict[str, Any]]:
+            read = (example._replace(text=counts.counted(example.text)) for example in examples)
+            for example, mean in named_means(model, tokenizer, read, reading, progress=show, is_idle=piped.is_idle):
+                yield output.row_of(example, mean)
+                counts.n_documents, counts.n_cut = counts.n_documents + 1, counts.n_cut + mean.is_cut
+
         piped = WaitingInput(lambda: stop.check(saved))
         examples = read_examples(files, fields, stdin=cast("StdinKind", stdin), source=piped)
         check_examples(files, fields, checked)
         if out is None:
-            write(examples, lambda row: print(json.dumps(row), flush=True))
+            for row in rows(examples):
+                print(json.dumps(row), flush=True)
         else:
             results_are_files()
             description = description_of(model, tokenizer, files, {
-                "verb": verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
+                "verb": output.verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
                 "precision": reading.precision})
-            with unfinished_rows(out, description, schema) as (n_done, n_cut, add):
+            with unfinished_rows(out, description, output.schema) as (n_done, counts.n_cut, add):
                 if n_done:
                     note(f"going on behind the first {counted_documents(n_done)}")
-                write(itertools.islice(examples, n_done, None), add)
-    seconds = time.monotonic() - started
-    note(f"read     {counted_documents(n_documents)}, {n_tokens:,} tokens in {seconds:,.1f} s: "
-         f"{n_tokens / max(seconds, 1e-9):,.0f} tokens/s")
-    if n_cut:
-        note(f"cut      {counted_documents(n_cut)} to {reading.max_tokens:,} tokens")
+                for row in rows(itertools.islice(examples, n_done, None)):
+                    add(row)
+    note(f"read     {counted_documents(counts.n_documents)}, {counts.n_tokens:,} tokens in "
+         f"{time.monotonic() - counts.started:,.1f} s: {counts.tokens_per_s:,.0f} tokens/s")
+    if counts.n_cut:
+        note(f"cut      {counted_documents(counts.n_cut)} to {reading.max_tokens:,} tokens")
     if out is not None:
         note(f"written  {out}")
 

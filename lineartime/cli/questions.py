@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -35,6 +35,9 @@ from lineartime.errors import UsageError
 from lineartime.finetune_config import DownstreamTask, Fields, FineTuning, Labels
 from lineartime.run_config import parse_setting
 from lineartime.settings import require_name
+
+if TYPE_CHECKING:
+    from lineartime.qa.spans import Prediction
 
 FOR_QUESTIONS = ("questions", "evidence", "negatives", "stride", "max_answer_tokens")
 FOR_LABELS = ("labels", "label_field", "balance")
@@ -178,19 +181,25 @@ def answer(
         asked = [Question("", question, documents, (), ())]
         (found,) = predict(model.to(pick_device(device)), tokenizer, asked, windows, batch_rows=batch_rows,
                            progress=terminal.counting("windows read"))
-    span = found.span
-    if span is None:
+    if found.span is None:
         raise DataError("the tokenizer finds nothing in the document", ", ".join(document))
-    text = documents[span.document].text()
-    around = [" ".join(part.split()) for part in (text[max(span.start - 120, 0) : span.start],
-                                                  text[span.stop : span.stop + 120])]
-    if as_json:
-        print(json.dumps({**facts, "answer": span.text, "score": span.score, "document": documents[span.document].name,
-                          "start": span.start, "stop": span.stop, "before": around[0], "after": around[1],
+    say_answer(found, facts if as_json else None)
+
+
+def say_answer(found: "Prediction", facts: dict[str, Any] | None) -> None:
+    """Say an answer and where it stands, or with `facts` print it as one JSON object beside them."""
+    span = found.span
+    assert span is not None
+    document = found.question.documents[span.document]
+    text = document.text()
+    before, after = (" ".join(part.split()) for part in (text[max(span.start - 120, 0) : span.start],
+                                                         text[span.stop : span.stop + 120]))
+    if facts is not None:
+        print(json.dumps({**facts, "answer": span.text, "score": span.score, "document": document.name,
+                          "start": span.start, "stop": span.stop, "before": before, "after": after,
                           "windows": found.n_windows}))
         return
     say(f"answer   {' '.join(span.text.split())}")
     say(f"score    {span.score:.2f}  (below 0 the model holds it likelier that the answer is not there)")
-    say(f"where    characters {span.start:,} to {span.stop:,} of {documents[span.document].name} "
-        f"({found.n_windows:,} windows read)")
-    say(f"         ... {around[0]} [{' '.join(span.text.split())}] {around[1]} ...")
+    say(f"where    characters {span.start:,} to {span.stop:,} of {document.name} ({found.n_windows:,} windows read)")
+    say(f"         ... {before} [{' '.join(span.text.split())}] {after} ...")
