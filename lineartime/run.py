@@ -20,7 +20,7 @@ from lineartime.atomic_io import open_regular, read_json, read_json_lines, write
 from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
 from lineartime.config_json import model_config_json
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
-from lineartime.distributed.ordered import Part, parts_of
+from lineartime.distributed.ordered import ParameterPart, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel
@@ -112,7 +112,7 @@ class Run:
         write_json(self.out / RUN_FILE, description)
         logger.info(f"the run of {train.steps:,} steps goes on to step {steps:,}")
 
-    def resume(self, model: LanguageModel, parts: Sequence[Part], optimizer: torch.optim.AdamW,
+    def resume(self, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
                first: Callable[[Wanted], dict[str, Tensor]] | None = None) -> int:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
         0 without a checkpoint; then `first` gives the weights to begin with, or the model keeps its own. Raises
@@ -152,7 +152,7 @@ class Run:
             logger.warning(f"going back to step {newest.step}, newer checkpoints are damaged ({newest.reasons()})")
         return newest.step
 
-    def save(self, step: int, model: LanguageModel, parts: Sequence[Part], optimizer: torch.optim.AdamW,
+    def save(self, step: int, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:
         """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
         by file name. Every rank calls it, and writes the moments of its parts."""
@@ -229,7 +229,7 @@ class Run:
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def held_by(part: Part, x: Tensor) -> Tensor:
+def held_by(part: ParameterPart, x: Tensor) -> Tensor:
     """A tensor of the optimizer's as a checkpoint has it: in the shape of a whole parameter, or flat and not padded."""
     n = part.stop - part.start
     if n == part.whole.numel():

@@ -28,7 +28,7 @@ VECTOR = 64
 in another way; so tensors are cut at multiples of it, or padded."""
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """The elements [start, stop) of a flattened parameter, which one rank updates."""
 
     name: str
@@ -96,14 +96,14 @@ def merge(sums: Sums) -> None:
     sums[-2:] = [(height + 1, left)]
 
 
-def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[Part]:
+def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[ParameterPart]:
     """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
     all of it."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
-        return [Part(name, p, 0, p.numel(), p) for name, p in named]
+        return [ParameterPart(name, p, 0, p.numel(), p) for name, p in named]
     own = cut(tuple(p.shape for _, p in named), ranks.size)[ranks.rank]
-    return [Part(name, p, start, stop, nn.Parameter(p.detach().view(-1)[start:stop]))
+    return [ParameterPart(name, p, start, stop, nn.Parameter(p.detach().view(-1)[start:stop]))
             for (name, p), (start, stop) in zip(named, own, strict=True)]
 
 
@@ -181,7 +181,7 @@ def gather_rows(values: Tensor, ranks: Ranks) -> list[Tensor]:
     return [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 
-def norm_of(gradient: list[Tensor], parts: list[Part], ranks: Ranks) -> Tensor:
+def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) -> Tensor:
     """The norm of the gradients of all parts of all ranks, `[]` on the CPU: the same bits for any number of ranks.
 
     gradient: of each part, of any shape."""

@@ -99,9 +99,10 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
     rows = [list(range(first, first + n)) for first in range(0, ranks.size, n)]
     columns = [list(range(first, ranks.size, n)) for first in range(n)]
     for own, groups in ((ranks.row, rows), (ranks.column, columns)):
-        made = [dist.new_group(group, timeout=timeout) for group in groups] if own.size > 1 else []
-        names = [each.group_name for group, each in zip(groups, made, strict=False) if ranks.rank in group]
-        named.append(replace(own, group=names[0]) if names else own)
+        if own.size > 1:
+            group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+            own = replace(own, group=group.group_name)
+        named.append(own)
     return replace(ranks, row=named[0], column=named[1])
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lineartime.distributed.ordered import VECTOR, Part, tree_sum
+from lineartime.distributed.ordered import VECTOR, ParameterPart, tree_sum
 from lineartime.distributed.ranks import Ranks
 
 
@@ -83,13 +83,13 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
 
 
-def sharded_parts(model: nn.Module, ranks: Ranks) -> list[Part]:
+def sharded_parts(model: nn.Module, ranks: Ranks) -> list[ParameterPart]:
     """The part of each parameter that this rank of a sharded model holds: consecutive rows, as FSDP2 has them."""
     parts = []
     for name, p in model.named_parameters():
         per_rank = -(-p.shape[0] // ranks.size) * math.prod(p.shape[1:])
         start, stop = (min(rank * per_rank, p.numel()) for rank in (ranks.rank, ranks.rank + 1))
-        parts.append(Part(name, p, start, stop, nn.Parameter(padded(local(p)))))
+        parts.append(ParameterPart(name, p, start, stop, nn.Parameter(padded(local(p)))))
     return parts
 
 
@@ -106,7 +106,7 @@ def local(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write_back(parts: list[Part]) -> None:
+def write_back(parts: list[ParameterPart]) -> None:
     """Copy the optimizer's parameters that are copies into the model's."""
     for part in parts:
         held = local(part.whole)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.config import TrainConfig
-from lineartime.distributed.ordered import Part, exchange, gather_parts, norm_of, parts_of, sum_over_row
+from lineartime.distributed.ordered import ParameterPart, exchange, gather_parts, norm_of, parts_of, sum_over_row
 from lineartime.distributed.ranks import ALONE, Ranks, gather
 from lineartime.distributed.shard import OrderedReduceScatter, padded, shard_model, sharded_parts, write_back
 from lineartime.model import LanguageModel
@@ -22,7 +22,7 @@ class Division:
     model is sharded, and every backward pass exchanges them (`distributed.shard`). A process on its own has all parts,
     and exchanges nothing."""
 
-    parts: list[Part]
+    parts: list[ParameterPart]
     """What this rank updates of each parameter."""
     ranks: Ranks = ALONE
     reduce_scatter: OrderedReduceScatter | None = None

@@ -16,7 +16,7 @@ from lineartime import checkpoint
 from lineartime.atomic_io import write_json
 from lineartime.config import TrainConfig, to_dict
 from lineartime.data.run_settings import RESULT_FILE
-from lineartime.distributed.ordered import Part, require_fitting
+from lineartime.distributed.ordered import ParameterPart, require_fitting
 from lineartime.distributed.ranks import (
     TIMEOUT_S,
     Ranks,
@@ -197,7 +197,7 @@ class Loop:
             raise ResourceError("out of memory", where, smaller(self.run.config)) from e
 
 
-def make_optimizer(parts: Sequence[Part], config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.AdamW:
     """AdamW as in Tables 6-7 for the parts of the parameters that this process updates. Matrices and embeddings decay;
     biases, norms, scales and position biases do not."""
     decayed = [part.own for part in parts if part.name.endswith("weight") and part.whole.dim() >= 2]
