@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from lineartime.config import TRAIN_FIELDS, TrainConfig
 from lineartime.settings import replace_fields, require, require_name
 
-DownstreamTask = Literal["questions", "classify", "embed"]
+TaskName = Literal["questions", "classify", "embed"]
 Labels = Literal["one", "several", "number"]
 """What a document's label is: one of the classes, any number of them, or a number."""
 
@@ -40,7 +40,7 @@ class FineTuning:
     data: Annotated[tuple[Path | str, ...], "Questions, or documents, to train on."]
     validation: Annotated[tuple[Path | str, ...], "Questions or documents that the learning rate is chosen on."]
     out: Annotated[Path, "Folder for the runs; unfinished runs there are continued."]
-    task: Annotated[DownstreamTask, "What the model learns: to answer questions, to label documents, or to give texts "
+    task: Annotated[TaskName, "What the model learns: to answer questions, to label documents, or to give texts "
                     "vectors that are near for the two texts of a pair."] = "questions"
     test: Annotated[tuple[Path | str, ...], "classify, embed: documents that the best model is scored on."] = ()
     evidence: Annotated[Path | None, "questions: folder with wikipedia/ and web/ of TriviaQA; by default ../evidence "
@@ -69,7 +69,7 @@ class FineTuning:
         for name in ("run", "out", "evidence"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        require_name("task", self.task, get_args(DownstreamTask))
+        require_name("task", self.task, get_args(TaskName))
         require_name("kind of labels", self.labels, get_args(Labels))
         require(len(self.rates) > 0, "no learning rate", "learning_rates")
         require(len(set(self.rates)) == len(self.rates), "the same learning rate twice",

@@ -33,12 +33,13 @@ from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 from lineartime.weights.transfer import is_flash, load_step
 
 BEST = "best"
-TASKS: dict[str, Callable[..., "Task"]] = {"questions": QuestionTask, "classify": LabelTask, "embed": VectorTask}
+TASKS: dict[str, Callable[..., "DownstreamTask"]] = {
+    "questions": QuestionTask, "classify": LabelTask, "embed": VectorTask}
 
 logger = logging.getLogger(__name__)
 
 
-class Task(Protocol):
+class DownstreamTask(Protocol):
     """What a model is to learn. It is made from the settings, what `load_model` gives for the pretrained model, and a
     function `watch(what, total, ranks)` that gives callbacks of progress."""
 
@@ -139,7 +140,7 @@ def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int, n_held_out: int)
             for rate in plan.rates}
 
 
-def train_rate(task: Task, config: RunConfig, device: torch.device, callbacks: Callbacks) -> dict[str, Any]:
+def train_rate(task: DownstreamTask, config: RunConfig, device: torch.device, callbacks: Callbacks) -> dict[str, Any]:
     """Train at one learning rate, or resume; returns the scores of its last step or, with patience, of its best."""
     def begin(ranks: Ranks) -> Setup:
         return Setup(task.new_model(config.train.seed), task.objective(config, ranks), task.files(),

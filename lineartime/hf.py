@@ -52,7 +52,7 @@ from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.layers import in_order
 from lineartime.load import check_shared, has_optimizer, weight_files
-from lineartime.model import LanguageModel, SpanModel, init_head, init_weights
+from lineartime.model import LanguageModel, SpanModel, init_head, init_weights, label_logits
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
@@ -612,11 +612,8 @@ class LineartimeForSequenceClassification(LineartimeModel):
                                        output_hidden_states=output_hidden_states, **kwargs)
         valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1)[:, 0]
-        with torch.autocast(x_BTD.device.type, enabled=False):  # as in DocumentClassifier
-            logits_BL = self.score(mean_BD.to(self.score.weight.dtype))
-        if getattr(self.config, "label_std", None) is not None:
-            logits_BL = logits_BL * self.config.label_std + self.config.label_mean
-        loss = None
+        scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
+        logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
         if labels is not None:
             wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
             n_labels: Tensor | int = labels.numel()

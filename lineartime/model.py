@@ -346,11 +346,16 @@ class DocumentClassifier(LanguageModel):
         init_head(self.score)
 
     def label_logits(self, mean_BD: Tensor) -> Tensor:
-        """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least. Not under
-        autocast, which would round what one token of a long document adds to its mean."""
-        with torch.autocast(mean_BD.device.type, enabled=False):
-            logits_BL = at_least_float32(self.score(mean_BD.to(self.score.weight.dtype)))
-        return logits_BL * self.head.label_std + self.head.label_mean
+        """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least."""
+        return label_logits(self.score, mean_BD, self.head.label_mean, self.head.label_std)
+
+
+def label_logits(score: nn.Linear, mean_BD: Tensor, label_mean: float | None, label_std: float | None) -> Tensor:
+    """score(mean) * label_std + label_mean, `[B, L]`, float32 at least. Not under autocast, which would round what one
+    token of a long document adds to its mean."""
+    with torch.autocast(mean_BD.device.type, enabled=False):
+        logits_BL = at_least_float32(score(mean_BD.to(score.weight.dtype)))
+    return logits_BL if label_std is None else logits_BL * label_std + (label_mean or 0.0)
 
 
 class DocumentEncoder(LanguageModel):

@@ -137,7 +137,7 @@ class Output(NamedTuple):
 
 
 @dataclass
-class Counts:
+class ReadCounts:
     """What has been read so far."""
 
     n_bytes: int = 0
@@ -166,7 +166,7 @@ def write_results(model: "LanguageModel", tokenizer: "Tokenizer", inputs: Inputs
     from lineartime.documents.results import description_of, part_of, unfinished_rows
     from lineartime.training import StopSignal
 
-    counts, total, (files, fields, stdin), out = Counts(), bytes_of(inputs.files), inputs, output.out
+    counts, total, (files, fields, stdin), out = ReadCounts(), bytes_of(inputs.files), inputs, output.out
     saved = ("nothing is kept of what was printed" if out is None else
              f"what is read is in {part_of(out)}; stdin cannot be gone on with" if STDIN in files else
              "what is read is kept; the same command goes on")

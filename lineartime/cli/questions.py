@@ -32,12 +32,12 @@ from lineartime.cli.terminal import (
 from lineartime.data.pretrained import named_folder
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import UsageError
-from lineartime.finetune_config import DownstreamTask, Fields, FineTuning, Labels
+from lineartime.finetune_config import Fields, FineTuning, Labels, TaskName
 from lineartime.run_config import parse_setting
 from lineartime.settings import require_name
 
 if TYPE_CHECKING:
-    from lineartime.qa.spans import Prediction
+    from lineartime.qa.spans import AnswerPrediction
 
 FOR_QUESTIONS = ("questions", "evidence", "negatives", "stride", "max_answer_tokens")
 FOR_LABELS = ("labels", "label_field", "balance")
@@ -101,7 +101,7 @@ def finetune(
         raise UsageError("options are missing", f"--task {task}", "it takes "
                          f"--{'questions' if task == 'questions' else 'documents'}, --validation and --out")
     plan = FineTuning(
-        named_folder(run), tuple(data), tuple(validation), out, cast("DownstreamTask", task), tuple(test or ()),
+        named_folder(run), tuple(data), tuple(validation), out, cast("TaskName", task), tuple(test or ()),
         evidence, None if learning_rates is None else numbers(learning_rates), context, epochs, cast("Labels", labels),
         Fields(text_field, pair_field, label_field), balance, patience, max_tokens, negatives, stride,
         max_answer_tokens, dict(parse_setting(text) for text in settings or []), strict)
@@ -186,7 +186,7 @@ def answer(
     say_answer(found, facts if as_json else None)
 
 
-def say_answer(found: "Prediction", facts: dict[str, Any] | None) -> None:
+def say_answer(found: "AnswerPrediction", facts: dict[str, Any] | None) -> None:
     """Say an answer and where it stands, or with `facts` print it as one JSON object beside them."""
     span = found.span
     assert span is not None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ONE, SEVERAL, NUMBER = PROBLEMS["one"], PROBLEMS["several"], PROBLEMS["number"]
 
 
-class Prediction(NamedTuple):
+class LabelPrediction(NamedTuple):
     """What a model says of a document."""
 
     label: Label
@@ -33,7 +33,7 @@ class Prediction(NamedTuple):
 
 def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[str | tuple[str, str]], *,
              max_tokens: int | None = None, batch_rows: int = 8, precision: str = "float32",
-             progress: Callable[[int], None] | None = None) -> list[Prediction]:
+             progress: Callable[[int], None] | None = None) -> list[LabelPrediction]:
     """The labels of texts, or of pairs of texts, of any length.
 
     model, tokenizer: of `load_classifier`. max_tokens: cut longer documents to this many. batch_rows: rows read at
@@ -50,7 +50,8 @@ def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[st
                     example.where, "give it a pair")
             yield example
 
-    return [predict(model, mean) for _, mean in named_means(model, tokenizer, examples(), reading, progress=progress)]
+    means = named_means(model, tokenizer, examples(), reading, progress=progress)
+    return [predict_label(model, mean) for _, mean in means]
 
 
 @torch.inference_mode()
@@ -60,20 +61,20 @@ def logits_of(model: DocumentClassifier, vector_D: np.ndarray) -> np.ndarray:
     return model.label_logits(mean_1D)[0].double().cpu().numpy()
 
 
-def predict(model: DocumentClassifier, mean: Mean) -> Prediction:
+def predict_label(model: DocumentClassifier, mean: Mean) -> LabelPrediction:
     """What a model says of a document whose mean is known."""
     return prediction_of(model.head, logits_of(model, mean.vector_D))
 
 
-def prediction_of(head: Head, logits_L: np.ndarray) -> Prediction:
+def prediction_of(head: Head, logits_L: np.ndarray) -> LabelPrediction:
     """The label and the probabilities that logits mean."""
     if head.problem_type == NUMBER:
-        return Prediction(float(logits_L[0]), {})
+        return LabelPrediction(float(logits_L[0]), {})
     p_L = probabilities(head, torch.from_numpy(logits_L)).tolist()
     scores = dict(zip(head.labels, p_L, strict=True))
     if head.problem_type == SEVERAL:
-        return Prediction(tuple(name for name, p in scores.items() if p > 0.5), scores)
-    return Prediction(head.labels[int(logits_L.argmax())], scores)
+        return LabelPrediction(tuple(name for name, p in scores.items() if p > 0.5), scores)
+    return LabelPrediction(head.labels[int(logits_L.argmax())], scores)
 
 
 def probabilities(head: Head, logits: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def label_losses(head: Head, logits_BL: Tensor, targets: Tensor, weight_L: Tenso
 
 def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
     """What `lineartime classify` writes of a document: its place, the tokens read, its label and its scores."""
-    found = predict(model, mean)
+    found = predict_label(model, mean)
     label = list(found.label) if isinstance(found.label, tuple) else found.label
     return {"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut,
             "label": label, **({"scores": found.scores} if found.scores else {})}

@@ -1,4 +1,4 @@
-"""The two tasks of fine-tuning on documents, see `finetuning.Task`: labels, and vectors."""
+"""The two tasks of fine-tuning on documents, see `finetuning.DownstreamTask`: labels, and vectors."""
 
 import logging
 from collections.abc import Callable

@@ -78,7 +78,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 
 class QuestionTask:
-    """Fine-tuning on questions, see `finetuning.Task`."""
+    """Fine-tuning on questions, see `finetuning.DownstreamTask`."""
 
     patience: int | None = None
 

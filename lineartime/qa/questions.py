@@ -115,7 +115,7 @@ VERIFIED: dict[str, Any] = {"QuestionPartOfVerifiedEval": bool}
 """What else TRIVIAQA has in a file for the verified evaluation; its pages have `DocPartOfVerifiedEval`."""
 
 
-def require_fields(value: Any, kind: Any, where: str, name: str = "") -> None:
+def check_record(value: Any, kind: Any, where: str, name: str = "") -> None:
     """Raise DataError, with its place, unless a JSON value has the fields of a table such as TRIVIAQA, each of its
     type. There may be more. name: of the field that has the value."""
     wanted: Any = kind if isinstance(kind, type) else type(kind)
@@ -128,12 +128,12 @@ def require_fields(value: Any, kind: Any, where: str, name: str = "") -> None:
         check_text(value, f"field {name!r}" if name else "it", where)
     elif isinstance(kind, list):
         for i, each in enumerate(value):
-            require_fields(each, kind[0], f"{inside}[{i}]")
+            check_record(each, kind[0], f"{inside}[{i}]")
     elif isinstance(kind, dict):
         for field, each in kind.items():
             field, is_optional = field.removesuffix("?"), field.endswith("?")
             if field in value:
-                require_fields(value[field], each, inside, field)
+                check_record(value[field], each, inside, field)
             elif not is_optional:
                 there = ", ".join(map(repr, list(value)[:8])) or "none"
                 raise DataError(f"no field {field!r}", inside, f"it has {there}")
@@ -141,17 +141,17 @@ def require_fields(value: Any, kind: Any, where: str, name: str = "") -> None:
 
 def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Question]:
     """The questions of a TriviaQA file. EntityPages are in `evidence/wikipedia`, SearchResults in `evidence/web`."""
-    require_fields(content, {"VerifiedEval?": bool, "Data": list}, str(path))
+    check_record(content, {"VerifiedEval?": bool, "Data": list}, str(path))
     verified = content.get("VerifiedEval", False)
     for i, record in enumerate(content["Data"]):
         where, documents = f"{path}, Data[{i}]", []
-        require_fields(record, TRIVIAQA | (VERIFIED if verified else {}), where)
+        check_record(record, TRIVIAQA | (VERIFIED if verified else {}), where)
         if verified and not record["QuestionPartOfVerifiedEval"]:
             continue
         for field, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
             for j, page in enumerate(record.get(field, [])):
                 if verified:
-                    require_fields(page, {"DocPartOfVerifiedEval": bool}, f"{where}.{field}[{j}]")
+                    check_record(page, {"DocPartOfVerifiedEval": bool}, f"{where}.{field}[{j}]")
                 if not verified or page["DocPartOfVerifiedEval"]:
                     documents.append(_evidence(page["Filename"], evidence / folder, f"{where}.{field}[{j}]"))
         answer = record.get("Answer", {"Value": "", "Aliases": [], "NormalizedAliases": []})
@@ -178,9 +178,9 @@ def _once(texts: Iterable[str]) -> tuple[str, ...]:
 
 def _squad(content: dict[str, Any], path: Path) -> Iterator[Question]:
     """The questions of SQuAD v1.1. Gold spans that do not match the text of their answer are left out."""
-    require_fields(content, {"data": list}, str(path))
+    check_record(content, {"data": list}, str(path))
     for i, article in enumerate(content["data"]):
-        require_fields(article, SQUAD, f"{path}, data[{i}]")
+        check_record(article, SQUAD, f"{path}, data[{i}]")
         for j, paragraph in enumerate(article["paragraphs"]):
             text = paragraph["context"]
             for k, record in enumerate(paragraph["qas"]):
@@ -214,7 +214,7 @@ def _parquet(path: str) -> Iterator[Question]:
     for where, record in _records(path):
         if isinstance(record, dict) and not record.keys() & {"entity_pages", "search_results"}:
             raise DataError("no field 'entity_pages' or 'search_results'", where, f"it has {', '.join(record)}")
-        require_fields(record, PARQUET, where)
+        check_record(record, PARQUET, where)
         documents: list[Document] = []
         for field, text, name in (("entity_pages", "wiki_context", "filename"), ("search_results", "search_context",
                                                                                  "url")):

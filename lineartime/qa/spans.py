@@ -156,8 +156,8 @@ def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) 
 
 
 @dataclass
-class Counts:
-    """Counts of a set of training questions and its windows."""
+class WindowCounts:
+    """WindowCounts of a set of training questions and its windows."""
 
     questions: int = 0
     unlabelled: int = 0
@@ -177,7 +177,7 @@ class TrainingWindows:
 
     ids: list[np.ndarray] = field(default_factory=list)
     roles: list[np.ndarray] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
+    counts: WindowCounts = field(default_factory=WindowCounts)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -263,7 +263,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Prediction:
+class AnswerPrediction:
     """The answer to a question, from the windows that have been scored."""
 
     question: Question
@@ -288,17 +288,17 @@ class Prediction:
 @torch.inference_mode()
 def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
             batch_rows: int = 8, precision: str = "float32",
-            progress: Callable[[int], None] | None = None) -> Iterator[Prediction]:
+            progress: Callable[[int], None] | None = None) -> Iterator[AnswerPrediction]:
     """The best span of each question over all its windows, in the order of the questions.
 
     Among equal scores the earliest document wins, then the earliest window, the earliest start, the shortest span.
     Windows are cut as needed and scored `batch_rows` at a time, which changes only rounding. progress is called with
     the number of windows scored. The model must be in evaluation mode."""
-    begun: collections.deque[Prediction] = collections.deque()
+    begun: collections.deque[AnswerPrediction] = collections.deque()
 
-    def rows() -> Iterator[tuple[Prediction, Window, Passage]]:
+    def rows() -> Iterator[tuple[AnswerPrediction, Window, Passage]]:
         for question in questions:
-            begun.append(Prediction(question))
+            begun.append(AnswerPrediction(question))
             for window, passage in windows_of(tokenizer, question, windows):
                 yield begun[-1], window, passage
 
