@@ -94,37 +94,44 @@ def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: T
     # Buffers of a chunk: logits in the dtype of the matmul, and in the dtype of sums.
     narrow_CV = weight_VD.new_empty(min(chunk_tokens, n_tokens), vocab_size)
     wide_CV = at_least_float32(narrow_CV)
-    same = wide_CV is narrow_CV
     losses_N = wide_CV.new_empty(n_tokens)
     dx_ND = weight_VD.new_empty(x_ND.shape) if wanted[0] else None
     dweight_VD = wide_CV.new_zeros(weight_VD.shape) if wanted[1] else None
-    part_VD = torch.empty_like(weight_VD) if wanted[1] and not same else None
     dbias_V = wide_CV.new_zeros(vocab_size) if wanted[2] else None
+    part_VD = torch.empty_like(weight_VD) if wanted[1] and wide_CV is not narrow_CV else None
     with torch.autocast(x_ND.device.type, enabled=False):
         for start in range(0, n_tokens, chunk_tokens):
             at = slice(start, start + chunk_tokens)
             x_CD, targets_C1 = x_ND[at].to(dtype), targets_N[at, None]
             narrow, wide = narrow_CV[: len(x_CD)], wide_CV[: len(x_CD)]
             torch.addmm(bias_V, x_CD, weight_VD.t(), out=narrow)
-            if not same:
+            if wide_CV is not narrow_CV:
                 wide.copy_(narrow)
             torch.log_softmax(wide, dim=-1, out=wide)
             log_p_C1 = wide.gather(1, targets_C1)
             torch.neg(log_p_C1[:, 0], out=losses_N[at])
-            if not any(wanted):
-                continue
-            # The gradient of the logits: p, less 1 at the target.
-            wide.exp_().scatter_(1, targets_C1, log_p_C1.expm1_())
-            if gradient_N is not None:
-                wide.mul_(gradient_N[at, None])
-            if dbias_V is not None:
-                dbias_V.add_(wide.sum(0))
-            if not same:
-                narrow.copy_(wide)
-            if dx_ND is not None:
-                torch.mm(narrow, weight_VD, out=dx_ND[at])
-            if dweight_VD is not None and part_VD is not None:
-                dweight_VD.add_(torch.mm(narrow.t(), x_CD, out=part_VD))
-            elif dweight_VD is not None:
-                dweight_VD.addmm_(narrow.t(), x_CD)
+            if any(wanted):
+                # The gradient of the logits: p, less 1 at the target.
+                wide.exp_().scatter_(1, targets_C1, log_p_C1.expm1_())
+                if gradient_N is not None:
+                    wide.mul_(gradient_N[at, None])
+                add_gradients(x_CD, weight_VD, narrow, wide, None if dx_ND is None else dx_ND[at], dweight_VD, dbias_V,
+                              part_VD)
     return losses_N, dx_ND, dweight_VD, dbias_V
+
+
+def add_gradients(x_CD: Tensor, weight_VD: Tensor, narrow_CV: Tensor, wide_CV: Tensor, dx_CD: Tensor | None,
+                  dweight_VD: Tensor | None, dbias_V: Tensor | None, part_VD: Tensor | None) -> None:
+    """From the gradient of a chunk's logits, wide_CV, write that of x and add to those of W and b, where there is room
+    for them. narrow_CV: gets it in the dtype of the matmul; it is wide_CV where that is the same. part_VD: room for the
+    chunk's gradient of W where sums have another dtype than the matmul."""
+    if dbias_V is not None:
+        dbias_V.add_(wide_CV.sum(0))
+    if narrow_CV.dtype != wide_CV.dtype:
+        narrow_CV.copy_(wide_CV)
+    if dx_CD is not None:
+        torch.mm(narrow_CV, weight_VD, out=dx_CD)
+    if dweight_VD is not None and part_VD is not None:
+        dweight_VD.add_(torch.mm(narrow_CV.t(), x_CD, out=part_VD))
+    elif dweight_VD is not None:
+        dweight_VD.addmm_(narrow_CV.t(), x_CD)

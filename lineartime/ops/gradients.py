@@ -4,6 +4,8 @@ relu^2 has no sum over keys in a denominator, so the gradient of a score is that
 Tiles of scores are therefore independent of one another.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -172,6 +174,27 @@ def make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, 
     return heads_NBTS
 
 
+class Part(NamedTuple):
+    """The scores whose gradients are in memory at a time: whole rows, or some tiles of queries of one row."""
+
+    first_row: int
+    n_rows: int
+    first_tile: int
+    n_tiles: int
+    n_keys: int
+    """Keys of a row, in whole tiles."""
+
+
+def parts_of(n_rows: int, row_len: int, dtype: torch.dtype) -> list[Part]:
+    """All scores of `n_rows` rows, SCORES_AT_ONCE at a time."""
+    bm, bn, *_ = score_tile(dtype)
+    n_tiles, n_keys = triton.cdiv(row_len, bm), triton.cdiv(row_len, bn) * bn
+    at_once = max(SCORES_AT_ONCE // (bm * n_keys), 1)
+    rows_at_once, tiles_at_once = max(at_once // n_tiles, 1), min(at_once, n_tiles)
+    return [Part(row, min(rows_at_once, n_rows - row), tile, min(tiles_at_once, n_tiles - tile), n_keys)
+            for row in range(0, n_rows, rows_at_once) for tile in range(0, n_tiles, tiles_at_once)]
+
+
 def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor, documents_BT: Tensor | None,
                     each_BT: Tensor | None, dheads_NBTS: Tensor, *, row_len: int, scale_len: int,
                     causal: bool) -> Tensor:
@@ -183,49 +206,61 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
     sees; the gradients of this term are added to dheads_NBTS[2] and [3].
 
     The gradient of a score is a sum over E and is read twice, for q and for k. So the scores' gradients are written to
-    memory, SCORES_AT_ONCE at a time: whole rows, or some queries of one row."""
-    n_batch, n_tokens, e = v_BTE.shape
-    bm, bn, be, warps, stages = score_tile(v_BTE.dtype)
-    own, others, head_warps, head_stages = head_tile(v_BTE.dtype)
-    n_rows, n_query_tiles = n_batch * triton.cdiv(n_tokens, row_len), triton.cdiv(row_len, bm)
-    n_keys = triton.cdiv(row_len, bn) * bn
-    tiles_at_once = max(SCORES_AT_ONCE // (bm * n_keys), 1)
-    n_tiles, rows_at_once = min(tiles_at_once, n_query_tiles), max(tiles_at_once // n_query_tiles, 1)
-    dq_BTS, dk_BTS = dheads_NBTS[:2]
-    in_parts = n_tiles < n_query_tiles
-    if in_parts:  # float32 until the last part is added
-        dk_BTS = torch.zeros_like(dk_BTS, dtype=torch.float32)
+    memory, a `Part` at a time."""
+    n_batch, n_tokens, _ = v_BTE.shape
+    bm, bn, *_ = score_tile(v_BTE.dtype)
+    parts = parts_of(n_batch * triton.cdiv(n_tokens, row_len), row_len, v_BTE.dtype)
     w_padded = F.pad(w.float() * scale_len, [bm, bn])[bm + row_len - 1:]
     dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
+    # Where the queries of a row are in several parts, the gradient of its keys is their sum, in float32 until the last.
+    dk_BTS, in_parts = dheads_NBTS[1], parts[-1].first_tile > 0
+    if in_parts:
+        dk_BTS = torch.zeros_like(dk_BTS, dtype=torch.float32)
 
-    for first_row in range(0, n_rows, rows_at_once):
-        for first_tile in range(0, n_query_tiles, n_tiles):
-            n_now, tiles_now = min(rows_at_once, n_rows - first_row), min(n_tiles, n_query_tiles - first_tile)
-            dscores = torch.empty(n_now, tiles_now * bm, n_keys, dtype=v_BTE.dtype, device=v_BTE.device)
-            dlinear = None if each_BT is None else torch.empty_like(dscores)
-            sums = torch.zeros(n_now, tiles_now, n_keys // bn, (bm + 2 * bn - 2) // bn, bn, dtype=torch.float32,
-                               device=w.device)
-            differentiate_scores[n_now * tiles_now * (n_keys // bn),](
-                heads_NBTS[0], heads_NBTS[1], v_BTE, do_BTE, w_padded, documents_BT, each_BT, dscores, dlinear, sums,
-                n_tokens, e, row_len, first_row, first_tile, tiles_now, 1 / scale_len, CAUSAL=causal,
-                DOCUMENTS=documents_BT is not None, LINEAR=each_BT is not None, BM=bm, BN=bn, BE=be, num_warps=warps,
-                num_stages=stages)
-            dw += add_diagonals(sums.sum(0), bm, first_tile, row_len)
-            for of_queries in (True, False):
-                n_own = triton.cdiv(tiles_now * bm if of_queries else row_len, own)
-                side = 0 if of_queries else 1
-                parts = [(dscores, heads_NBTS[1 - side], dq_BTS if of_queries else dk_BTS, 1 / scale_len,
-                          in_parts and not of_queries)]
-                if dlinear is not None:
-                    parts.append((dlinear, heads_NBTS[3 - side], dheads_NBTS[2 + side], 1.0, True))
-                for given, other_head, into, scale, add in parts:
-                    differentiate_head[n_now * n_own,](
-                        given, other_head, into, n_tokens, row_len, first_row, first_tile * bm, tiles_now * bm, n_keys,
-                        scale, OF_QUERIES=of_queries, CAUSAL=causal, ADD=add, BM=own, BK=others, num_warps=head_warps,
-                        num_stages=head_stages)
+    for part in parts:
+        dscores, dlinear, sums = gradients_of_part(part, heads_NBTS, v_BTE, do_BTE, w_padded, documents_BT, each_BT,
+                                                   row_len, scale_len, causal)
+        dw += add_diagonals(sums.sum(0), bm, part.first_tile, row_len)
+        how = part, n_tokens, row_len, causal
+        add_head_gradient(dscores, heads_NBTS[1], dheads_NBTS[0], 1 / scale_len, *how, of_queries=True, add=False)
+        add_head_gradient(dscores, heads_NBTS[0], dk_BTS, 1 / scale_len, *how, of_queries=False, add=in_parts)
+        if dlinear is not None:
+            add_head_gradient(dlinear, heads_NBTS[3], dheads_NBTS[2], 1.0, *how, of_queries=True, add=True)
+            add_head_gradient(dlinear, heads_NBTS[2], dheads_NBTS[3], 1.0, *how, of_queries=False, add=True)
     if in_parts:
         dheads_NBTS[1] = dk_BTS
     return dw
+
+
+def gradients_of_part(part: Part, heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w_padded: Tensor,
+                      documents_BT: Tensor | None, each_BT: Tensor | None, row_len: int, scale_len: int,
+                      causal: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Run `differentiate_scores`: the gradients of a part's scores, `[rows, queries, keys]`; with each_BT those of the
+    linear term, else None; and the sums of each tile's diagonals."""
+    bm, bn, be, warps, stages = score_tile(v_BTE.dtype)
+    n_key_tiles = part.n_keys // bn
+    dscores = v_BTE.new_empty(part.n_rows, part.n_tiles * bm, part.n_keys)
+    dlinear = None if each_BT is None else torch.empty_like(dscores)
+    sums = v_BTE.new_zeros(part.n_rows, part.n_tiles, n_key_tiles, (bm + 2 * bn - 2) // bn, bn, dtype=torch.float32)
+    differentiate_scores[part.n_rows * part.n_tiles * n_key_tiles,](
+        heads_NBTS[0], heads_NBTS[1], v_BTE, do_BTE, w_padded, documents_BT, each_BT, dscores, dlinear, sums,
+        *v_BTE.shape[1:], row_len, part.first_row, part.first_tile, part.n_tiles, 1 / scale_len, CAUSAL=causal,
+        DOCUMENTS=documents_BT is not None, LINEAR=each_BT is not None, BM=bm, BN=bn, BE=be, num_warps=warps,
+        num_stages=stages)
+    return dscores, dlinear, sums
+
+
+def add_head_gradient(dscores: Tensor, other_head_BTS: Tensor, dhead_BTS: Tensor, scale: float, part: Part,
+                      n_tokens: int, row_len: int, causal: bool, *, of_queries: bool, add: bool) -> None:
+    """Run `differentiate_head`: dscores times the other head goes into dhead_BTS, or with `add` is added to it."""
+    bm, *_ = score_tile(dscores.dtype)
+    own, others, warps, stages = head_tile(dscores.dtype)
+    n_queries = part.n_tiles * bm
+    n_own = triton.cdiv(n_queries if of_queries else row_len, own)
+    differentiate_head[part.n_rows * n_own,](
+        dscores, other_head_BTS, dhead_BTS, n_tokens, row_len, part.first_row, part.first_tile * bm, n_queries,
+        part.n_keys, scale, OF_QUERIES=of_queries, CAUSAL=causal, ADD=add, BM=own, BK=others, num_warps=warps,
+        num_stages=stages)
 
 
 def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> Tensor:

@@ -58,6 +58,29 @@ def see(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CA
 
 
 @triton.jit
+def chunk_of_step(step, place, n_chunks, R: tl.constexpr, BACKWARD: tl.constexpr, WHOLE: tl.constexpr):
+    """The chunk that a step of a walk visits. The gradient walks against the direction of the state."""
+    if not WHOLE:
+        g = place % n_chunks
+    elif R == BACKWARD:
+        g = step
+    else:
+        g = n_chunks - 1 - step
+    return g
+
+
+@triton.jit
+def load_values(x, x_stride, uvz, here, token, column, n_here, F, BACKWARD: tl.constexpr):
+    """silu(v), or backward the output's gradient times the gate: what the tokens of a tile add to a state."""
+    x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
+    if BACKWARD:
+        x_tile *= silu(load_tile(uvz + here * F, token, column, n_here, F).to(tl.float32))
+    else:
+        x_tile = silu(x_tile)
+    return x_tile
+
+
+@triton.jit
 def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_out, states, n_tokens, n_chunks, E, F,
                 C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
                 DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
@@ -78,27 +101,18 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
     if WHOLE and first is not None:
         running = load_tile(first + b.to(tl.int64) * SIZE * E, size, column, SIZE, E)
     for step in range(n_chunks if WHOLE else 1):
-        if not WHOLE:
-            g = place % n_chunks
-        elif R == BACKWARD:
-            g = step
-        else:
-            g = n_chunks - 1 - step
+        g = chunk_of_step(step, place, n_chunks, R, BACKWARD, WHOLE)
         here, n_here = b.to(tl.int64) * n_tokens + g * C, tl.minimum(n_tokens - g * C, C)
         scale = tl.load(scales + b * n_chunks + g)
-        if WHOLE:
+        if WHOLE:  # store what enters the chunk; it ends here unless its document crosses the whole chunk
             state = states + (b.to(tl.int64) * n_chunks + g) * SIZE * E
             store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
             if DOCUMENTS:
                 running = tl.where(pass_through(begins, ends, here, g * C, C), running, 0.0)
         own = tl.zeros([SIZE, BE], tl.float32)
-        for start in range(0, C, BC):
+        for start in range(0, C, BC):  # add k v of the tokens whose document leaves the chunk
             token = start + tl.arange(0, BC)
-            x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
-            if BACKWARD:
-                x_tile *= silu(load_tile(uvz + here * F, token, column, n_here, F).to(tl.float32))
-            else:
-                x_tile = silu(x_tile)
+            x_tile = load_values(x, x_stride, uvz, here, token, column, n_here, F, BACKWARD)
             if R == 0:
                 store_tile(x_out + here * E, token, column, n_here, E, x_tile)
             head_tile = load_tile(head + here * SIZE, token, size, n_here, SIZE)
@@ -147,6 +161,32 @@ def read_state(a, state_tile, a_rows, row, n_rows, state, column, E, acc, BS: tl
 
 
 @triton.jit
+def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, each, per_head, C: tl.constexpr,
+               BS: tl.constexpr, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr):
+    """The weights of a tile of a chunk, exactly 0 where not visible. OF_QUERIES: of queries, one a row of the tile, for
+    the keys from index `at` on. Otherwise of keys, one a row, for queries. When not causal a weight has the linear
+    half of the own chunk too: relu(q k^T / n + b)^2 + share q_lin k_lin^T.
+
+    own_rows, other_rows: pointers to row 0 of both heads of the quadratic half; those of the linear half are two heads
+    further. first, last: the range that each row sees. each: the share of each query."""
+    index = at + other[None, :]
+    visible = (index >= first) & (index <= last)
+    distance = index - own[:, None] if OF_QUERIES else own[:, None] - index  # key minus query
+    weight = relu_scores(own_rows, own, n_here, other_rows, other, n_here - at, w + C - 1, distance, visible, 1 / C, BS)
+    weight *= weight
+    if not CAUSAL:
+        if OF_QUERIES:
+            share = tl.load(each + own, mask=own < n_here, other=1.0)[:, None]
+        else:
+            share = tl.load(each + index, mask=index < n_here, other=1.0)
+        # The product accumulates onto the weight, which is divided before and multiplied after for that.
+        weight = head_product(own_rows + 2 * per_head, own, n_here, other_rows + 2 * per_head, other, n_here - at,
+                              weight / share, BS)
+        weight = tl.where(visible, weight * share, 0.0)
+    return weight
+
+
+@triton.jit
 def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                    KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -178,18 +218,11 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
     head = heads + here * SIZE
     query = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = see(begins, ends, here, query, n_here, start, True, CAUSAL, DOCUMENTS)
+    each_here = each + here if not CAUSAL else each
     weights = ()
     for j in tl.static_range(ROUND * KEPT, ROUND * KEPT + N):
-        k, n_keys = head + per_head + j * BN * SIZE, n_here - j * BN
-        key = j * BN + other[None, :]
-        visible = (key >= first) & (key <= last)
-        weight = relu_scores(head, query, n_here, k, other, n_keys, w + C - 1, key - query[:, None], visible, 1 / C, BS)
-        weight *= weight
-        if not CAUSAL:
-            share = tl.load(each + here + query, mask=query < n_here, other=1.0)[:, None]
-            weight = head_product(head + 2 * per_head, query, n_here, k + 2 * per_head, other, n_keys, weight / share,
-                                  BS)
-            weight = tl.where(visible, weight * share, 0.0)
+        weight = weigh_tile(head, query, n_here, head + per_head + j * BN * SIZE, other, j * BN, first, last, w,
+                            each_here, per_head, C, BS, True, CAUSAL)
         weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
@@ -256,17 +289,11 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
     key = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = see(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
     AT: tl.constexpr = C // BN - ROUND * KEPT - N
+    each_here = each + here if not CAUSAL else each
     weights = ()
     for i in tl.static_range(AT, AT + N):
-        k, q, n_queries = head + per_head, head + i * BN * SIZE, n_here - i * BN
-        query = i * BN + other[None, :]
-        visible = (query >= first) & (query <= last)
-        weight = relu_scores(k, key, n_here, q, other, n_queries, w + C - 1, key[:, None] - query, visible, 1 / C, BS)
-        weight *= weight
-        if not CAUSAL:
-            share = tl.load(each + here + query, mask=query < n_here, other=1.0)
-            weight = head_product(k + 2 * per_head, key, n_here, q + 2 * per_head, other, n_queries, weight / share, BS)
-            weight = tl.where(visible, weight * share, 0.0)
+        weight = weigh_tile(head + per_head, key, n_here, head + i * BN * SIZE, other, i * BN, first, last, w,
+                            each_here, per_head, C, BS, False, CAUSAL)
         weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
