@@ -78,10 +78,10 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         config, segment_ids_BT = self.config, info.segment_ids_BT
         if config.attends_as_flash and config.chunk_size is not None:
             return self.attend_as_flash(normed_BTD, info)
-        use_kernels(self.impl, normed_BTD.device, unsupported_variant)
+        use_kernels(self.impl, normed_BTD.device, unsupported_variant)  # raises for impl "triton", or notes the reason
         u_BTE, v_BTE, z_BTS = self.split(self.in_proj(normed_BTD))
-        near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
-        heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
+        conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
+        heads, gate_BT = self.make_heads(z_BTS, conv_BTS, info)
         if segment_ids_BT is not None:
             segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
         if config.chunk_size is None:
@@ -96,8 +96,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         config, segment_ids_BT = self.config, info.segment_ids_BT
         assert config.chunk_size is not None
         uv_BTF, z_BTS = self.split_uv(self.in_proj(normed_BTD))
-        near_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
-        heads, gate_BT = self.make_heads(z_BTS, near_BTS, info)
+        conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
+        heads, gate_BT = self.make_heads(z_BTS, conv_BTS, info)
         if segment_ids_BT is not None:
             segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
         out_BTE = ops.gated_head_attention(
@@ -121,14 +121,14 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         u_BTE, v_BTE, z_BTS = (activation(part) for part in uvz_BTF.split([e, e, s], dim=-1))
         return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS
 
-    def make_heads(self, z_BTS: Tensor, near_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None]:
+    def make_heads(self, z_BTS: Tensor, conv_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None]:
         """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of the linear
         half, then those of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads.
-        near_BTS: z, or with `key_conv` its convolution."""
+        conv_BTS: z, or with `key_conv` its convolution."""
         assert info.rotary is not None
         h, (gamma, beta) = self.config.n_heads, (self.scale_offset.gamma, self.scale_offset.beta)
         options = head_options(self.config, self.key_conv, self.linear_gate)
-        heads, gate_BTH = memory_heads(z_BTS, near_BTS, gamma, beta, *info.rotary, options, h)
+        heads, gate_BTH = memory_heads(z_BTS, conv_BTS, gamma, beta, *info.rotary, options, h)
         return [fold_heads(head, h) for head in heads], divisor_gates(gate_BTH, self.config)
 
     def gated(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
         out_BGCE = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, v_BGCE, self.rel_pos_bias, segment_ids_BGC,
                                     a_BGG, gate_BT, self.linear_norm, exchange)
-        if first:
+        if first:  # each chunk's first token also attends to its whole document
             assert segment_ids_BGC is not None
             q_all, k_all = first
             first_BGE = first_to_all_attention(q_all[:, :, 0], k_all, v_BGCE, segment_ids_BGC)
@@ -171,6 +171,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
         When causal, the query of chunk g is the mean of chunk g - 1: its own mean has tokens that some of its queries
         must not see."""
+        # The mean z of each chunk's tokens is its summary; it asks, and it is asked.
         valid_BGC = segment_ids_BGC >= 0
         z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
         chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)
@@ -196,8 +197,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
     def heads_next(self, z_BNS: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                    cache: Cache) -> tuple[list[Tensor], Tensor | None]:
         """`make_heads` of the next tokens."""
-        near_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
-        return self.make_heads(z_BNS, near_BNS, info)
+        conv_BNS = z_BNS if self.key_conv is None else self.key_conv.extend(z_BNS, inputs, cache)
+        return self.make_heads(z_BNS, conv_BNS, info)
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         uv_B1F, z_B1S = self.split_uv(uvz_B1F)

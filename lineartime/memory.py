@@ -109,7 +109,9 @@ class ReadNorm(nn.Module):
 
 def head_options(config: ModelConfig, key_conv: KeyConv | None, linear_gate: WriteGate | None) -> HeadOptions:
     """How a layer's heads are made. Without chunks the only key, head 1, is made from the convolution."""
-    near = () if key_conv is None else (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
+    from_conv: tuple[int, ...] = ()
+    if key_conv is not None:
+        from_conv = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
     weight, bias = (None, None) if linear_gate is None else (linear_gate.weight, linear_gate.bias)
     taps, n_after = (None, 0) if key_conv is None else (key_conv.taps, key_conv.n_after)
-    return HeadOptions(taps, n_after, near, weight, bias, config.linear_rope, config.linear_divisor)
+    return HeadOptions(taps, n_after, from_conv, weight, bias, config.linear_rope, config.linear_divisor)

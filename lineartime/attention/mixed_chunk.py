@@ -34,8 +34,8 @@ class MixedChunk:
         assert config.chunk_size is not None
         c = config.chunk_size
         k_BTD, ids_BT = k_BTHK.flatten(2), info.segment_ids_BT
-        near_BTD = k_BTD if self.key_conv is None else self.key_conv(k_BTD, ids_BT, info.ranks)
-        heads_4BTK, gate_BT = self.make_heads(q_BTHK, k_BTHK, near_BTD, info)
+        conv_BTD = k_BTD if self.key_conv is None else self.key_conv(k_BTD, ids_BT, info.ranks)
+        heads_4BTK, gate_BT = self.make_heads(q_BTHK, k_BTHK, conv_BTD, info)
         q_quad, k_quad, q_lin, k_lin = (to_chunks(x, c) for x in heads_4BTK)
         v_BTK = fold_heads(v_BTHK.flatten(2), h)
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)
@@ -44,18 +44,18 @@ class MixedChunk:
                                     info.exchange)
         return unfold_heads(from_chunks(out_BGCK, n_tokens), h)
 
-    def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, near_BTD: Tensor,
+    def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTD: Tensor,
                    info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
         """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`, and the linear keys'
-        gates, gate_BT. near_BTD: k, or with `key_conv` its convolution, for the linear half, see `local_key_conv`."""
+        gates, gate_BT. conv_BTD: k, or with `key_conv` its convolution, for the linear half, see `local_key_conv`."""
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
-        q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], near_BTD * gamma[1] + beta[1]
+        q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], conv_BTD * gamma[1] + beta[1]
         q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
         if config.linear_rope:
             q_lin_BTHK, k_lin_BTHK = rotate_heads(q_lin_BTHK, info), rotate_heads(k_lin_BTHK, info)
         options = head_options(config, self.key_conv, self.linear_gate)
-        q_lin_BTHK, k_lin_BTHK, gate_BTH = linear_heads(q_lin_BTHK, k_lin_BTHK, near_BTD, options)
-        k_quad_BTHK = near_BTD.view_as(k_BTHK) if config.local_key_conv else k_BTHK
+        q_lin_BTHK, k_lin_BTHK, gate_BTH = linear_heads(q_lin_BTHK, k_lin_BTHK, conv_BTD, options)
+        k_quad_BTHK = conv_BTD.view_as(k_BTHK) if config.local_key_conv else k_BTHK
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_quad_BTHK, info), q_lin_BTHK, k_lin_BTHK)
         return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), divisor_gates(gate_BTH, config)
 
@@ -68,10 +68,10 @@ class MixedChunk:
                inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
         assert isinstance(cache, ChunkState)
-        h, near_BND = self.config.n_heads, k_BNHK.flatten(2)
+        h, conv_BND = self.config.n_heads, k_BNHK.flatten(2)
         if self.key_conv is not None:
-            near_BND = self.key_conv.extend(near_BND, inputs, cache)
-        heads_4BNK, gate_BN = self.make_heads(q_BNHK, k_BNHK, near_BND, info)
+            conv_BND = self.key_conv.extend(conv_BND, inputs, cache)
+        heads_4BNK, gate_BN = self.make_heads(q_BNHK, k_BNHK, conv_BND, info)
         out = extend_chunks(heads_4BNK, fold_heads(v_BNHK.flatten(2), h), inputs.for_heads(h), cache, self.config,
                             self.rel_pos_bias, gate_BN, self.linear_norm)
         return unfold_heads(out, h)

@@ -1,8 +1,18 @@
 """The attention ops, the residual addition with its norm, and the loss.
 
-`reference` has the PyTorch reference of every op but the loss.
-All but the loss also have Triton kernels with the same signatures, and FLASH's attention has `windows`, which keeps
-less for the backward pass; `impl` selects:
+| op | what | takes -> returns | kernels in |
+|---|---|---|---|
+| gated_chunk_attention | FLASH between its two projections | u, v, z `[B, T, 2 E + S]` -> `[B, T, E]` | `mixed_chunk` |
+| gated_head_attention | the same, heads given | u, v `[B, T, 2 E]`, four `[B, T, S]` -> `[B, T, E]` | `mixed_chunk` |
+| chunk_decode_step | one token of the first | `[B, 2 E + S]`, buffers -> `[B, E]` | `decode_step` |
+| head_decode_step | one token of the second | `[B, 2 E]`, `[4, B, S]`, buffers -> `[B, E]` | `decode_step` |
+| gated_quadratic_attention | FLASH-Quad between its projections | `[B, T, 2 E + S]` -> `[B, T, E]` | `quadratic` |
+| add_norm | x + delta, and the norm of the sum | two `[..., D]` -> two `[..., D]` | `norm` |
+| linear_cross_entropy | the head and the loss | `[N, D]` -> `[N]` | none, by chunks of tokens |
+
+B rows of T tokens; E is `d_inner`, S `query_key_dim`. The functions of the same names in `reference` are the
+definition, in plain PyTorch; kernels have the same signatures. FLASH's attention has `windows` too, which keeps less
+for the backward pass. `impl` selects:
 
 | impl | what runs |
 |---|---|
@@ -22,8 +32,8 @@ from lineartime.ops import reference, windows
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
-    QUERY_KEY_DIM,
     unsupported_attention,
+    unsupported_chunks,
     unsupported_heads,
     unsupported_norm,
     unsupported_step,
@@ -68,21 +78,12 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, impl "triton" on inputs that the kernels
     do not support, and a state that is carried over other than whole chunks of causal rows."""
     check_carried(exchange, uvz_BTF.shape[1], chunk_size, causal)
-    in_kernels = chunks_in_kernels(impl, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
-    module: ModuleType = mixed_chunk if in_kernels else reference
+    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_chunks, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
+    module: ModuleType = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
     if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
         module = windows
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
-
-
-def chunks_in_kernels(impl: str | None, uvz_BTF: Tensor, s: int, chunk_size: int, pooling: str) -> bool:
-    """Whether kernels run FLASH's attention with heads `s` wide."""
-    if s < QUERY_KEY_DIM:  # such heads are made outside of kernels
-        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_heads, uvz_BTF[..., :-s], s, chunk_size, pooling)
-    else:
-        in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, s, chunk_size)
-    return in_kernels and uvz_BTF.numel() > 0
 
 
 def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
@@ -100,8 +101,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
     check_carried(exchange, uv_BTF.shape[1], chunk_size, causal)
     in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
-    in_kernels = in_kernels and uv_BTF.numel() > 0
-    module: ModuleType = mixed_chunk if in_kernels else reference
+    module: ModuleType = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
     if use_windows(impl, causal, exchange is not None, uv_BTF, *heads, w):
         module = windows
     return module.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,

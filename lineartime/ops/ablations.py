@@ -51,14 +51,14 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
     not causal of the next; w is then `[4 C - 1]`. cls_softmax: the kernel of a row's first query is softmax. w: the
     position bias, or None."""
     n_queries, width, key_segment_ids_BGM, n_before = *q_BGCS.shape[-2:], None, 0
-    if overlap:
+    if overlap:  # keys of the neighbouring chunks beside those of the own
         segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
         k_BGCS, v_BGCE = with_neighbours(k_BGCS, causal), with_neighbours(v_BGCE, causal)
         key_segment_ids_BGM, n_before = with_neighbours(segment_ids_BGC, causal, fill=-1), n_queries
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC, key_segment_ids_BGM, n_before)
     score_BGCM = scores(q_BGCS, k_BGCS, score_scale(kernel, width, scale_len), w)
     a_BGCM = attention_weights(score_BGCM, visible, kernel)
-    if cls_softmax:
+    if cls_softmax:  # replace the weights of the first query of the first chunk
         score_B11M = scores(q_BGCS[:, :1, :1], k_BGCS[:, :1], score_scale("softmax", width, scale_len), None)
         if w is not None:
             score_B11M = score_B11M + toeplitz(w, n_queries, k_BGCS.shape[-2])[:1]
@@ -84,6 +84,7 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
     "written" divides by. read_norm: applied to the linear half, or None. exchange: see `reference.linear_attention`."""
     if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
         segment_ids_BGC = one_document(v_BGCE)
+    # The quadratic half. The paper's mask keeps out padding alone: documents of a chunk see each other.
     out_BGCE = None
     if parts != "global":
         within = segment_ids_BGC
@@ -95,6 +96,7 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
     if parts == "local":
         assert out_BGCE is not None
         return out_BGCE
+    # The linear half: by learned weights, with the exact mask, or as the listing has it.
     if a_BGG is not None:
         assert segment_ids_BGC is not None
         lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
@@ -152,6 +154,7 @@ def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, ca
     """The linear half of Code 8 as printed, with its chunk-range mask: `[B, G, C, E]`.
 
     The listing has no padding. Here padding counts in the length of a chunk and contributes nothing to sums."""
+    # Padding takes the document before it, so that the ranges of documents of chunks stay in order.
     valid_BGC = segment_ids_BGC >= 0
     in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
     kv_BGSE = (at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))

@@ -72,6 +72,13 @@ def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | 
     return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, chunk_size)
 
 
+def unsupported_chunks(uvz: Tensor, s: int, chunk_size: int, pooling: str) -> str | None:
+    """`unsupported_attention` of FLASH's, whose heads may be narrower: those PyTorch makes."""
+    if s < QUERY_KEY_DIM:
+        return unsupported_heads(uvz[..., :-s], s, chunk_size, pooling)
+    return unsupported_attention(uvz, s, chunk_size)
+
+
 def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str) -> str | None:
     """`unsupported_attention` of uv `[B, T, 2 E]` and heads that are made outside of kernels, `s` wide."""
     if reason := unsupported_device(uv.device, uv.dtype):

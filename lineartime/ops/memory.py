@@ -19,7 +19,7 @@ class HeadOptions(NamedTuple):
     """Weights of the convolution of z over K tokens that keys are made from (`key_conv`), the last token's last."""
     n_after: int = 0
     """How many of the K tokens come after a token."""
-    near: tuple[int, ...] = ()
+    from_conv: tuple[int, ...] = ()
     """The heads that are made from the convolution: 3, the linear half's key,
     and with `local_key_conv` 1; without chunks 1."""
     gate_S: Tensor | None = None
@@ -58,37 +58,37 @@ def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, visible_KBT: Sequence[Tensor]
     return out_BTS.to(row_BLS.dtype)
 
 
-def write_gate(near_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
+def write_gate(conv_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
     """sigmoid(w z + b) of each token and attention head: gate_BTH, in float32 at least. Heads are columns of S."""
-    product_BTS = at_least_float32(near_BTS) * gate_S
+    product_BTS = at_least_float32(conv_BTS) * gate_S
     return torch.sigmoid(product_BTS.unflatten(-1, (len(gate_bias_H), -1)).sum(-1) + gate_bias_H)
 
 
-def linear_heads(q_BTHS: Tensor, k_BTHS: Tensor, near_BTS: Tensor,
+def linear_heads(q_BTHS: Tensor, k_BTHS: Tensor, conv_BTS: Tensor,
                  options: HeadOptions) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k of the linear half with the divisor and the gates, and the gates, gate_BTH. near_BTS: what the keys were
+    """q and k of the linear half with the divisor and the gates, and the gates, gate_BTH. conv_BTS: what the keys were
     made from."""
     if options.divisor is not None:
         q_BTHS = q_BTHS / options.divisor
     if options.gate_S is None:
         return q_BTHS, k_BTHS, None
     assert options.gate_bias_H is not None
-    gate_BTH = write_gate(near_BTS, options.gate_S, options.gate_bias_H)
+    gate_BTH = write_gate(conv_BTS, options.gate_S, options.gate_bias_H)
     return q_BTHS, (k_BTHS * gate_BTH[..., None]).to(k_BTHS.dtype), gate_BTH
 
 
-def memory_heads(z_BTS: Tensor, near_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor,
+def memory_heads(z_BTS: Tensor, conv_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor,
                  options: HeadOptions, n_heads: int = 1) -> tuple[list[Tensor], Tensor | None]:
     """`reference.make_heads` with options, each `[B, T, S]` of z's dtype, and the gates of the linear keys, gate_BTH,
     or None. Heads 2 and 3 are the linear half's.
 
-    z_BTS: after silu. near_BTS: its convolution, or z. n_heads: attention heads, which are columns of S."""
-    wide_BTS, wide_near_BTS = at_least_float32(z_BTS), at_least_float32(near_BTS)
+    z_BTS: after silu. conv_BTS: its convolution, or z. n_heads: attention heads, which are columns of S."""
+    wide_BTS, wide_conv_BTS = at_least_float32(z_BTS), at_least_float32(conv_BTS)
     sin, cos, gate_BTH, heads = sin[..., None, :], cos[..., None, :], None, []
     for n in range(len(gamma_NS)):
-        made_BTS = (wide_near_BTS if n in options.near else wide_BTS) * gamma_NS[n] + beta_NS[n]
+        made_BTS = (wide_conv_BTS if n in options.from_conv else wide_BTS) * gamma_NS[n] + beta_NS[n]
         made_BTHS = made_BTS.unflatten(-1, (n_heads, -1))
         heads.append(rope(made_BTHS, sin, cos) if options.linear_rope or n not in (2, 3) else made_BTHS)
     if len(heads) > 2:
-        heads[2], heads[3], gate_BTH = linear_heads(heads[2], heads[3], near_BTS, options)
+        heads[2], heads[3], gate_BTH = linear_heads(heads[2], heads[3], conv_BTS, options)
     return [head_BTHS.to(z_BTS.dtype).flatten(-2) for head_BTHS in heads], gate_BTH

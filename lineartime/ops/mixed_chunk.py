@@ -22,7 +22,7 @@ from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores
 
 
 @triton.jit
-def reach_out(begins, ends, here, token, n_tokens, start, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr):
+def crosses_edge(begins, ends, here, token, n_tokens, start, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr):
     """True, as a column, for the tokens of a chunk whose document crosses the chunk's far edge in direction R. These
     tokens add to the state that is passed on. Called with 1 - R: the tokens that read the state entering in R."""
     if DOCUMENTS:
@@ -36,13 +36,13 @@ def reach_out(begins, ends, here, token, n_tokens, start, C: tl.constexpr, R: tl
 
 
 @triton.jit
-def pass_through(begins, ends, here, start, C: tl.constexpr):
+def crosses_chunk(begins, ends, here, start, C: tl.constexpr):
     """True if the document that enters a chunk is also the document that leaves it."""
     return (tl.load(begins + here) < start) & (tl.load(ends + here) > start + C)
 
 
 @triton.jit
-def see(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
+def visible_range(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
         DOCUMENTS: tl.constexpr):
     """OF_QUERIES: the first and the last key of its chunk that each query sees. Otherwise the first and the last query
     that see each key. Columns of indices in the chunk."""
@@ -108,7 +108,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
             state = states + (b.to(tl.int64) * n_chunks + g) * SIZE * E
             store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
             if DOCUMENTS:
-                running = tl.where(pass_through(begins, ends, here, g * C, C), running, 0.0)
+                running = tl.where(crosses_chunk(begins, ends, here, g * C, C), running, 0.0)
         own = tl.zeros([SIZE, BE], tl.float32)
         for start in range(0, C, BC):  # add k v of the tokens whose document leaves the chunk
             token = start + tl.arange(0, BC)
@@ -116,7 +116,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
             if R == 0:
                 store_tile(x_out + here * E, token, column, n_here, E, x_tile)
             head_tile = load_tile(head + here * SIZE, token, size, n_here, SIZE)
-            counts = reach_out(begins, ends, here, token, n_here, g * C, C, 1 - R if BACKWARD else R, DOCUMENTS)
+            counts = crosses_edge(begins, ends, here, token, n_here, g * C, C, 1 - R if BACKWARD else R, DOCUMENTS)
             head_tile = tl.where(counts, head_tile, 0.0)
             own = dot(tl.trans(head_tile), x_tile.to(dtype), own)
         running += own * scale if BACKWARD else own
@@ -142,7 +142,7 @@ def scan_states(sums, begins, ends, scales, first, last, states, n_tokens, n_chu
         state = running if BACKWARD else running * tl.load(scales + b * n_chunks + g)
         tl.store(states + here + at, state.to(states.dtype.element_ty), mask=at < size)
         if DOCUMENTS:
-            running = tl.where(pass_through(begins, ends, b * n_tokens + g * C, g * C, C), running, 0.0)
+            running = tl.where(crosses_chunk(begins, ends, b * n_tokens + g * C, g * C, C), running, 0.0)
         running += own
     if last is not None:
         tl.store(last + b * size + at, running, mask=at < size)
@@ -187,6 +187,19 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
 
 
 @triton.jit
+def gate_factor(uvz_row, dout_row, query, column, n_here, E, F, BACKWARD: tl.constexpr):
+    """silu(u), which multiplies what attention returns; BACKWARD: what multiplies it for the gradient of u.
+
+    Backward, u and dout are loaded a second time here: keeping them would take too many registers."""
+    u = load_tile(uvz_row, query, column, n_here, F).to(tl.float32)
+    if BACKWARD:
+        by = load_tile(dout_row, query, column, n_here, E).to(tl.float32) * silu_slope(u)
+    else:
+        by = silu(u)
+    return by
+
+
+@triton.jit
 def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                    KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -201,12 +214,12 @@ def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
         if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
-            attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens,
+            attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens,
                               n_chunks, E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD)
 
 
 @triton.jit
-def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
+def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                       finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
                       BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
                       DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
@@ -217,7 +230,8 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
     per_head, size, other = n_rows * n_tokens * SIZE, tl.arange(0, SIZE), tl.arange(0, BN)
     head = heads + here * SIZE
     query = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
-    first, last = see(begins, ends, here, query, n_here, start, True, CAUSAL, DOCUMENTS)
+    first, last = visible_range(begins, ends, here, query, n_here, start, True, CAUSAL, DOCUMENTS)
+    # The weights of all tiles of keys of this round, in registers.
     each_here = each + here if not CAUSAL else each
     weights = ()
     for j in tl.static_range(ROUND * KEPT, ROUND * KEPT + N):
@@ -225,12 +239,14 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
                             each_here, per_head, C, BS, True, CAUSAL)
         weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
+    # The first rounds also read the linear half's state, a direction each.
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
         q_lin = load_tile(head + 2 * per_head, query, tl.arange(0, BS), n_here, SIZE)
-        read = reach_out(begins, ends, here, query, n_here, start, C, 1 - ROUND, DOCUMENTS)
+        read = crosses_edge(begins, ends, here, query, n_here, start, C, 1 - ROUND, DOCUMENTS)
         state = states + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
         dq = tl.zeros([BM, SIZE], tl.float32)
+    # A loop over the columns of v: state, earlier rounds, weights times v, and with the last round the gate.
     result, width = (duvz, F) if BACKWARD else (out, E)
     for at in range(0, E, BE):
         column = at + tl.arange(0, BE)
@@ -248,11 +264,7 @@ def attend_queries_to(uvz, heads, v, states, w, begins, ends, each, out, dout, d
         for j in tl.static_range(N):
             tile = (ROUND * KEPT + j) * BN
             acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
-        u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
-        if BACKWARD:  # u and dout are loaded again, since keeping them would take too many registers
-            by = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32) * silu_slope(u)
-        else:
-            by = silu(u)
+        by = gate_factor(uvz + here * F, dout + here * E if BACKWARD else dout, query, column, n_here, E, F, BACKWARD)
         store_tile(result + here * width, query, column, n_here, width, tl.where(finish, acc * by, acc))
     if BACKWARD and DIRECTED:
         dq = tl.where(read, dq, 0.0)
@@ -271,24 +283,25 @@ def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, 
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
         if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
-            differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks,
+            differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks,
                                   E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS)
 
 
 @triton.jit
-def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
+def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
                           finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                           BE: tl.constexpr, BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr,
                           CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """`differentiate_keys` with N tiles of queries; see `attend_queries_to`."""
+    """`differentiate_keys` with N tiles of queries; see `attend_n_tiles`."""
     dtype = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
     per_head, size, other = n_rows * n_tokens * SIZE, tl.arange(0, SIZE), tl.arange(0, BN)
     head = heads + here * SIZE
     key = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
-    first, last = see(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
+    first, last = visible_range(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
     AT: tl.constexpr = C // BN - ROUND * KEPT - N
+    # The weights of all tiles of queries of this round, in registers.
     each_here = each + here if not CAUSAL else each
     weights = ()
     for i in tl.static_range(AT, AT + N):
@@ -296,10 +309,11 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
                             each_here, per_head, C, BS, False, CAUSAL)
         weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
+    # The first rounds also read the linear half's state, a direction each.
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
         k_lin = load_tile(head + 3 * per_head, key, tl.arange(0, BS), n_here, SIZE)
-        adds = reach_out(begins, ends, here, key, n_here, start, C, ROUND, DOCUMENTS)
+        adds = crosses_edge(begins, ends, here, key, n_here, start, C, ROUND, DOCUMENTS)
         state = dstates + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
         dk = tl.zeros([BM, SIZE], tl.float32)
     for at in range(0, E, BE):
@@ -324,7 +338,7 @@ def differentiate_keys_of(uvz, heads, v, do, dstates, w, begins, ends, each, duv
         store_tile(dk_lin + here * SIZE, key, size, n_here, SIZE, dk)
 
 
-class Documents(NamedTuple):
+class DocumentTables(NamedTuple):
     """The documents of rows, as the kernels read them."""
 
     ids_BT: Tensor | None
@@ -341,13 +355,13 @@ class Documents(NamedTuple):
 
 def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
                       pooling: str, device: torch.device, outside_RB: Tensor | None = None,
-                      goes_on: bool = False) -> Documents:
-    """The `Documents` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`.
+                      goes_on: bool = False) -> DocumentTables:
+    """The `DocumentTables` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`.
 
     outside_RB: of parts of rows, the number of tokens that document 0 has before the part, and when not causal that of
     the last token has after it. None: 0. goes_on: whether the last token's document goes on behind a causal row, by a
     number of tokens that does not matter."""
-    chunk_G = torch.arange(0, n_tokens, chunk_size, device=device)
+    chunk_G = torch.arange(0, n_tokens, chunk_size, device=device)  # the first token of each chunk
     last_G = (chunk_G + chunk_size - 1).clamp(max=n_tokens - 1)
 
     def share(count: Tensor) -> Tensor:
@@ -359,25 +373,28 @@ def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int,
         begin_BG = begin_BG if outside_RB is None else begin_BG - outside_RB[0].int()[:, None]
         count_BT = chunk_G.new_full((n_rows, n_tokens), n_tokens)
     else:
+        # A document begins where the id differs from that before, and ends where it differs from the next.
         ids_BT, token_T = segment_ids_BT.int(), torch.arange(n_tokens, dtype=torch.int32, device=device)
         changes_BT = ids_BT[:, 1:] != ids_BT[:, :-1]
         begins_BT = torch.where(F.pad(changes_BT, [1, 0], value=True), token_T, 0).cummax(1).values
         ends_BT = torch.where(F.pad(changes_BT, [0, 1], value=True), token_T + 1, n_tokens)
         ends_BT = ends_BT.flip(1).cummin(1).values.flip(1)
-        if outside_RB is not None:
+        if outside_RB is not None:  # documents that cross the ends of the rows reach as far as they have tokens
             begins_BT = begins_BT - torch.where(ids_BT == 0, outside_RB[0].int()[:, None], 0)
             if not causal:
                 ends_BT = ends_BT + torch.where(ids_BT == ids_BT[:, -1:], outside_RB[1].int()[:, None], 0)
         if goes_on:
             ends_BT = ends_BT + (ids_BT == ids_BT[:, -1:]).int()
+        # Padding begins and ends at itself: a document without tokens.
         begins_BT, ends_BT = (torch.where(ids_BT >= 0, x, token_T).contiguous() for x in (begins_BT, ends_BT))
         begin_BG, end_BG, count_BT = begins_BT[:, ::chunk_size], ends_BT[:, last_G], ends_BT - begins_BT
     if causal:
-        return Documents(ids_BT, begins_BT, ends_BT, share(chunk_G - begin_BG)[None], None)
+        return DocumentTables(ids_BT, begins_BT, ends_BT, share(chunk_G - begin_BG)[None], None)
+    # Not causal: the tokens of a document share one divisor, in whichever direction they are read.
     each_BT = share(count_BT.clamp(min=1))
     before_BG = torch.where(begin_BG < chunk_G, each_BT[:, ::chunk_size], 0.0)
     after_BG = torch.where(end_BG > last_G + 1, each_BT[:, last_G], 0.0)
-    return Documents(ids_BT, begins_BT, ends_BT, torch.stack([before_BG, after_BG]), each_BT)
+    return DocumentTables(ids_BT, begins_BT, ends_BT, torch.stack([before_BG, after_BG]), each_BT)
 
 
 class Tiles(NamedTuple):
@@ -425,7 +442,7 @@ def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "querie
     return Tiles(64, 128, 16 if of == "queries" else 32, 4, 3, 2)
 
 
-def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: Documents, chunk_size: int,
+def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: DocumentTables, chunk_size: int,
                 backward: bool, first_RBSE: Tensor | None = None,
                 last_RBSE: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """v = silu(x) and the state that enters each chunk, or backward do = x silu(u) and the gradient of the sum that
@@ -457,8 +474,9 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     return x_out_BTE, states_RBGSE
 
 
-def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: Documents, out: Tensor | None,
-            dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int, causal: bool) -> None:
+def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: DocumentTables,
+            out: Tensor | None, dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int,
+            causal: bool) -> None:
     """Run `attend_queries`: forward into `out`, or with `dout` backward into `duvz` and `dq_lin`."""
     tiles = attention_tiles(uvz.dtype, causal, "out" if dout is None else "queries", tile_class(uvz.device))
     n_chunks = states.shape[2]
@@ -471,7 +489,7 @@ def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, do
             num_stages=tiles.n_stages)
 
 
-def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: Documents,
+def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: DocumentTables,
          duvz: Tensor, dk_lin: Tensor, chunk_size: int, causal: bool) -> None:
     """Run `differentiate_keys` into `duvz` and `dk_lin`."""
     tiles, n_chunks = attention_tiles(uvz.dtype, causal, "keys", tile_class(uvz.device)), dstates.shape[2]
@@ -510,12 +528,12 @@ def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor 
 
     Returns the output; the sums that leave the rows, left_RBSE, without `carries` no entry; and what is `Kept`, without
     heads where they were given. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends,
-    scales, each: see `Documents`."""
+    scales, each: see `DocumentTables`."""
     made = uvz.new_empty(0)
     if heads is None:
         assert gamma is not None and beta is not None and sin is not None and cos is not None
         made = heads = make_heads(uvz, gamma, beta, sin, cos)
-    e, documents = width_of_v(uvz, gamma), Documents(ids, begins, ends, scales, each)
+    e, documents = width_of_v(uvz, gamma), DocumentTables(ids, begins, ends, scales, each)
     left = torch.empty_like(past) if carries and past is not None else None
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
                             last_RBSE=left)
@@ -550,7 +568,7 @@ def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, state
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, of gamma and beta, or of heads where they were given, of w and of past. What has no
     gradient has no entry. heads, v, states: see `Kept`. dleft: the gradient of the sums that leave the rows."""
-    documents, dpast = Documents(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
+    documents, dpast = DocumentTables(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), scales.new_empty(0)
     queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)

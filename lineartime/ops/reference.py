@@ -170,6 +170,7 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
     n_places, n_chunks = entering_BP.shape[1], last_BG.shape[1]
     if torch.compiler.is_exporting() or n_places <= SCAN_BLOCK:
         return add_up_earlier(kv_BGSE, last_BG, entering_BP)
+    # Cut the places into blocks. Documents of padding chunks and places are numbers that equal none.
     n_blocks = -(-n_places // SCAN_BLOCK)
     in_blocks = (n_blocks, SCAN_BLOCK)
     missing = n_blocks * SCAN_BLOCK - n_chunks
@@ -177,8 +178,10 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
         kv_BGSE, last_BG = F.pad(kv_BGSE, [0, 0, 0, 0, 0, missing]), F.pad(last_BG, [0, missing], value=-2)
     entering_BP = F.pad(entering_BP, [0, n_blocks * SCAN_BLOCK - n_places], value=-3)
     kv, last, entering = (x.unflatten(1, in_blocks).flatten(0, 1) for x in (kv_BGSE, last_BG, entering_BP))
+    # The sum over the chunks of the same block, and each block's own sum over the chunks of its last document.
     within = add_up_earlier(kv, last, entering).unflatten(0, (-1, n_blocks))
     of_block = add_up((last == last[:, -1:])[:, None], kv).unflatten(0, (-1, n_blocks))[:, :, 0]
+    # What enters a block is the same sum over blocks. It counts where the block's first document still goes on.
     first_BN = entering_BP[:, ::SCAN_BLOCK]
     entered = sum_states(of_block, last[:, -1].unflatten(0, (-1, n_blocks)), first_BN)
     still = entering_BP.unflatten(1, in_blocks) == first_BN[..., None]
@@ -203,10 +206,11 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
 
 
 States = tuple[Tensor, Tensor, Tensor]
-"""Of a document at each place of a row: the sum of k v over its tokens before, their number, and the document."""
+"""At each chunk boundary of a row: the sum of k v over the tokens before it of the document there, their number (or the
+sum of their gates), and the document: kv_BPSE, count_BP, document_BP."""
 Past = tuple[Tensor, Tensor]
 """What the linear half keeps of the tokens before a row's first: kv_BSE, the sum of k v over those of document 0, and
-count_B, their number, or with pooling "written" the sum of their gates; float32 at least."""
+count_B, their number, or with pooling "written" the sum of their gates; both in float32 at least."""
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """Where the rows here are a part of rows: (leaving_DBF, passes_B) -> entering_DBF, the states that enter the part.
 It is `distributed.context.exchange_states` where other ranks have the other parts, and a `CarriedState` where one
@@ -256,8 +260,8 @@ def with_past(states: States, past: Past) -> States:
     return kv_BPSE, count_BP + torch.where(still_BP, count_B[:, None], 0.0), document_BP
 
 
-def turned_ids(segment_ids_BGC: Tensor) -> Tensor:
-    """The documents of reversed rows, ids reversed too, so that they still rise: the last document is 0."""
+def reversed_ids(segment_ids_BGC: Tensor) -> Tensor:
+    """The documents of rows read from their end: the last document is 0, so that ids still rise along the row."""
     last_B11 = F.pad(segment_ids_BGC.flatten(1), [1, 0]).amax(1)[:, None, None]
     return torch.where(segment_ids_BGC >= 0, last_B11 - segment_ids_BGC, -1).flip(1, 2)
 
@@ -268,14 +272,16 @@ def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate
 
     exchange: if the rows are parts of rows, see `Exchange`. A part hands on the state after its last chunk; to the
     parts before it, that of its document 0."""
+    # The states of each direction as if nothing were outside of the rows.
     leaving = exchange is not None
     states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=leaving)]
     if not causal:
-        turned_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
-        states.append(entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), turned_ids(segment_ids_BGC),
-                                      turned_gate_BGC, leaving=leaving))
+        reversed_gate_BGC = None if gate_BGC is None else gate_BGC.flip(1, 2)
+        states.append(entering_states(k_BGCS.flip(1, 2), v_BGCE.flip(1, 2), reversed_ids(segment_ids_BGC),
+                                      reversed_gate_BGC, leaving=leaving))
     if exchange is None:
         return states
+    # Exchange the states behind the last chunk with what enters, and add that to every state of its document.
     handed = [torch.cat([kv_BPSE[:, -1].flatten(1), count_BP[:, -1:]], dim=1) for kv_BPSE, count_BP, _ in states]
     handed[1:] = [torch.where(segment_ids_BGC[:, 0, :1] == 0, state_BF, 0.0) for state_BF in handed[1:]]
     entering_DBF = exchange(torch.stack(handed), states[0][2][:, -1] == 0)
@@ -309,6 +315,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         weight_G = 1 / count_G.clamp(min=1) if pooling == "mean" else torch.ones_like(count_G)
         return read_states(q_BGCS, sum_states(kv_BGSE, zeros_BG, zeros_BG), weight_G[None, :, None])
 
+    # A query reads the state that enters its chunk where that is of its own document.
     segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
     states = states_of_rows(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     (seen_BGC, *seen_after), count_BGC = tokens_read(states, segment_ids_BGC, gate_BGC)
@@ -316,6 +323,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling in ("mean", "written") else seen_BGC
         return read_states(q_BGCS, states[0][0], weight_BGC)
 
+    # Not causal: the chunks before, the own chunk with its mask, and the chunks after.
     (seen_after_BGC,), kv_after_BGSE, same_BGCM = seen_after, states[1][0].flip(1), same_document(segment_ids_BGC)
     each_BGC = 1 / count_BGC.clamp(min=1) if pooling in ("mean", "written") else torch.ones_like(count_BGC)
     wide_BGCS = float16_as_float32(q_BGCS)
@@ -329,13 +337,15 @@ def tokens_read(states: list[States], segment_ids_BGC: Tensor,
                 gate_BGC: Tensor | None) -> tuple[list[Tensor], Tensor]:
     """Which tokens read the state before their chunk and, when not causal, that after it: seen_BGC of each; and the
     number of tokens that each reads, or the sum of their gates, count_BGC."""
+    # Before: tokens of the document that crosses the near edge of their chunk.
     _, count_BG, entering_BG = states[0]
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
     count_BGC = seen_BGC * count_BG[..., None]
     if len(states) == 1:
         return [seen_BGC], count_BGC
+    # After: the same of the rows read from their end. The own chunk counts too.
     _, count_after_BG, entering_after_BG = (x.flip(1) for x in states[1])
-    seen_after_BGC = (turned_ids(segment_ids_BGC).flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
+    seen_after_BGC = (reversed_ids(segment_ids_BGC).flip(1, 2) == entering_after_BG[..., None]) & (segment_ids_BGC >= 0)
     same_BGCM = same_document(segment_ids_BGC)
     own_BGC = (same_BGCM if gate_BGC is None else same_BGCM * gate_BGC[..., None, :]).sum(-1)
     return [seen_BGC, seen_after_BGC], count_BGC + seen_after_BGC * count_after_BG[..., None] + own_BGC
@@ -438,6 +448,7 @@ def gates_read(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, 
     gate_BGC = to_chunks(gate_BT, chunk_size)
     ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
     assert ids_BGC is not None
+    # Values of width 0: only the sums of gates are wanted here.
     none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
     states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1])
@@ -479,8 +490,10 @@ def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BC
     c, (u_BE, v_BE) = k_quad_BCS.shape[1], F.silu(uv_BF).chunk(2, dim=-1)
     q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4BS[:, :, None]
     rows, slot_C = torch.arange(len(uv_BF), device=uv_BF.device), torch.arange(c, device=uv_BF.device)
+    # Write the token into its slot of the open chunk.
     for buffer_BC, new_B in ((k_quad_BCS, k_quad_B1S[:, 0]), (k_lin_BCS, k_lin_B1S[:, 0]), (v_BCE, v_BE)):
         buffer_BC[rows, offset_B] = new_B
+    # Attend to the slots of the token's document up to its own, and read the sum over closed chunks.
     distance_BC = slot_C - offset_B[:, None]
     visible_BC = (distance_BC <= 0) & (slot_C >= first_B[:, None])
     qk_B1C = torch.bmm(float16_as_float32(q_quad_B1S), float16_as_float32(k_quad_BCS).mT)

@@ -27,7 +27,7 @@ BLOCK = 64
 there products are so fast that their number counts."""
 
 
-class Documents(NamedTuple):
+class DocumentWeights(NamedTuple):
     """What the linear half needs to know of the documents of rows in chunks, as numbers of float32 at least."""
 
     ids_BGC: Tensor | None
@@ -40,32 +40,33 @@ class Documents(NamedTuple):
     goes_on_BG: Tensor | None
     """1 where that document is the one of the state that enters the chunk."""
 
-    def part(self, rows: slice, window: slice) -> "Documents":
+    def part(self, rows: slice, window: slice) -> "DocumentWeights":
         """Those of some rows and chunks."""
         parts = [None if x is None else x[rows, window] for x in self]
-        return Documents._make(parts)
+        return DocumentWeights._make(parts)
 
 
-def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str) -> Documents:
+def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str) -> DocumentWeights:
     """The documents of the rows of a tensor `[B, T, ...]`; numbers are of its dtype, or of float32."""
     like = at_least_float32(x_BT[:0])
     ids_BGC = reference.chunk_ids(segment_ids_BT, x_BT, chunk_size, causal=True)
-    if ids_BGC is None:
+    if ids_BGC is None:  # a query reads all tokens of the chunks before its own
         count_G = torch.arange(0, x_BT.shape[1], chunk_size, device=like.device).to(like.dtype)
         weight_G = 1 / count_G.clamp(min=1) if pooling == "mean" else torch.ones_like(count_G)
-        return Documents(None, weight_G[:, None].expand(len(x_BT), -1, 1), None, None)
+        return DocumentWeights(None, weight_G[:, None].expand(len(x_BT), -1, 1), None, None)
+    # Values of width 0: only the numbers of tokens are wanted here, not the sums of k v.
     none_BGC0 = like.new_zeros(*ids_BGC.shape, 0)
     states = reference.states_of_rows(none_BGC0, none_BGC0, ids_BGC, causal=True)
     (seen_BGC,), count_BGC = reference.tokens_read(states, ids_BGC, None)
     last_BG, tail_BGC = reference.last_documents(ids_BGC)
     weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
-    return Documents(ids_BGC, *(x.to(like.dtype) for x in (weight_BGC, tail_BGC, states[0][2] == last_BG)))
+    return DocumentWeights(ids_BGC, *(x.to(like.dtype) for x in (weight_BGC, tail_BGC, states[0][2] == last_BG)))
 
 
 def windows_of(n_rows: int, n_chunks: int, chunk_size: int) -> list[tuple[slice, slice]]:
     """The rows and chunks of each window, in the order in which states go through them."""
     n = max(WINDOW_TOKENS // chunk_size, 1)
-    if n_chunks <= n:
+    if n_chunks <= n:  # short rows: several whole ones
         return [(slice(first, first + n // n_chunks), slice(0, n_chunks))
                 for first in range(0, n_rows, n // n_chunks)]
     return [(slice(row, row + 1), slice(first, min(first + n, n_chunks)))
@@ -78,7 +79,7 @@ def causal_bias(w: Tensor, chunk_size: int) -> Tensor:
     return at_least_float32(reference.toeplitz(w, chunk_size)).masked_fill(hidden_CC, -torch.inf)
 
 
-class Window(NamedTuple):
+class WindowInputs(NamedTuple):
     """What attention in the N chunks of a window takes, all of one dtype."""
 
     q_quad_NCS: Tensor
@@ -90,7 +91,7 @@ class Window(NamedTuple):
     """0 where the token's k v do not leave the chunk."""
     v_NCE: Tensor
     ids_NC: Tensor | None
-    """Documents; None where a row is one."""
+    """DocumentWeights; None where a row is one."""
     bias_CC: Tensor
 
     @property
@@ -118,48 +119,50 @@ def weighted(x_NCS: Tensor, weight_BGC: Tensor | None) -> Tensor:
     return torch.mul(x_NCS, weight_BGC.flatten(0, 1)[..., None], out=torch.empty_like(x_NCS))
 
 
-def make_window(heads: Iterable[Tensor], v_BTE: Tensor, documents: Documents, bias_CC: Tensor) -> Window:
+def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeights, bias_CC: Tensor) -> WindowInputs:
     """The window of some tokens, of whose documents alone `documents` tells."""
     q_quad, k_quad, q_lin, k_lin = (chunks(head_BTS, len(bias_CC)) for head_BTS in heads)
     ids_BGC, weight_BGC, tail_BGC, _ = documents
-    return Window(q_quad / len(bias_CC), k_quad, weighted(q_lin, weight_BGC), weighted(k_lin, tail_BGC),
+    return WindowInputs(q_quad / len(bias_CC), k_quad, weighted(q_lin, weight_BGC), weighted(k_lin, tail_BGC),
                   chunks(v_BTE, len(bias_CC)), None if ids_BGC is None else ids_BGC.flatten(0, 1), bias_CC)
 
 
-def relu_scores(at: Window, rows: slice, keys: slice) -> Tensor:
+def relu_scores(inputs: WindowInputs, rows: slice, keys: slice) -> Tensor:
     """relu(q k^T / n + b) of a block, in float32 at least: 0 for keys of other documents and keys after the query."""
-    score_NRM = torch.bmm(at.q_quad_NCS[:, rows], at.k_quad_NCS[:, keys].mT) + at.bias_CC[rows, keys]
-    if at.ids_NC is not None:
-        score_NRM.masked_fill_(~reference.same_document(at.ids_NC[:, rows], at.ids_NC[:, keys]), 0.0)
+    score_NRM = torch.bmm(inputs.q_quad_NCS[:, rows], inputs.k_quad_NCS[:, keys].mT) + inputs.bias_CC[rows, keys]
+    if inputs.ids_NC is not None:
+        score_NRM.masked_fill_(~reference.same_document(inputs.ids_NC[:, rows], inputs.ids_NC[:, keys]), 0.0)
     return score_NRM.relu_()
 
 
-def attend(at: Window, kv_NSE: Tensor) -> Tensor:
+def attend(inputs: WindowInputs, kv_NSE: Tensor) -> Tensor:
     """Both halves of a window: `[N, C, E]`. kv_NSE: the states that enter its chunks."""
-    out_NCE = torch.bmm(at.q_lin_NCS, kv_NSE)
-    for rows, keys in at.blocks:
-        a_NRM = relu_scores(at, rows, keys).square_().to(out_NCE.dtype)
-        out_NCE[:, rows].baddbmm_(a_NRM, at.v_NCE[:, keys])
+    out_NCE = torch.bmm(inputs.q_lin_NCS, kv_NSE)
+    for rows, keys in inputs.blocks:
+        a_NRM = relu_scores(inputs, rows, keys).square_().to(out_NCE.dtype)
+        out_NCE[:, rows].baddbmm_(a_NRM, inputs.v_NCE[:, keys])
     return out_NCE
 
 
-def differentiate(dout_NCE: Tensor, at: Window, kv_NSE: Tensor, dkv_NSE: Tensor,
+def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NSE: Tensor, dkv_NSE: Tensor,
                   dbias_CC: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The gradients of the heads of a `Window`, each `[N, C, S]`, and of v; to dbias_CC its part is added.
+    """The gradients of the heads of a `WindowInputs`, each `[N, C, S]`, and of v; to dbias_CC its part is added.
 
     kv_NSE: the states that enter the chunks. dkv_NSE: the gradients of those that leave them."""
-    dq_lin_NCS, dk_lin_NCS = torch.bmm(dout_NCE, kv_NSE.mT), torch.bmm(at.v_NCE, dkv_NSE.mT)
-    dv_NCE = torch.bmm(at.k_lin_NCS, dkv_NSE)
+    # The linear half: out = q_lin kv, and kv of later chunks has k_lin v.
+    dq_lin_NCS, dk_lin_NCS = torch.bmm(dout_NCE, kv_NSE.mT), torch.bmm(inputs.v_NCE, dkv_NSE.mT)
+    dv_NCE = torch.bmm(inputs.k_lin_NCS, dkv_NSE)
     dq_NCS, dk_NCS = torch.empty_like(dq_lin_NCS), torch.zeros_like(dk_lin_NCS)
-    for rows, keys in at.blocks:
-        relu_NRM = relu_scores(at, rows, keys)
-        dout_NRE, v_NME = dout_NCE[:, rows], at.v_NCE[:, keys]
+    for rows, keys in inputs.blocks:
+        # The weight is relu^2, so the gradient of a score is 2 relu times that of the weight.
+        relu_NRM = relu_scores(inputs, rows, keys)
+        dout_NRE, v_NME = dout_NCE[:, rows], inputs.v_NCE[:, keys]
         dv_NCE[:, keys].baddbmm_(relu_NRM.square().to(v_NME.dtype).mT, dout_NRE)
         dscore_NRM = relu_NRM.mul_(torch.bmm(dout_NRE, v_NME.mT)).mul_(2)
         dbias_CC[rows, keys] += dscore_NRM.sum(0)
         dscore_NRM = dscore_NRM.to(v_NME.dtype)
-        dq_NCS[:, rows] = torch.bmm(dscore_NRM, at.k_quad_NCS[:, keys])
-        dk_NCS[:, keys].baddbmm_(dscore_NRM.mT, at.q_quad_NCS[:, rows])
+        dq_NCS[:, rows] = torch.bmm(dscore_NRM, inputs.k_quad_NCS[:, keys])
+        dk_NCS[:, keys].baddbmm_(dscore_NRM.mT, inputs.q_quad_NCS[:, rows])
     return (dq_NCS, dk_NCS, dq_lin_NCS, dk_lin_NCS), dv_NCE
 
 
@@ -177,13 +180,13 @@ def walk_states(added_NSE: Tensor, state_BSE: Tensor, goes_on_BG: Tensor | None,
 
 
 HeadsOf = Callable[[slice, slice], Iterable[Tensor]]
-"""(rows, tokens) -> heads of these tokens, each `[B, T, S]` of uv's dtype: q and k of the quadratic half, then of the
-linear half."""
+"""(rows, span of tokens) -> heads of these tokens, each `[B, T, S]` of uv's dtype: q and k of the quadratic half, then
+of the linear half."""
 TakeGradient = Callable[[slice, slice, list[Tensor]], None]
-"""(rows, tokens, gradients of these heads, each `[B, T, S]`) -> None."""
+"""(rows, span of tokens, gradients of their heads, each `[B, T, S]`) -> None."""
 
 
-def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: Documents,
+def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights,
                 chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.gated_head_attention` of causal rows. For the backward pass also what attention says before the gate,
     attended_BTE, and the states that enter the chunks, kv_BGSE. s: the width of heads."""
@@ -192,39 +195,42 @@ def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents:
     out_BTE, attended_BTE = (uv_BTF.new_empty(n_rows, n_tokens, e) for _ in range(2))
     kv_BGSE = uv_BTF.new_empty(n_rows, n_chunks, s, e)
     for rows, window in windows_of(n_rows, n_chunks, chunk_size):
-        at, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
-        u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, at].chunk(2, dim=-1))
-        if window.start == 0:
+        span, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
+        u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
+        if window.start == 0:  # a row begins: nothing was read before
             state_BSE = bias_CC.new_zeros(len(u_BTE), s, e)
-        heads = make_window(heads_of(rows, at), v_BTE, here, bias_CC)
-        kv_NSE = walk_states(torch.bmm(heads.k_lin_NCS.mT, heads.v_NCE), state_BSE, here.goes_on_BG)
+        inputs = make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
+        kv_NSE = walk_states(torch.bmm(inputs.k_lin_NCS.mT, inputs.v_NCE), state_BSE, here.goes_on_BG)
         kv_BGSE[rows, window] = kv_NSE.unflatten(0, (len(u_BTE), -1))
-        attended_BTE[rows, at] = tokens(attend(heads, kv_NSE), u_BTE)
-        torch.mul(u_BTE, attended_BTE[rows, at], out=out_BTE[rows, at])
+        attended_BTE[rows, span] = tokens(attend(inputs, kv_NSE), u_BTE)
+        torch.mul(u_BTE, attended_BTE[rows, span], out=out_BTE[rows, span])
     return out_BTE, attended_BTE, kv_BGSE
 
 
 def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: Tensor, attended_BTE: Tensor,
-                       kv_BGSE: Tensor, documents: Documents, chunk_size: int, duv_BTF: Tensor,
+                       kv_BGSE: Tensor, documents: DocumentWeights, chunk_size: int, duv_BTF: Tensor,
                        take_gradient: TakeGradient) -> Tensor:
     """The gradient of w. That of uv is written to duv_BTF, those of heads are given to `take_gradient`."""
     n_rows, n_chunks, s, e = kv_BGSE.shape
     bias_CC = causal_bias(w, chunk_size)
     dbias_CC = torch.zeros_like(bias_CC)
     for rows, window in reversed(windows_of(n_rows, n_chunks, chunk_size)):
-        at, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
-        u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, at].chunk(2, dim=-1))
-        if window.stop == n_chunks:
+        span, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
+        u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
+        if window.stop == n_chunks:  # a row ends, where the backward pass begins: nothing reads the state that leaves
             dstate_BSE = bias_CC.new_zeros(len(u_BTE), s, e)
-        heads = make_window(heads_of(rows, at), v_BTE, here, bias_CC)
-        dattended_NCE = chunks(dout_BTE[rows, at] * u_BTE, chunk_size)
-        dkv_NSE = walk_states(torch.bmm(heads.q_lin_NCS.mT, dattended_NCE), dstate_BSE, here.goes_on_BG, backwards=True)
+        inputs = make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
+        # The gradient of the states walks backwards: from the chunks that read a state to those that made it.
+        dattended_NCE = chunks(dout_BTE[rows, span] * u_BTE, chunk_size)
+        dkv_NSE = walk_states(torch.bmm(inputs.q_lin_NCS.mT, dattended_NCE), dstate_BSE, here.goes_on_BG,
+                              backwards=True)
         (dq_quad, dk_quad, dq_lin, dk_lin), dv_NCE = differentiate(
-            dattended_NCE, heads, kv_BGSE[rows, window].flatten(0, 1), dkv_NSE, dbias_CC)
+            dattended_NCE, inputs, kv_BGSE[rows, window].flatten(0, 1), dkv_NSE, dbias_CC)
+        # Undo what `make_inputs` did to the heads, then silu and the gate.
         dheads = dq_quad / chunk_size, dk_quad, weighted(dq_lin, here.weight_BGC), weighted(dk_lin, here.tail_BGC)
-        take_gradient(rows, at, [tokens(dhead_NCS, u_BTE) for dhead_NCS in dheads])
-        (u_raw_BTE, v_raw_BTE), (du_BTE, dv_BTE) = (x[rows, at].chunk(2, dim=-1) for x in (uv_BTF, duv_BTF))
-        silu_backward(dout_BTE[rows, at] * attended_BTE[rows, at], u_raw_BTE, grad_input=du_BTE)
+        take_gradient(rows, span, [tokens(dhead_NCS, u_BTE) for dhead_NCS in dheads])
+        (u_raw_BTE, v_raw_BTE), (du_BTE, dv_BTE) = (x[rows, span].chunk(2, dim=-1) for x in (uv_BTF, duv_BTF))
+        silu_backward(dout_BTE[rows, span] * attended_BTE[rows, span], u_raw_BTE, grad_input=du_BTE)
         silu_backward(tokens(dv_NCE, u_BTE), v_raw_BTE, grad_input=dv_BTE)
     return diagonal_sums(dbias_CC).to(w.dtype)
 
@@ -241,10 +247,10 @@ class GatedHeadAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(uv_BTF: Tensor, q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, w: Tensor,
-                documents: Documents, chunk_size: int,
+                documents: DocumentWeights, chunk_size: int,
                 definition: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         heads = q_quad, k_quad, q_lin, k_lin
-        return attend_rows(uv_BTF, q_quad.shape[-1], lambda rows, at: (x[rows, at] for x in heads), w, documents,
+        return attend_rows(uv_BTF, q_quad.shape[-1], lambda rows, span: (x[rows, span] for x in heads), w, documents,
                            chunk_size)
 
     setup_context = staticmethod(keep)
@@ -257,11 +263,11 @@ class GatedHeadAttention(torch.autograd.Function):
         uv_BTF, *heads, w = inputs
         duv_BTF, all_dheads = torch.empty_like(uv_BTF), [torch.empty_like(x) for x in heads]
 
-        def take_gradient(rows: slice, at: slice, dheads: list[Tensor]) -> None:
+        def take_gradient(rows: slice, span: slice, dheads: list[Tensor]) -> None:
             for whole, part in zip(all_dheads, dheads, strict=True):
-                whole[rows, at] = part
+                whole[rows, span] = part
 
-        dw = differentiate_rows(dout_BTE, uv_BTF, lambda rows, at: (x[rows, at] for x in heads), w, attended_BTE,
+        dw = differentiate_rows(dout_BTE, uv_BTF, lambda rows, span: (x[rows, span] for x in heads), w, attended_BTE,
                                 kv_BGSE, ctx.documents, ctx.chunk_size, duv_BTF, take_gradient)
         return duv_BTF, *all_dheads, dw, None, None, None
 
@@ -280,7 +286,7 @@ class GatedChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                documents: Documents, chunk_size: int,
+                documents: DocumentWeights, chunk_size: int,
                 definition: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         s = gamma_4S.shape[-1]
         return attend_rows(uvz_BTF[..., :-s], s, partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
@@ -297,15 +303,16 @@ class GatedChunkAttention(torch.autograd.Function):
         s, duvz_BTF = gamma_4S.shape[-1], torch.empty_like(uvz_BTF)
         dgamma_4S, dbeta_4S = torch.zeros_like(gamma_4S), torch.zeros_like(beta_4S)
 
-        def take_gradient(rows: slice, at: slice, dheads: list[Tensor]) -> None:
-            z_raw_BTS = uvz_BTF[rows, at, -s:]
-            sin_BTR, cos_BTR = part_of(sin, rows, at), part_of(cos, rows, at)
+        def take_gradient(rows: slice, span: slice, dheads: list[Tensor]) -> None:
+            # Back through RoPE, then scale and offset, then silu.
+            z_raw_BTS = uvz_BTF[rows, span, -s:]
+            sin_BTR, cos_BTR = part_of(sin, rows, span), part_of(cos, rows, span)
             dheads_4BTS = torch.stack([at_least_float32(dhead_BTS) for dhead_BTS in dheads])
             dmade_4BTS = rotate(dheads_4BTS, -sin_BTR, cos_BTR)
             dbeta_4S.add_(dmade_4BTS.sum((1, 2)))
             dgamma_4S.add_((dmade_4BTS * F.silu(z_raw_BTS)).sum((1, 2)))
             dz_BTS = dmade_4BTS.mul_(gamma_4S[:, None, None]).sum(0).to(z_raw_BTS.dtype)
-            silu_backward(dz_BTS, z_raw_BTS, grad_input=duvz_BTF[rows, at, -s:])
+            silu_backward(dz_BTS, z_raw_BTS, grad_input=duvz_BTF[rows, span, -s:])
 
         dw = differentiate_rows(
             dout_BTE, uvz_BTF[..., :-s], partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
@@ -314,17 +321,17 @@ class GatedChunkAttention(torch.autograd.Function):
 
 
 def heads_from_z(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, rows: slice,
-                 at: slice) -> Tensor:
+                 span: slice) -> Tensor:
     """`reference.make_heads` of some tokens."""
-    z_BTS = F.silu(uvz_BTF[rows, at, -gamma_4S.shape[-1] :])
+    z_BTS = F.silu(uvz_BTF[rows, span, -gamma_4S.shape[-1] :])
     z, gamma, beta = (at_least_float32(x) for x in (z_BTS, gamma_4S[:, None, None], beta_4S[:, None, None]))
     made_4BTS = torch.addcmul(beta, z, gamma)
-    return rotate(made_4BTS, part_of(sin, rows, at), part_of(cos, rows, at)).to(z_BTS.dtype)
+    return rotate(made_4BTS, part_of(sin, rows, span), part_of(cos, rows, span)).to(z_BTS.dtype)
 
 
-def part_of(angle: Tensor, rows: slice, at: slice) -> Tensor:
+def part_of(angle: Tensor, rows: slice, span: slice) -> Tensor:
     """The angles `[1 or B, T, S / 2]` of some tokens."""
-    return angle[rows if len(angle) > 1 else slice(0, 1), at]
+    return angle[rows if len(angle) > 1 else slice(0, 1), span]
 
 
 def diagonal_sums(x_CC: Tensor) -> Tensor:
