@@ -117,11 +117,13 @@ class FineTuning:
         require(tokens_per_step >= context and tokens_per_step % context == 0,
                 "tokens_per_step must be a multiple of context",
                 f"tokens_per_step = {tokens_per_step}, context = {context}")
+        # The largest micro-batch of whole rows that divides a step and has no more tokens than in pretraining.
         rows = tokens_per_step // context
         most = max(TrainConfig().micro_batch_tokens // context, 1)
         micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
         if self.task == "embed":
             micro_rows = rows  # they are each other's negatives
+        # So many epochs, rounded up to whole steps and, where the best step is chosen, to a whole number of scorings.
         steps = max(-(-round(n_rows * self.epochs) // rows), 1)
         own: dict[str, Any] = {}
         if self.task == "questions":

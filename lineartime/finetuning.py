@@ -105,6 +105,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     runs = runs_of(plan, task.config, *task.read())
     settings = {**task.facts, **task.result_facts, "model": to_dict(task.config),
                 "train": {name: to_dict(run.train) for name, run in runs.items()}}
+    # One process at a time has the folder. A complete one is only compared; else its runs begin, or go on, in order.
     with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         found = result_or_none(out, read_fine_tuning, "lr-*/step-*") if ranks.is_first else None

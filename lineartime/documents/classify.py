@@ -13,6 +13,7 @@ from lineartime.config_json import PROBLEMS, Head
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, Label, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
+from lineartime.documents.results import result_row, result_schema
 from lineartime.model import DocumentClassifier
 from lineartime.settings import require
 
@@ -122,23 +123,20 @@ def label_losses(head: Head, logits_BL: Tensor, targets: Tensor, weight_L: Tenso
 
 
 def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
-    """What `lineartime classify` writes of a document: its place, the tokens read, its label and its scores."""
+    """What `lineartime classify` writes of a document: its label and its scores."""
     found = predict_label(model, mean)
     label = list(found.label) if isinstance(found.label, tuple) else found.label
-    return {"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut,
-            "label": label, **({"scores": found.scores} if found.scores else {})}
+    return result_row(example, mean, label=label, **({"scores": found.scores} if found.scores else {}))
 
 
 def labelled_schema(head: Head) -> "pyarrow.Schema":
     """The columns of these rows."""
     import pyarrow
 
-    kinds = {ONE: pyarrow.string(), SEVERAL: pyarrow.list_(pyarrow.string()), NUMBER: pyarrow.float64()}
-    columns = [("file", pyarrow.string()), ("number", pyarrow.int64()), ("tokens", pyarrow.int64()),
-               ("cut", pyarrow.bool_()), ("label", kinds[head.problem_type])]
-    scores = [] if head.problem_type == NUMBER else [
-        ("scores", pyarrow.struct([(name, pyarrow.float64()) for name in head.labels]))]
-    return pyarrow.schema(columns + scores)
+    if head.problem_type == NUMBER:
+        return result_schema(label=pyarrow.float64())
+    label = pyarrow.string() if head.problem_type == ONE else pyarrow.list_(pyarrow.string())
+    return result_schema(label=label, scores=pyarrow.struct([(name, pyarrow.float64()) for name in head.labels]))
 
 
 def label_json(label: Label) -> str:

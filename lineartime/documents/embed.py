@@ -9,7 +9,7 @@ import torch
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
-from lineartime.documents.results import VECTOR
+from lineartime.documents.results import VECTOR, result_row, result_schema
 from lineartime.model import LanguageModel
 
 if TYPE_CHECKING:
@@ -32,14 +32,12 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str | tupl
 
 
 def embedded_row(example: Example, mean: Mean) -> dict[str, Any]:
-    """What `lineartime embed` writes of a document: its place, the tokens read, and its vector in float32."""
-    return {"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut,
-            VECTOR: mean.vector_D.astype(np.float32).tolist()}
+    """What `lineartime embed` writes of a document, its vector in float32."""
+    return result_row(example, mean, **{VECTOR: mean.vector_D.astype(np.float32).tolist()})
 
 
 def embedded_schema() -> "pyarrow.Schema":
     """The columns of these rows."""
     import pyarrow
 
-    return pyarrow.schema([("file", pyarrow.string()), ("number", pyarrow.int64()), ("tokens", pyarrow.int64()),
-                           ("cut", pyarrow.bool_()), (VECTOR, pyarrow.list_(pyarrow.float32()))])
+    return result_schema(**{VECTOR: pyarrow.list_(pyarrow.float32())})

@@ -39,6 +39,7 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
                 "mean_absolute_error": float(metrics.mean_absolute_error(targets, found_N)),
                 "root_mean_squared_error": float(metrics.root_mean_squared_error(targets, found_N)),
                 "n_documents": len(targets)}
+    # A class that nobody has and that is never said would have an F1 of 0.
     true, found, _ = for_scikit(head, logits_NL, targets)
     seen_L = documents_of(head, targets) + documents_of(head, found_classes(head, logits_NL)) > 0
     f1_L = np.array([f1 for *_, f1, _ in by_class(head, logits_NL, targets)])

@@ -88,7 +88,7 @@ def token_pieces(ids: Iterable[Sequence[int]], size: int, max_tokens: int | None
     left, is_cut = max_tokens, False
     for piece in ids:
         waiting += piece
-        if left is not None and len(waiting) > left:
+        if left is not None and len(waiting) > left:  # the rest of the document is not even read
             del waiting[left:]
             is_cut = True
         while len(waiting) > size:
@@ -135,6 +135,7 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
     n = max(int(segment_ids_BT.max()) + 1, 1)
     of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
     wide_BTD = at_least_float32(x_BTD)
+    # A matrix of zeros and ones sums the tokens of each document.
     with torch.autocast(x_BTD.device.type, enabled=False):
         sums_BND = of_BNT.to(wide_BTD.dtype) @ wide_BTD
     return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
@@ -223,6 +224,7 @@ def row_sums(model: LanguageModel, waiting: list[TokenPiece], reading: Reading,
     """Read the waiting pieces, the longest first, and empty the list."""
     device = model.embed.weight.device
     means_ND = np.empty((len(waiting), model.config.d_model))
+    # Rows of a similar length together have little padding; the longest first, so that memory runs out at once or not.
     order = sorted(range(len(waiting)), key=lambda row: -len(waiting[row].ids))
     for first in range(0, len(order), reading.batch_rows):
         rows = order[first : first + reading.batch_rows]

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import pyarrow
 
     from lineartime.data.tokenizer import Tokenizer
+    from lineartime.documents.examples import Example
+    from lineartime.documents.pooling import Mean
     from lineartime.model import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,19 @@ CUT = b'"cut": true'
 """What only the row of a cut document has: in JSON text a quotation mark has a backslash in front."""
 VECTOR = "embedding"
 """The field of a row that a `.npy` holds."""
+
+
+def result_row(example: "Example", mean: "Mean", **found: Any) -> dict[str, Any]:
+    """A row: the place of a document, the tokens that were read, and what was found."""
+    return {"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut, **found}
+
+
+def result_schema(**found: "pyarrow.DataType") -> "pyarrow.Schema":
+    """The columns of these rows."""
+    import pyarrow
+
+    return pyarrow.schema({"file": pyarrow.string(), "number": pyarrow.int64(), "tokens": pyarrow.int64(),
+                           "cut": pyarrow.bool_(), **found})
 
 
 def check_out(out: Path, endings: tuple[str, ...]) -> None:
@@ -136,6 +151,7 @@ def unfinished_rows(out: Path, description: dict[str, Any],
                 file.flush()
 
             yield n_done, n_cut, add
+            # The output is whole under its name before the rows go; WHOLE says so to the next process after a kill.
             os.fsync(file.fileno())
             with replaced(out) as whole:
                 write_rows(all_rows(file, first, n_rows, path), n_rows, whole, out.suffix, schema)
@@ -166,6 +182,7 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, byt
         except OSError:  # of a full disk; a file with a few bytes of a line could not be told from somebody else's
             path.unlink(missing_ok=True)
             raise
+    # A checksum covers all rows before it: what is behind the first wrong one cannot be trusted.
     for own, row in sound_rows(file, first):
         last, n_rows, n_cut, end = own, n_rows + 1, n_cut + (CUT in row), end + N_CHECKSUM + len(row)
     file.seek(end)

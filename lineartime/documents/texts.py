@@ -84,6 +84,7 @@ def read_texts(tokenizer: Tokenizer, examples: Iterable[Example], max_tokens: in
 
     for example in examples:
         where, begun = example.where, list[str]()
+        # The two texts of a pair are one document for a label, and two for vectors.
         ids = tokens_of(noting(example.text, begun), None if in_pairs else example.second)
         if in_pairs:
             ids, second = halves(ids, where) if example.second is None else (ids, tokens_of([example.second]))

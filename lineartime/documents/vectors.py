@@ -85,6 +85,7 @@ def no_negatives(same_N2: Tensor, rows_R: Tensor, side: int = 0) -> Tensor:
 
     same_N2: of `same_texts`. side: 0 for the first texts of pairs, 1 for the second."""
     same_R2 = same_N2[rows_R]
+    # Copies of the text or of its partner, whichever side they are on of theirs; then partners of copies of the text.
     found_RN = (same_R2[:, None] == same_N2).any(-1) | (same_R2[:, None, side] == same_N2[:, 1 - side])
     return found_RN.scatter(1, rows_R[:, None], False)
 
@@ -108,6 +109,7 @@ def score_pairs(first_ND: Tensor, second_ND: Tensor, same_N2: np.ndarray) -> tup
     ranks: list[int] = []
     for side, (a_ND, b_ND) in enumerate(((first_ND, second_ND), (second_ND, first_ND))):
         for rows in torch.arange(n).split(BLOCK):
+            # Blocks of rows against all: N x N cosines at once would not fit into memory.
             cosine_RN = a_ND[rows] @ b_ND.T
             own_R1 = cosine_RN.gather(1, rows[:, None])
             cosine_RN = cosine_RN.masked_fill(no_negatives(same, rows, side), -torch.inf)

@@ -104,14 +104,14 @@ class QuestionTask:
                                       negatives=plan.negatives, seed=plan.settings.get("seed", 0),
                                       progress=self.watch("reading questions"))
         counts = self.train.counts
-        if not counts.windows_with_answer:
+        if not counts["windows_with_answer"]:
             raise DataError("no window holds an answer", ", ".join(map(str, paths)),
-                            f"of {counts.questions} questions {counts.unlabelled} have no label, "
-                            f"{counts.without_document} no document, {counts.answer_not_found} an answer "
+                            f"of {counts['questions']} questions {counts['unlabelled']} have no label, "
+                            f"{counts['without_document']} no document, {counts['answer_not_found']} an answer "
                             "that no document holds")
-        logger.info(f"questions {counts.questions:,} to train on, {counts.windows:,} windows of up to "
-                    f"{self.windows.context:,} tokens, {counts.windows_with_answer:,} with an answer; "
-                    f"{counts.answer_not_found:,} answers not found in the evidence")
+        logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
+                    f"{self.windows.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
+                    f"{counts['answer_not_found']:,} answers not found in the evidence")
         asked = [[q.id, q.text, q.accepted, [evidence.name for evidence in q.documents]] for q in self.validation]
         self.facts: dict[str, Any] = {
             "pretrained_sha256": hash_of(Path(self.loaded_from["checkpoint"]) / WEIGHTS_FILE)["sha256"],
@@ -156,7 +156,7 @@ class QuestionTask:
             with replaced(self.plan.out / PREDICTIONS_FILE) as file:
                 file.write(content)
         baseline = score(self.validation, {question.id: guess_by_overlap(question) for question in self.validation})
-        return {"word_overlap": dataclasses.asdict(baseline), "train_questions": dataclasses.asdict(self.train.counts)}
+        return {"word_overlap": dataclasses.asdict(baseline), "train_questions": self.train.counts}
 
 
 class SpanObjective:

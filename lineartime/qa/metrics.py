@@ -130,6 +130,7 @@ def words_of(text: str) -> list[Word]:
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:
     """The places of answers in a document after TriviaQA's normalisation: characters [start, stop), in order."""
     wanted = {tuple(normalize(answer, "triviaqa").split()) for answer in answers} - {()}
+    # Answers by their first word, so that each word of the document is compared with few.
     by_first: dict[str, list[tuple[str, ...]]] = {}
     for answer in sorted(wanted):
         by_first.setdefault(answer[0], []).append(answer)
@@ -167,6 +168,7 @@ def guess_by_overlap(question: Question) -> str:
     def idf(of: set[str]) -> float:
         return sum(math.log(len(sentences) / counts[word]) for word in sorted(of) if word in counts)
 
+    # The sentence that shares most with the question, and in it what is rarest.
     number = bool(ASKS_FOR_A_NUMBER.search(question.text))
     for i in sorted(range(len(sentences)), key=lambda i: (-idf(asked & words[i]), i)):
         runs = _candidates(sentences[i], asked)

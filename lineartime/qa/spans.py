@@ -55,7 +55,7 @@ class WindowConfig:
 
     def cut(self, n_question: int, n_document: int) -> list[tuple[int, int]]:
         """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty text has none."""
-        room = self.context - n_question - 3
+        room = self.context - n_question - 3  # [CLS], and [SEP] twice
         overlap = min(self.max_answer_tokens, room // 2)
         stride = max(min(self.stride or 3 * self.context // 4, room - overlap), 1)
         parts = []
@@ -143,9 +143,11 @@ def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) 
         spans = np.array(find_spans(question, passage), np.int64).reshape(-1, 2)
         for first, stop in windows.cut(len(asked), len(passage.ids)):
             ids = np.concatenate([head, passage.ids[first:stop], [separator]])
+            # An answer may be [CLS] (there is none) or lie in the document, never in the question.
             roles = np.full(len(ids), TOKEN, np.uint8)
             roles[0] |= CANDIDATE
             roles[len(head) : -1] |= CANDIDATE
+            # The targets are all answers that are whole in this window, or [CLS].
             inside = spans[(spans[:, 0] >= first) & (spans[:, 1] < stop)] - first + len(head)
             answered = len(inside) > 0
             if not answered:
@@ -155,20 +157,10 @@ def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) 
             yield Window(ids, roles, number, first, len(head), stop, answered), passage
 
 
-@dataclass
-class WindowCounts:
-    """WindowCounts of a set of training questions and its windows."""
-
-    questions: int = 0
-    unlabelled: int = 0
-    """Questions without an answer, which are left out."""
-    without_document: int = 0
-    """Questions without a document, or with empty ones only, which are left out."""
-    answer_not_found: int = 0
-    """Questions whose answer no window holds whole."""
-    windows: int = 0
-    windows_with_answer: int = 0
-    windows_left_out: int = 0
+COUNTS = ("questions", "unlabelled", "without_document", "answer_not_found", "windows", "windows_with_answer",
+          "windows_left_out")
+"""What is counted of training questions: those without an answer and those without text, which are left out; those
+whose answer no window holds whole; and the windows that are trained on, and that are not."""
 
 
 @dataclass
@@ -177,7 +169,7 @@ class TrainingWindows:
 
     ids: list[np.ndarray] = field(default_factory=list)
     roles: list[np.ndarray] = field(default_factory=list)
-    counts: WindowCounts = field(default_factory=WindowCounts)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -190,8 +182,8 @@ class TrainingWindows:
         return digest.hexdigest()
 
 
-def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *, negatives: float,
-                  seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
+def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
+                     negatives: float, seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
     """The windows to train on: every window with an answer, and the share `negatives` of the others.
 
     The choice is a function of (seed, question id, document, place). progress is called with the number of questions
@@ -200,27 +192,28 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
     rows = TrainingWindows()
     counts, small = rows.counts, np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     for question in questions:
-        counts.questions += 1
-        counts.unlabelled += not question.answers
+        counts["questions"] += 1
         if progress is not None:
-            progress(counts.questions)
+            progress(counts["questions"])
         if not question.answers:
+            counts["unlabelled"] += 1
             continue
         found, n_windows = False, 0
         for window, _ in windows_of(tokenizer, question, windows):
             n_windows += 1
             found = found or window.answered
+            # A hash in place of a generator: whether a window is taken depends on no other window.
             key = f"{seed}/{question.id}/{window.document}/{window.first}".encode()
             drawn = int.from_bytes(hashlib.sha256(key).digest()[:8], "little") / 2**64
             if window.answered or drawn < negatives:
                 rows.ids.append(window.ids.astype(small))
                 rows.roles.append(window.roles)
-                counts.windows_with_answer += window.answered
+                counts["windows_with_answer"] += window.answered
             else:
-                counts.windows_left_out += 1
-        counts.without_document += n_windows == 0
-        counts.answer_not_found += n_windows > 0 and not found
-    counts.windows = len(rows)
+                counts["windows_left_out"] += 1
+        counts["without_document"] += n_windows == 0
+        counts["answer_not_found"] += n_windows > 0 and not found
+    counts["windows"] = len(rows)
     return rows
 
 
@@ -234,7 +227,7 @@ def stack_rows(ids: Sequence[np.ndarray], roles: Sequence[np.ndarray], length: i
 
 def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
     """logits_BT2, float32 at least, -inf where no answer may begin or end. Columns of padding are cut off first."""
-    longest = int((roles_BT > 0).sum(1).max())
+    longest = int((roles_BT > 0).sum(1).max())  # padding is at the end of a row
     ids_BT, roles_BT = ids_BT[:, :longest], roles_BT[:, :longest]
     logits_BT2 = model(ids_BT, padding_mask_BT=roles_BT > 0)
     logits_BT2 = logits_BT2 if logits_BT2.dtype == torch.float64 else logits_BT2.float()
@@ -387,6 +380,8 @@ def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_token
     if n == 0 or not np.isfinite(logits_N2).any():
         return None
     width = min(max_tokens, n)
+    # table[i, k] is the score of the span of the tokens i to i + k. argmax takes the first of equal ones, so the
+    # earliest start wins, then the shortest span.
     ends = np.concatenate([logits_N2[:, 1], np.full(width - 1, -np.inf)])
     table = logits_N2[:, :1] + np.lib.stride_tricks.sliding_window_view(ends, width)
     first, more = divmod(int(table.argmax()), width)

@@ -1,8 +1,6 @@
 """Fine-tuning for vectors: the loss, its negatives, pairs and halves, stopped and resumed, what the model is then."""
 
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -17,15 +15,13 @@ from lineartime.documents import report, vectors
 from lineartime.documents.examples import text_examples
 from lineartime.documents.texts import TokenizedTexts, read_texts
 from lineartime.documents.vectors import PairObjective, contrastive_losses, score_pairs
-from lineartime.errors import DataError, Stopped, UsageError
+from lineartime.errors import DataError, UsageError
 from lineartime.finetune_config import DocumentTuning, Fields
 from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentEncoder
 from lineartime.run import read_metrics
-from lineartime.training import StopSignal
 from made_documents import CONTEXT, write_model, write_rows
 from rendered_markdown import ODD, rendered
-from tiny_runs import assert_same, what_is_left
 
 CPU = torch.device("cpu")
 
@@ -59,13 +55,6 @@ def plan(folder, out, **changes):
 def done(folder):
     finetune(plan(folder, folder / "done"), device=CPU)
     return folder / "done"
-
-
-def assert_same_outcome(out, done):
-    assert_same(out / "lr-1e-02", what_is_left(done / "lr-1e-02"), but=["run.json"])
-    assert os.readlink(out / "best") == os.readlink(done / "best")
-    for name in ("result.json", "report.md"):
-        assert (out / name).read_bytes() == (done / name).read_bytes()
 
 
 def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
@@ -168,20 +157,6 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
     assert score_pairs(*vectors, np.arange(26).reshape(13, 2))[0]["mrr"] == pytest.approx(result["test"]["mrr"])
     text = (done / "report.md").read_text()
     assert "13 test pairs" in text and "| before |" in text and "## Most wrong" in text
-
-
-@pytest.mark.parametrize("when", [7, "evaluation"])
-def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path, when):
-    stop = StopSignal()
-
-    def at(record):
-        if when == record["step"] or (when == "evaluation" and "held_out" in record):
-            stop.number = signal.SIGINT
-
-    with pytest.raises(Stopped):
-        finetune(plan(folder, tmp_path / "out"), device=CPU, stop=stop, on_step=at)
-    finetune(plan(folder, tmp_path / "out"), device=CPU)
-    assert_same_outcome(tmp_path / "out", done)
 
 
 def test_the_verbs(folder, done, tmp_path, call):

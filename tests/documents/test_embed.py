@@ -107,22 +107,13 @@ def test_a_file_that_is_half_written_goes_on(folder, vectors, tmp_path, call, mo
         call(*asked, out)
     whole = results.part_of(out).read_bytes()
     first = whole.index(b"\n") + 1
-    for end in (0, first // 2, first, first + 40, len(whole) // 2, len(whole) - 1, len(whole)):
+    for end in (0, first // 2, len(whole) // 2, len(whole)):  # test_results.py has damages of every kind
         out.unlink(missing_ok=True)
         results.part_of(out).write_bytes(whole[:end])
         code, _, err = call(*asked, out)
         n_done = max(whole[:end].count(b"\n") - 1, 0)
         assert code == 0 and (f"behind the first {n_done} document" in err) == (n_done > 0), err
         assert np.array_equal(np.load(out), vectors) and not results.part_of(out).exists()
-    lines = whole.splitlines(True)
-    for name, damaged in (("deleted", lines[:2] + lines[3:]), ("more", [*lines[:2], b"{}\n"]),
-                          ("digit", [*lines[:2], lines[2].replace(b"0.", b"7.", 1), *lines[3:]])):
-        out.unlink()
-        results.part_of(out).write_bytes(b"".join(damaged))
-        code, _, err = call(*asked, out)
-        assert code == 0 and "v.npy.part; its documents up to number 1 are kept" in err, name
-        assert "behind the first 1 document\n" in err, name
-        assert np.array_equal(np.load(out), vectors), name
     assert_refused(*call(*asked, out)[::2], 2, "the output exists already")
     results.part_of(tmp_path / "w.npy").write_bytes(whole)
     for more in (["--max-tokens", 5], ["--precision", "bfloat16"]):

@@ -168,13 +168,13 @@ def test_the_same_command_says_complete_and_another_is_refused(folder, done, cap
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"} == before
 
 
-@pytest.mark.parametrize("when", [1, 4, "evaluation", "second rate"])
+@pytest.mark.parametrize("when", ["evaluation", "second rate"])
 def test_a_stop_saves_and_the_same_command_goes_on(folder, done, tmp_path, when):
     stop, seen = StopSignal(), []
 
     def at(record):
         seen.append(record)
-        if when == record["step"] or (when == "evaluation" and "held_out" in record) or (
+        if (when == "evaluation" and "held_out" in record) or (
                 when == "second rate" and len([r for r in seen if r["step"] == 3 and "loss" in r]) == 2):
             stop.number = signal.SIGTERM
 
@@ -188,35 +188,20 @@ def test_a_stop_saves_and_the_same_command_goes_on(folder, done, tmp_path, when)
     assert_same_outcome(out, done)
 
 
-@pytest.mark.parametrize("place", ["step", "answer_questions", "predictions", "result"])
-def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_path, monkeypatch, place):
+def test_an_end_before_the_answers_are_written_loses_nothing(folder, done, tmp_path, monkeypatch):
+    """test_classify.py has the other moments of a sweep."""
     class Killed(BaseException):
         pass
 
-    def at(record):
-        if place == "step" and record["step"] == 7:
-            raise Killed
-
-    def killed(*args, **kwargs):
+    def killed(path, content, **how):
         raise Killed
 
-    write = finetune.write_json
-
-    def write_or_die(path, content, **how):
-        if path.name == f"{place}.json" and path.parent.name == ("out" if place == "result" else RATES[0]):
-            raise Killed
-        write(path, content, **how)
-
-    out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(finetune, "write_json", write_or_die)
-        patch.setattr(finetuning, "write_json", write_or_die)
-        if place == "answer_questions":
-            patch.setattr(finetune, "answer_questions", killed)
-        finetuning.finetune(plan(folder, out), on_step=at)
-    assert not (out / "result.json").exists()
-    finetuning.finetune(plan(folder, out))
-    assert_same_outcome(out, done)
+        patch.setattr(finetune, "write_json", killed)
+        finetuning.finetune(plan(folder, tmp_path / "out"))
+    assert not (tmp_path / "out" / "result.json").exists()
+    finetuning.finetune(plan(folder, tmp_path / "out"))
+    assert_same_outcome(tmp_path / "out", done)
 
 
 def test_answers_that_are_no_file_are_not_waited_for(folder, done, tmp_path):

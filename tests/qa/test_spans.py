@@ -182,11 +182,11 @@ def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
     rows = {share: training_windows(BPE, questions, windows, negatives=share, seed=0) for share in (0, 0.3, 1)}
     counts = {share: each.counts for share, each in rows.items()}
     for each in counts.values():
-        assert (each.questions, each.unlabelled, each.without_document, each.answer_not_found) == (34, 1, 1, 2)
-        assert each.windows + each.windows_left_out == counts[1].windows
-    assert counts[0].windows == counts[0].windows_with_answer == counts[1].windows_with_answer >= 30
-    without = counts[1].windows - counts[0].windows
-    assert 0.2 * without < counts[0.3].windows - counts[0].windows < 0.4 * without
+        assert list(each.values())[:4] == [34, 1, 1, 2]
+        assert each["windows"] + each["windows_left_out"] == counts[1]["windows"]
+    assert counts[0]["windows"] == counts[0]["windows_with_answer"] == counts[1]["windows_with_answer"] >= 30
+    without = counts[1]["windows"] - counts[0]["windows"]
+    assert 0.2 * without < counts[0.3]["windows"] - counts[0]["windows"] < 0.4 * without
     again = training_windows(BPE, questions, windows, negatives=0.3, seed=0)
     assert again.sha256() == rows[0.3].sha256()
     assert training_windows(BPE, questions, windows, negatives=0.3, seed=1).sha256() != again.sha256()
