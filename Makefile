@@ -20,7 +20,7 @@ help:
 
 train: .venv/installed
 	.venv/bin/lineartime prepare --sample --out out/jane-eyre/data --vocab-size 1024 --held-out 0.1
-	.venv/bin/lineartime train runs/jane_eyre.toml
+	.venv/bin/lineartime train examples/jane_eyre.toml
 
 # A file is one process's: what its tests share, such as a launch of four ranks, is made once. In their order: else the
 # files of few and long tests come last, when one process has nothing left. A process that dies ends the run: its test
@@ -38,7 +38,7 @@ types: .venv/installed
 
 # Rows are added as they come; a run that was cut off goes on.
 bench bench-all: .venv/installed
-	.venv/bin/lineartime benchmark run $@ --json $(or $(ROWS),out/bench.jsonl) $(BENCH_ARGS)
+	.venv/bin/python -m benchmarks run $@ --json $(or $(ROWS),out/bench.jsonl) $(BENCH_ARGS)
 
 # An environment of its own: the site's builder reads the sources and does not import them, so torch need not be there.
 docs: .venv-docs/installed

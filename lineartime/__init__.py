@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lineartime.model import LanguageModel
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
-    from lineartime.recurrence import measure_recurrence
     from lineartime.training import train
 
     __version__: str
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["PRESETS", "DecodeStep", "DocumentTuning", "FeedForward", "FineTuning", "GatedAttentionUnit",
            "LanguageModel", "ModelConfig", "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate",
            "evaluate_questions", "finetune", "finetune_documents", "generate", "load_classifier", "load_model",
-           "load_span_model", "measure_context_use", "measure_recurrence", "model_config", "model_folder", "open_split",
+           "load_span_model", "measure_context_use", "model_config", "model_folder", "open_split",
            "prepare", "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
          "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
-         "measure_recurrence": "recurrence", "generate": "generation.generate", "DecodeStep": "generation.step",
+         "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "finetune_config", "DocumentTuning": "finetune_config", "finetune": "finetuning",
          "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
          "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "load",

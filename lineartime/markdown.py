@@ -1,6 +1,7 @@
 """Text from data in Markdown: it is shown as it is, and makes no tag, link, picture or cell of its own."""
 
 import re
+from collections.abc import Sequence
 
 from lineartime.errors import escaped
 
@@ -27,3 +28,11 @@ def code_block(text: str, language: str = "") -> str:
 def fence_of(text: str, least: int) -> str:
     """More backticks than there are in a row in a text, so that no text ends what they begin."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int | None = None) -> str:
+    """A table; columns after the words, which are as many as is said, are right-aligned."""
+    if n_words is None:
+        n_words = next((i for i, name in enumerate(head) if name[:1].isdigit() or name in ("tokens", "ms")), len(head))
+    rule = ["---" if i < n_words else "---:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))

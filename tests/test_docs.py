@@ -14,7 +14,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
-SOURCES = sorted(path for folder in ("tests", "lineartime", "tools") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(path for folder in ("tests", "lineartime", "benchmarks", "tools")
+                 for path in (ROOT / folder).rglob("*.py"))
 LINK = re.compile(r"\[(?P<label>`[^`]+`|[^\]\[]+)\](?:\((?P<target>[^)\s]+)\)|\[(?P<key>\w+)\])")
 NAME = re.compile(r"`([\w/]+\.py):{1,2}([\w.]+)`")
 FILE = re.compile(r"`?([\w/.-]+\.(?:py|toml|sh|md|jsonl))(?::{1,2}([\w.]+))?`?")
@@ -77,9 +78,9 @@ def test_names_are_defined(page: Path) -> None:
     ("[`gau.py:GatedAttentionUnit.branch`](lineartime/gau.py)", 0),
     ("[`gau.py:GatedAttentionUnit.branch`](lineartime/mhsa.py)", 1),
     ("[`gau.py:GatedAttentionUnit.backward`][gau]\n\n[gau]: lineartime/gau.py", 1),
-    ("[benchmark/rows.py](lineartime/reproduce/rows.py)", 1),
-    ("[rows.py](lineartime/reproduce/rows.py)", 0),
-    ("`test_docs.py::wrong_names`, `reproduce/figures.py:pictures_of`", 0),
+    ("[paper/rows.py](benchmarks/paper/records.py)", 1),
+    ("[records.py](benchmarks/paper/records.py)", 0),
+    ("`test_docs.py::wrong_names`, `paper/figures.py:pictures_of`", 0),
     ("`figures.py:pictures_of`", 1), ("`nowhere.py:ROWS`", 1), ("`test_docs.py::test_of_nothing`", 1)])
 def test_a_name_is_held_to_the_file_that_its_link_leads_to(text: str, n_wrong: int) -> None:
     assert len(wrong_names(text, ROOT)) == n_wrong
@@ -146,15 +147,15 @@ def test_nothing_says_to_install_us_by_name() -> None:
 
 
 def test_every_module_is_in_the_reference() -> None:
-    """All that a program can import but kernels, which docs/kernels.md explains, what the measuring verbs call, and
-    the file by which a model's folder names its classes."""
+    """All that a program can import but kernels, which docs/kernels.md explains, the verbs, and the
+    file by which a model's folder names its classes."""
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     modules = set()
     for path in (ROOT / "lineartime").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         source = path.read_text(encoding="utf-8")
         defines = "__all__" in source if path.name == "__init__.py" else path.name != "__main__.py"
-        others = ("cli", "benchmark", "models", "reproduce", "report")
+        others = ("cli", "models")
         if defines and parts[1] not in others and "@triton.jit" not in source:
             modules.add(".".join(part for part in parts if part != "__init__"))
     assert set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)) == modules

@@ -3,8 +3,8 @@
 A stage ends by itself within its minutes: nothing is started for which the time left is too short, and what runs at the
 end is stopped. The same command goes on where it stopped: calls whose rows are in OUT/rows.jsonl are left out. The most
 telling calls come first. OUT gets rows.jsonl, summary.md, calls.jsonl (how each ended), log.txt (what the newest said)
-and tests.txt. The stage `tables` makes the paper's tables by `lineartime reproduce`: its rows are in OUT/tables.jsonl,
-its runs and logs in OUT/reproduce.
+and tests.txt. The stage `tables` makes the paper's tables by `python -m benchmarks reproduce`: its rows are in
+OUT/tables.jsonl, its runs and logs in OUT/reproduce.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import cells  # noqa: E402
 from lineartime.atomic_io import read_json_lines, write_atomically  # noqa: E402
-from lineartime.benchmark import cells  # noqa: E402
 
 CALLS = Path(__file__).with_name("gpu.toml")
-COMMITTED_ROWS = ROOT / "lineartime" / "results" / "quality.jsonl"
+COMMITTED_ROWS = ROOT / "benchmarks" / "rows" / "quality.jsonl"
 STAGES = ("tests", "kernels", "step", "decode", "tables")
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
 FOR_TESTS, FOR_TABLES, FOR_PEERS = ("pytest", "xdist", "hypothesis"), ("pyarrow",), ("flash_pytorch",)
@@ -61,7 +61,7 @@ def done_in(out: Path) -> set[str]:
 def make_table(name: str, words: Sequence[str], seconds: float, *, out: Path, more: Sequence[str]) -> str:
     """As many of a table's missing rows as there is time for; how it ended."""
     (out / "reproduce").mkdir(exist_ok=True)
-    command = [*cells.LINEARTIME, *words, "--rows", str(out / "tables.jsonl"), "--out", str(out / "reproduce"), *more]
+    command = [*cells.BENCHMARKS, *words, "--rows", str(out / "tables.jsonl"), "--out", str(out / "reproduce"), *more]
     return cells.run(command, seconds, out / "reproduce" / f"{name}.log", SAVE_S)
 
 
@@ -120,7 +120,7 @@ def summarise(out: Path, tiny: bool) -> None:
     if any(row["scale"] == "gpu" for row in rows_in(out / "tables.jsonl")):
         reports.append(["--scale", "gpu", "--rows", str(out / "tables.jsonl")])
     for arguments in reports:
-        made = subprocess.run([*cells.LINEARTIME, "report", *arguments], cwd=ROOT, capture_output=True, text=True)
+        made = subprocess.run([*cells.BENCHMARKS, "report", *arguments], cwd=ROOT, capture_output=True, text=True)
         lines += ["", made.stdout or made.stderr]
     write_atomically(out / "summary.md", "\n".join(lines) + "\n")
 

@@ -126,7 +126,7 @@ def info(
         raise UsageError("--verify takes a folder of prepared data", model, "see `lineartime prepare`")
     chosen = {"model": model, "task": task, **chosen}
     if processes is not None:
-        from lineartime.benchmark.plan import print_plan
+        from lineartime.plan import print_plan
 
         print_plan(run_config({"data": "-", "out": "-", **chosen}), processes)
         return

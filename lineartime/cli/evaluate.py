@@ -1,4 +1,4 @@
-"""`lineartime evaluate`: a split of prepared text, by context, by recurrence, or questions."""
+"""`lineartime evaluate`: a split of prepared text, by context, or questions."""
 
 import json
 from pathlib import Path
@@ -34,12 +34,8 @@ def evaluate(
         help="Score the same tokens at each of these contexts, with commas: does the model use its context?")] = None,
     document_tokens: Annotated[int | None, typer.Option(
         help="With --contexts: only the first so many tokens of each document, at least the longest context.")] = None,
-    recurrence: Annotated[bool, typer.Option(
-        "--recurrence", help="Score by whether a token or a bigram was in its row before: what is recalled?")] = False,
-    chunk: Annotated[int | None, typer.Option(
-        help="With --recurrence: tokens of a chunk; by default the model's.")] = None,
     out: Annotated[Path | None, typer.Option(
-        help="With --contexts or --recurrence: JSON file; `lineartime plot` draws that of --contexts.")] = None,
+        help="With --contexts: JSON file, which `lineartime plot` draws.")] = None,
     batch_rows: Annotated[int | None, typer.Option(
         help="Rows scored at once; changes nothing but speed and memory. By default 8, fewer from 16K on.")] = None,
     precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
@@ -56,20 +52,17 @@ def evaluate(
 ) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
     With --questions: exact match and F1 of a fine-tuned model's answers."""
-    for option, value in (("batch_rows", batch_rows), ("context", context), ("chunk", chunk),
+    for option, value in (("batch_rows", batch_rows), ("context", context),
                           ("document_tokens", document_tokens), ("max_answer_tokens", max_answer_tokens)):
         if value is not None and value < 1:
             raise UsageError("wrong value", f"{option} = {value}", "it takes whole numbers from 1")
-    if contexts is None and not recurrence and out is not None:
-        raise UsageError("nothing is written without --contexts or --recurrence", out, "--json prints the scores")
-    if contexts is not None and (questions or context is not None or batch_rows is not None or recurrence):
+    if contexts is None and out is not None:
+        raise UsageError("nothing is written without --contexts", out, "--json prints the scores")
+    if contexts is not None and (questions or context is not None or batch_rows is not None):
         raise UsageError("options that do not go together", "evaluate --contexts",
-                         "leave out --questions, --context, --batch-rows and --recurrence")
+                         "leave out --questions, --context and --batch-rows")
     if document_tokens is not None and contexts is None:
         raise UsageError("options that do not go together", "evaluate", "--document-tokens goes with --contexts")
-    if (recurrence and questions) or (chunk is not None and not recurrence):
-        raise UsageError("options that do not go together", "evaluate",
-                         "--chunk goes with --recurrence, and --questions does not")
     for path in (out, predictions):
         if path is not None and not path.parent.is_dir():
             raise ResourceError("cannot write", path, "there is no such folder")
@@ -96,9 +89,6 @@ def evaluate(
                          "give RUN --data DATA, or for a fine-tuned run --questions FILE")
     elif lengths:
         evaluate_contexts(folder, data, split, lengths, document_tokens, precision, out, as_json, strict, device)
-    elif recurrence:
-        options = {"chunk": chunk, "context": context, "batch_rows": batch_rows, "precision": precision}
-        evaluate_recurrence(folder, data, split, options, out, as_json, strict, device)
     else:
         evaluate_text(folder, data, split, context, batch_rows, precision, as_json, strict, device)
 
@@ -138,21 +128,6 @@ def evaluate_contexts(run: Path, data: Path, split: str, contexts: list[int], do
     show_or_print(scores, describe(use), out, as_json)
     if out is not None and not as_json:
         say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
-
-
-def evaluate_recurrence(run: Path, data: Path, split: str, options: dict[str, Any], out: Path | None, as_json: bool,
-                        strict: bool, device: str | None) -> None:
-    """Score a split by what was in a token's row before and print the losses."""
-    from lineartime.data.tokens import open_split
-    from lineartime.evaluation import load_with_split
-    from lineartime.recurrence import describe, measure_recurrence
-
-    model, stream, facts = load_with_split(run, data, split, strict=strict)
-    picked = pick_device(device)
-    with connected(picked.type) as ranks, Terminal() as terminal:
-        found = measure_recurrence(model.to(picked), stream, open_split(data, "train"), **options, ranks=ranks,
-                                   progress=terminal.count)
-    show_or_print({**facts, "split": split, **found.to_dict()}, describe(found), out, as_json)
 
 
 def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as_json: bool) -> None:

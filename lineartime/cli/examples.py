@@ -25,27 +25,14 @@ EXAMPLES = {
     "plot": ["plot run", "plot A=run1 B=run2 --out curves.png"],
     "models": ["models"],
     "config": ["config", "config transformer++ --size tiny", "config flash --task c4"],
-    "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],
-    "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS", "reproduce --plan"],
-    "report": ["report lm_pg19", "report speed", "report --into page.md --images images"],
-    "benchmark decode": ["benchmark decode flash transformer++ --lengths 2048,8192"],
-    "benchmark step": ["benchmark step flash:compile transformer++ --contexts 512,2048,8192"],
-    "benchmark memory": ["benchmark memory flash transformer++ --contexts 2048,4096"],
-    "benchmark op": ["benchmark op gated_chunk_attention --contexts 2048"],
-    "benchmark loss": ["benchmark loss --tokens 4096"],
-    "benchmark read": ["benchmark read flash --tokens 100000"],
-    "benchmark run": ["benchmark run bench --json out/bench.jsonl"],
 }
 """By verb; a line that begins with another program names ours itself."""
 
 
-def add_examples(app: typer.Typer, before: str = "") -> None:
-    """Put the examples below the help of every verb of the program."""
+def add_examples(app: typer.Typer, program: str = "lineartime", examples: dict[str, list[str]] = EXAMPLES) -> None:
+    """Put the examples below the help of every verb of a program."""
     for command in app.registered_commands:
         assert command.callback is not None
-        lines = EXAMPLES[before + (command.name or command.callback.__name__)]
-        whole = (line if "lineartime " in line else f"lineartime {line}" for line in lines)
+        lines = examples[command.name or command.callback.__name__]
+        whole = (line if f"{program} " in line else f"{program} {line}" for line in lines)
         command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in whole)
-    for group in app.registered_groups:
-        assert group.typer_instance is not None
-        add_examples(group.typer_instance, f"{group.name} ")

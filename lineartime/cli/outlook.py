@@ -46,7 +46,7 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
         + (": above ten, the model learns the text by heart; lower --steps" if n_tokens > 10 * n_train else ""))
     if 6 * model.least_parameters * n_tokens < COUNTED_FROM:
         return
-    from lineartime.benchmark.plan import plan
+    from lineartime.plan import plan
 
     found, ranks = plan(config, launched().size), launched()
     if on.type == "cuda":

@@ -6,20 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lineartime.cli import (
-    benchmark,
-    describe,
-    documents,
-    evaluate,
-    finished,
-    generate,
-    prepare,
-    questions,
-    recall,
-    report,
-    reproduce,
-    train,
-)
+from lineartime.cli import describe, documents, evaluate, finished, generate, prepare, questions, train
 from lineartime.cli.examples import add_examples
 from lineartime.cli.exits import exit_code
 from lineartime.cli.terminal import say, screens, shown_log
@@ -30,9 +17,8 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 for verb in (prepare.prepare, train.train, evaluate.evaluate, generate.generate, finished.export, finished.plot,
              describe.models, describe.config, describe.info, questions.finetune, questions.answer,
-             documents.classify, documents.embed, recall.recall, reproduce.reproduce, report.report):
+             documents.classify, documents.embed):
     app.command()(verb)
-app.add_typer(benchmark.benchmark, name="benchmark")
 add_examples(app)
 
 
@@ -51,27 +37,27 @@ def options(context: typer.Context,
             version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True,
                                                   callback=say_version)] = False) -> None:
     """The options before the verb."""
-    if launched().size > 1 and context.invoked_subcommand not in (*WITH_RANKS, "benchmark"):
+    if launched().size > 1 and context.invoked_subcommand not in WITH_RANKS:
         raise UsageError("this verb runs in one process", context.invoked_subcommand, "leave out torchrun")
 
 
-def main() -> None:
-    """Run the command line; errors become one line on stderr and an exit code, see `errors`."""
+def main(app: typer.Typer = app, program: str = "lineartime") -> None:
+    """Run a command line; errors become one line on stderr and an exit code, see `errors`."""
     arguments = sys.argv[1:] or ["--help"]
     if launched().size > 1:  # else PyTorch writes the stack of each failed connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not launched().is_first:  # rank 0 speaks for all, but for errors
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
     with screens():
-        code = exit_code(lambda: run_verb(arguments), debug=arguments[0] == "--debug")
+        code = exit_code(lambda: run_verb(app, program, arguments), debug=arguments[0] == "--debug")
     sys.exit(code)
 
 
-def run_verb(arguments: list[str]) -> int | None:
+def run_verb(app: typer.Typer, program: str, arguments: list[str]) -> int | None:
     """The exit code of a command line that ended well."""
     try:
         with shown_log():
-            code = typer.main.get_command(app).main(arguments, prog_name="lineartime", standalone_mode=False)
+            code = typer.main.get_command(app).main(arguments, prog_name=program, standalone_mode=False)
             sys.stdout.flush()
     except SystemExit:  # rich makes it of a BrokenPipeError
         return 0

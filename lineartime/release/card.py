@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lineartime.benchmark.markdown import machine, markdown, provenance_words
 from lineartime.config import ModelConfig, to_dict
 from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
 from lineartime.errors import UsageError
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
-from lineartime.markdown import code_block, in_markdown
+from lineartime.markdown import code_block, in_markdown, markdown
+from lineartime.release.provenance import machine
 from lineartime.run_config import SIZES, nearest_preset, run_config
 from lineartime.settings import replace_fields
 
@@ -205,4 +205,5 @@ def sample_text(sample: Sample) -> str:
 def made_by(made: dict[str, Any]) -> str:
     """The provenance of the export and its scores."""
     return (f"<sub>Made by `lineartime export` on {made['time'][:10]}: {machine(made)}; "
-            f"{'; '.join(provenance_words([made]))}; lineartime {made['lineartime']}.</sub>")
+            f"load {made['load_average']:.1f}; commit {(made['commit'] or 'unknown')[:10]}; torch {made['torch']}; "
+            f"lineartime {made['lineartime']}.</sub>")

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from lineartime.atomic_io import remove_leftovers, written_aside
-from lineartime.benchmark.measure import provenance
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
@@ -23,6 +22,7 @@ from lineartime.generation.generate import generate
 from lineartime.load import is_exported, load_model
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.release.card import Card, Sample, model_card
+from lineartime.release.provenance import provenance
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal

@@ -58,7 +58,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert done.returncode == 0
-    for verb in ("prepare", "train", "evaluate", "generate", "info", "plot", "benchmark"):
+    for verb in ("prepare", "train", "evaluate", "generate", "info", "plot"):
         assert f"\n  {verb} " in done.stdout
     assert best < 0.25, f"{best:.2f} s of processor time"
     code = "import sys, lineartime.cli.verbs; print({'numpy', 'tokenizers', 'torch', 'transformers'} & {*sys.modules})"
@@ -66,7 +66,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--help"], ["train", "--help"], ["benchmark", "--help"], [], ["no-such-verb"], ["train"],
+    ["--help"], ["train", "--help"], [], ["no-such-verb"], ["train"],
     ["train", "flash"], ["train", "flush", "--data", "x", "--out", "y"],
     ["train", "flash", "--data", "nowhere", "--out", "y"],
     ["train", "flash", "--data", "x", "--out", "y", "--set", "n_layer=2"], ["train", "missing.toml"],
@@ -186,36 +186,12 @@ def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Pa
     assert code == 0 and (tmp_path / "contexts.png").exists()
 
 
-def test_loss_by_what_was_there_before(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
-    scores = tmp_path / "recurrence.json"
-    code, out, _ = call("evaluate", run, "--data", data, "--recurrence", "--chunk", 16, "--context", 64, "--out",
-                        scores)
-    assert code == 0 and "rare bigram" in out and "nats per token" in out and "chunks of 16" in out
-    written = json.loads(scores.read_text())
-    assert (written["chunk"], written["context"], written["split"]) == (16, 64, "validation")
-    _, out, _ = call("evaluate", run, "--data", data, "--context", 64, "--json")
-    assert written["loss"] == pytest.approx(json.loads(out)["loss"], rel=1e-12)
-    _, out, _ = call("evaluate", run, "--data", data, "--recurrence", "--json")
-    assert json.loads(out)["chunk"] == 8 and json.loads(out)["context"] == 32  # the model's own
-
-
 def test_info_and_plot(run: Path, tmp_path: Path, call: Call) -> None:
     for model, task, millions in (("flash", "wiki40b", 112), ("transformer++", "pg19", 486), ("flash-quad", "c4", 112)):
         code, out, _ = call("info", model, "--task", task)
         assert code == 0 and str(millions) in out
     assert call("plot", f"a={run}", f"b={run}", "--out", tmp_path / "two.png")[0] == 0
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_benchmark_writes_a_row_per_measurement(tmp_path: Path, call: Call) -> None:
-    code, _, err = call("benchmark", "decode", "flash", "transformer++", "--lengths", "64,128", "--repeats", 2,
-                        "--set", "n_layers=1", "--set", "d_model=16", "--set", "n_heads=2", "--set", "query_key_dim=8",
-                        "--set", "chunk_size=16", "--set", "vocab_size=50", "--json", tmp_path / "rows.jsonl")
-    assert code == 0, err
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {(row["model"], row["context_tokens"]) for row in rows} == {
-        (model, n) for model in ("flash", "transformer++") for n in (64, 128)}
-    assert all(row["commit"] and row["command"] for row in rows)
 
 
 def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
@@ -267,15 +243,9 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["top_p"], ["generate", run, "x", "--top-p", 0]),
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
         (2, ["did you mean flash"], ["info", "flsh"]),
-        (2, ["1024,many"], ["benchmark", "decode", "flash", "--lengths", "1024,many"]),
         (2, ["wrong contexts"], ["evaluate", run, "--data", data, "--contexts", "64,32"]),
         (2, ["whole numbers"], ["evaluate", run, "--data", data, "--contexts", "a"]),
         (2, ["--batch-rows"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--batch-rows", "2"]),
-        (2, ["--recurrence"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--recurrence"]),
-        (2, ["--chunk"], ["evaluate", run, "--data", data, "--chunk", "8"]),
-        (2, ["chunk = 0"], ["evaluate", run, "--data", data, "--recurrence", "--chunk", "0"]),
-        (2, ["--questions"], ["evaluate", run, "--recurrence", "--questions", tmp_path / "x.json"]),
-        (2, ["whole numbers"], ["evaluate", run, "--data", data, "--recurrence", "--context", "0"]),
         (2, ["without --contexts"], ["evaluate", run, "--data", data, "--out", tmp_path / "x.json"]),
         (3, ["no document has", "work"], ["evaluate", run, "--data", data, "--contexts", "32,1000000"]),
         (6, ["cannot write"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
@@ -325,7 +295,7 @@ def test_the_stack_of_cpp_is_left_out(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "error: internal: RuntimeError: it failed; run again with --debug and report it\n"
 
 
-WORDS = st.sampled_from(["", *"""prepare train evaluate generate info plot benchmark decode flash --out --data --set
+WORDS = st.sampled_from(["", *"""prepare train evaluate generate info plot decode flash --out --data --set
     --steps --context --split --seed - -- n_layers=0 steps=-1 x=y 0 -1 1e400 nan \x00 ü --top-k --json
     --lengths""".split()])
 

@@ -16,7 +16,7 @@ import torch
 import lineartime
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime.benchmark import plan
+from lineartime import plan
 from lineartime.cli import outlook
 from lineartime.cli.outlook import Pace
 from lineartime.cli.terminal import Terminal, duration
@@ -33,7 +33,7 @@ from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 ROOT = Path(__file__).parents[2]
 PLACE = {"data": "D", "out": "R"}
-size_rates = loaded("runs", "size_rates")
+size_rates = loaded("studies", "size_rates")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_the_sizes_of_every_model_rise_and_are_alike(model: str) -> None:
 
 @pytest.mark.parametrize("model", size_rates.SEARCHES)
 def test_a_size_has_the_recipe_that_was_best_for_the_model(model: str) -> None:
-    """After new rows: python runs/size_rates.py --into docs/results.md."""
+    """After new rows: python studies/size_rates.py --into docs/results.md."""
     config = run_config({"model": model, "size": "tiny", "steps": size_rates.STEPS, **PLACE})
     best = size_rates.recipe_of(size_rates.best(model))
     assert best == {name: getattr(config.train if name in TRAIN_FIELDS else config.model, name) for name in best}

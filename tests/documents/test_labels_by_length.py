@@ -1,4 +1,4 @@
-"""The passages of runs/documents.py: nested by length, none of a test's books in the training, the same for a seed."""
+"""The passages of studies/documents.py: nested by length, none of a test's books in the training, fixed by a seed."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from lineartime.atomic_io import read_json_lines
 from lineartime.data.tokenizer import train_tokenizer
 from scripts import ROOT, loaded
 
-study = loaded("runs", "documents")
+study = loaded("studies", "documents")
 
 GUIDE = ROOT / "docs/guides/documents.md"
 BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
@@ -120,5 +120,5 @@ def test_differences_are_paired_by_seed():
 
 
 def test_the_page_shows_the_rows():
-    """After new rows: python runs/documents.py --into docs/guides/documents.md."""
+    """After new rows: python studies/documents.py --into docs/guides/documents.md."""
     assert study.tables(read_json_lines(study.ROWS, dict, "a row")) in GUIDE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The studies of runs/listops.py and runs/retrieval.py: what they draw and how they count."""
+"""The studies of studies/listops.py and studies/retrieval.py: what they draw and how they count."""
 
 import random
 import subprocess
@@ -13,7 +13,7 @@ from lineartime.atomic_io import read_json_lines
 from lineartime.errors import UsageError
 from scripts import ROOT, loaded
 
-listops, retrieval, throughput = (loaded("runs", name) for name in ("listops", "retrieval", "throughput"))
+listops, retrieval, throughput = (loaded("studies", name) for name in ("listops", "retrieval", "throughput"))
 
 
 def value_of(symbols: list[str]) -> int:
@@ -150,13 +150,13 @@ def test_a_table_goes_into_its_place_of_a_page_or_nowhere(tmp_path: Path) -> Non
 
 def test_an_error_of_a_study_is_one_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    command = [sys.executable, ROOT / "runs" / "listops.py", "--into", page]
+    command = [sys.executable, ROOT / "studies" / "listops.py", "--into", page]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, f"error: cannot read the page: {page}; No such file or directory\n")
 
 
 @pytest.mark.parametrize("study", [listops, retrieval, throughput], ids=["listops", "retrieval", "throughput"])
 def test_the_page_shows_the_rows(study) -> None:
-    """After new rows: python runs/listops.py --into docs/guides/documents.md, and so for the others."""
+    """After new rows: python studies/listops.py --into docs/guides/documents.md, and so for the others."""
     page = (ROOT / "docs/guides/documents.md").read_text(encoding="utf-8")
     assert study.table(read_json_lines(study.ROWS, dict, "a row")) in page

@@ -122,7 +122,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     child.warm_up()
-    from lineartime.benchmark.measure import commit
+    from benchmarks.measure import commit
 
     work, version = given.work.resolve(), commit()
     folders.make(work)

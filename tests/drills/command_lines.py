@@ -46,12 +46,10 @@ FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_k
           "clip_scope", "schedule", "decay_share", "size", "from"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
 OUTPUTS = {"out", "png", "images", "predictions", "into"}
-"""Options whose path is written; of `benchmark` and `reproduce` the rows too."""
+"""Options whose path is written."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
-LONG = {"train", "finetune", "generate", "answer", "embed", "classify", "reproduce", "report", "benchmark"}
+LONG = {"train", "finetune", "generate", "answer", "embed", "classify"}
 """Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
-IN_OTHERS = {"reproduce", "benchmark"}
-"""Verbs that wait for processes of theirs, which work."""
 SECONDS = 6.0
 
 RECIPES: dict[str, list[list[str]]] = {
@@ -68,7 +66,6 @@ RECIPES: dict[str, list[list[str]]] = {
                "--tokens-per-step", "32", "--set", "micro_batch_tokens=16"],
               ["flash", "--size", "tiny", "--data", "data:0.7,data2:0.3", "--out", "new", "--steps", "1"]],
     "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--contexts", "8,16", "--out", "new.json"],
-                 ["run", "--data", "data", "--recurrence", "--chunk", "4", "--context", "16"],
                  ["exported", "--data", "data", "--json", "--batch-rows", "3"],
                  ["finetuned", "--questions", "dev.json", "--context", "48", "--max-answer-tokens", "6",
                   "--predictions", "new.json"],
@@ -89,22 +86,8 @@ RECIPES: dict[str, list[list[str]]] = {
     "models": [[]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],
     "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
-    "report": [["--rows", "quality.jsonl"], ["speed", "--rows", "speed.jsonl"], ["lm_wiki40b"],
-               ["--into", "odd/page.md", "--images", "new"]],
-    "reproduce": [["lm_wiki40b", "--plan"], ["gap", "--out", "new", "--texts", "folder"],
-                  ["gap", "--plan", "--rows", "quality.jsonl"]],
-    "benchmark decode": [["flash", "--lengths", "16", *TINY, "--set", "vocab_size=50", "--precision", "float32",
-                          "--repeats", "1"]],
-    "benchmark step": [["flash", "--contexts", "16", "--tokens", "16", *TINY, "--repeats", "1"]],
-    "benchmark op": [["add_norm", "--contexts", "16", "--tokens", "16", *TINY, "--repeats", "1"]],
-    "benchmark run": [["bench", "--json", "new.jsonl"]],
-    "benchmark loss": [["--vocab-size", "50", "--d-model", "8", "--tokens", "16", "--many-tokens", "16", "--repeats",
-                        "1"]],
-    "benchmark read": [["flash", "--tokens", "64", *TINY]],
 }
-OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "report", "export", "answer"]
-SPAWNING = {"benchmark step", "benchmark op", "benchmark run", "benchmark loss", "benchmark read"}
-"""Verbs that start a fresh Python to measure in: few of these lines are right."""
+OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "export", "answer"]
 
 
 @cache
@@ -114,9 +97,7 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
 
     from lineartime.cli import verbs
 
-    found = typer.main.get_command(verbs.app)
-    for part in verb.split():
-        found = found.commands[part]
+    found = typer.main.get_command(verbs.app).commands[verb]
     return [(each.name, each.opts[0], bool(each.is_flag)) for each in found.params if each.opts[0].startswith("--")]
 
 
@@ -142,7 +123,7 @@ def odd_value(verb: str, name: str, made: Path, random: Random) -> str:
         if random.random() < 0.7:
             return f"{random.choice(FIELDS)}={number}"
         return random.choice([f"{random.choice(FIELDS)}={random.choice(ODD_WORDS)}", random.choice(ODD_WORDS)])
-    if name in OUTPUTS or (name == "rows" and verb != "report"):
+    if name in OUTPUTS:
         return random.choice([*ODD_OUT, *ODD_OUT, *ODD_OUT, *ODD_WORDS])
     if name in NAMED:
         return random.choice([*MODELS, *ODD_WORDS, *NAMES, number])
@@ -161,8 +142,6 @@ def draw(made: Path, random: Random) -> list[str]:
     known = options(verb)
     spelled = {spelling: name for name, spelling, _ in known}
     changes = random.choice([0, 1, 1, 1, 2, 2, 3, 6])
-    if verb in SPAWNING:
-        changes = max(changes, 1 + (random.random() < 0.95))
     for _ in range(changes):
         how = random.random()
         if how < 0.45 and arguments:
@@ -180,9 +159,7 @@ def draw(made: Path, random: Random) -> list[str]:
         else:
             arguments.insert(random.randint(0, len(arguments)),
                              random.choice([*ODD_WORDS, *ODD_IN, "--help", *odd_names(made)]))
-    if verb in SPAWNING | {"benchmark decode"} and "cuda" in arguments:
-        arguments.remove("cuda")
-    return [*verb.split(), *arguments]
+    return [verb, *arguments]
 
 
 def draw_streams(random: Random, box: Path) -> tuple[child.Streams, str]:
@@ -229,7 +206,7 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
     long = arguments[0] in LONG and not any(huge_size(text) for text in arguments)
     ended = child.run(child.verb(given), box, streams, seconds=SECONDS if long else child.SECONDS)
     wrong = child.misbehaviour(ended)
-    if long and not ended.killed and (ended.over == "working" or (ended.over and arguments[0] in IN_OTHERS)):
+    if long and not ended.killed and ended.over == "working":
         wrong = child.misbehaviour(ended._replace(over=""))
     if wrong is None and "\x1b" in ended.out + ended.err:
         wrong = "escape"

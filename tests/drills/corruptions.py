@@ -114,12 +114,6 @@ SUBJECTS = [
         "load_model": in_python(loaded),
         "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE),
         "plot": verb("plot", "{it}")}),
-    Subject("quality.jsonl", "quality2.jsonl", {
-        "report": verb("report", "--rows", "{it}"),
-        "report a table": verb("report", "lm_wiki40b", "--scale", "cpu", "--rows", "{it}"),
-        "reproduce --plan": verb("reproduce", "lm_wiki40b", "--plan", "--rows", "{it}")}),
-    Subject("speed.jsonl", "speed2.jsonl", {
-        "report speed": verb("report", "speed", "--rows", "{it}")}),
     Subject("contexts.json", "contexts2.json", {
         "plot": verb("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
 ]
@@ -407,7 +401,6 @@ def trial(made: Path, folder: Path, random: Random,
     path, words = it.parent / name, ended.out + ended.err
     named = path.name in words or str(path.parent) in words or str(path.parent.with_name("latest")) in words
     forged = how.startswith("wrong_value") and path.name.lower() == "manifest.json"
-    begun = reader.startswith("reproduce") and not (path.is_file() and path.stat().st_size)  # there are no rows yet
     other = unlike(folders.left(out) | written(it), expected[1], path.name)
     wrong, message = child.misbehaviour(ended), (ended.err or ended.out)[-500:]
     if wrong is None and "\x1b" in words:
@@ -416,7 +409,7 @@ def trial(made: Path, folder: Path, random: Random,
         wrong = None if named or forged or FOREIGN in ended.err else "unnamed"
     elif wrong is None and (ended.out != expected[0] or other) and not (
             named and (re.search("warning|note", words) or reader in ("load_model", "from_pretrained"))):
-        wrong = None if forged or begun else "unnoticed" if plausible(path, how) else "silent"
+        wrong = None if forged else "unnoticed" if plausible(path, how) else "silent"
         message = difference(ended.out, expected[0]) or str(other)
     return {"verdict": wrong or "ok", "what": f"{reader} of {name}", "how": how, "message": message, "code": ended.code,
             "outcome": "refused" if ended.code else "warned" if named else "same"}

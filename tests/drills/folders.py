@@ -140,9 +140,6 @@ def make(work: Path) -> Path:
         command(made, ["evaluate", str(made / f"run{name}"), "--data", str(made / f"data{name}"), *use])
         ended = child.run(lambda n=name: save_pretrained(made / f"run{n}" / "latest", made / f"transformers{n}"), made)
         assert ended.code == 0, ended
-        for rows in ("quality", "speed"):
-            lines = (ROOT / f"lineartime/results/{rows}.jsonl").read_text(encoding="utf-8").splitlines(True)
-            (made / f"{rows}{name}.jsonl").write_text("".join(lines[number : number + 60 : 2]), encoding="utf-8")
         unfinish(made / f"run{name}", made / f"unfinished{name}")
         made_questions.write_questions(made / f"train{name}.json", 12 * number, 12)
     made_questions.write_questions(made / "dev.json", 100, 4)

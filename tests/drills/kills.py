@@ -30,7 +30,7 @@ class Scenario(NamedTuple):
 
 
 def append_rows(made: Path, it: Path, out: Path) -> Callable[[], object]:
-    """Append the rows that a file lacks, one process at a time, as `reproduce` does."""
+    """Append the rows that a file lacks, one process at a time."""
     def append() -> None:
         from lineartime import checkpoint
         from lineartime.atomic_io import append_json_lines, read_json_lines
@@ -62,8 +62,6 @@ SCENARIOS: dict[str, Scenario] = {
         "--predictions", "{out}/predictions.json")),
     "plot": Scenario(verb("plot", "{it}"), "run"),
     "plot, side by side": Scenario(verb("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
-    "report": Scenario(verb("report", "--rows", "{made}/quality.jsonl", "--into", "{it}/page.md", "--images",
-                            "{out}/images"), "page"),
     "rows": Scenario(append_rows),
 }
 OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]

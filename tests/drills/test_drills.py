@@ -12,8 +12,8 @@ from random import Random
 
 import pytest
 
+import benchmarks.measure  # noqa: F401  # before a child is forked that is stopped soon
 import drills.__main__ as drills
-import lineartime.benchmark.measure  # noqa: F401  # before a child is forked that is stopped soon
 from drills import child, corruptions, folders, kills, ranks
 from drills.disk import Disk
 

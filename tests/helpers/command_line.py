@@ -5,23 +5,24 @@ import sys
 from typing import Protocol
 
 import pytest
+import typer
 
 from lineartime.cli import verbs
 
 
 class Call(Protocol):
-    """The command in this process, with text on its stdin: exit code, stdout, stderr."""
+    """The command in this process, with text on its stdin: exit code, stdout, stderr. app: another program's verbs."""
 
-    def __call__(self, *arguments: object, stdin: str = "") -> tuple[int, str, str]: ...
+    def __call__(self, *arguments: object, stdin: str = "", app: typer.Typer = verbs.app) -> tuple[int, str, str]: ...
 
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    def run_here(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
+    def run_here(*arguments: object, stdin: str = "", app: typer.Typer = verbs.app) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["lineartime", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as stopped:
-            verbs.main()
+            verbs.main(app)
         out, err = capsys.readouterr()
         return int(stopped.value.code or 0), out, err
 

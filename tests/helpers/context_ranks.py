@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import numbers_sent
 from lineartime import layers, memory
-from lineartime.benchmark.ranks import numbers_sent
 from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states, with_neighbours
 from lineartime.distributed.ordered import gather_parts, parts_of

@@ -1,13 +1,13 @@
-"""Rows of `lineartime reproduce` without any runs: their numbers are laws of the cell, so that tests know them."""
+"""Rows of `python -m benchmarks reproduce` without runs: tests know their numbers, which follow from the cell."""
 
 import itertools
 import json
 import math
 
-from lineartime.recurrence import KINDS, SEEN
-from lineartime.reproduce.scales import cells_of
+from benchmarks.paper.scales import cells_of
+from benchmarks.recurrence import KINDS, SEEN
 
-MACHINE = {"time": "2026-01-02T03:04:05Z", "commit": "0123456789" * 4, "command": "lineartime reproduce",
+MACHINE = {"time": "2026-01-02T03:04:05Z", "commit": "0123456789" * 4, "command": "python -m benchmarks reproduce",
            "cpu": "a CPU", "cores": 2, "memory_gib": 24.0, "gpu": None, "load_average": 0.5, "python": "3.12.0",
            "torch": "2.13.0", "lineartime": "0.1.0", "device": "cpu", "dtype": "bfloat16", "threads": 1}
 

@@ -1,4 +1,4 @@
-"""The scripts of runs/ and tools/ as modules."""
+"""The scripts of studies/ and tools/ as modules."""
 
 import importlib.util
 import sys

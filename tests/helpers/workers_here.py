@@ -1,6 +1,6 @@
 """A benchmark's workers in the test's own process: generators in place of processes that import everything first."""
 
-from lineartime.benchmark import measure, step
+from benchmarks import measure, step
 from lineartime.errors import NumericsError, UsageError
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.benchmark.op import KERNEL, MODEL_OF, OPS, outputs, typed, value_and_gradients
+from benchmarks.op import KERNEL, MODEL_OF, OPS, outputs, typed, value_and_gradients
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.distributed.ordered import parts_of
 from lineartime.distributed.ranks import Ranks

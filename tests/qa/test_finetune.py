@@ -16,6 +16,7 @@ import torch
 from test_questions import parquet, squad, triviaqa
 
 import lineartime
+from benchmarks.paper import runner
 from lineartime import finetuning
 from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config
@@ -27,7 +28,6 @@ from lineartime.qa.finetune import SpanObjective
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import WindowConfig, training_windows
-from lineartime.reproduce import runner
 from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig
 from lineartime.training import StopSignal

@@ -262,7 +262,8 @@ def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
                                   ["embed", "README.md"], ["classify", "README.md"]])
 def test_a_wrong_name_is_refused_without_torch(verb: list[str]) -> None:
     code = ("import sys; from lineartime.cli import verbs; from lineartime.cli.exits import exit_code; "
-            "code = exit_code(lambda: verbs.run_verb(sys.argv[1:])); assert 'torch' not in sys.modules; sys.exit(code)")
+            "code = exit_code(lambda: verbs.run_verb(verbs.app, '', sys.argv[1:])); assert 'torch' not in sys.modules; "
+            "sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, verb[0], "smal", *verb[1:]], capture_output=True, text=True,
                           cwd=ROOT)
     assert_refused(done.returncode, done.stderr, 2, "no weights here: smal", "or a shipped model: small")

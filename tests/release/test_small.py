@@ -53,11 +53,12 @@ def test_it_predicts_a_book_that_it_has_not_seen(tmp_path: Path) -> None:
 def test_its_card_says_how_it_was_made() -> None:
     """Bits per byte are in the card; the settings it prints are those of the script."""
     assert re.search(r"^\| bits per byte \| 1\.\d{3} \| 1\.\d{3} \|$", CARD, re.MULTILINE)
-    assert CARD.startswith((ROOT / "runs" / "small.md").read_text(encoding="utf-8"))
+    assert CARD.startswith((ROOT / "studies" / "small.md").read_text(encoding="utf-8"))
     (line,) = [line for line in CARD.splitlines() if line.startswith("lineartime train ")]
     printed = dict(map(parse_setting, shlex.split(line)[12::2]))
     where = {"data": "DATA", "out": "RUN"}
-    assert run_config({"model": "flash", **where, **printed}) == run_config(read_toml(ROOT / "runs/small.toml") | where)
+    assert run_config({"model": "flash", **where, **printed}) == run_config(
+        read_toml(ROOT / "studies/small.toml") | where)
     steps = run_config({"model": "flash", **where, **printed}).train.steps
     assert f"| Steps | {steps:,} of {steps:,}, " in CARD and "+changes" not in CARD
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper import runner
 from lineartime import checkpoint, objectives, training
 from lineartime.atomic_io import _hidden, write_atomically
 from lineartime.cli import terminal, verbs
@@ -27,7 +28,6 @@ from lineartime.errors import CheckpointError, DataError, NumericsError, Resourc
 from lineartime.model import LanguageModel
 from lineartime.objectives import NextToken
 from lineartime.plot import plot_run, read_curves
-from lineartime.reproduce import runner
 from lineartime.run import Run, read_metrics, read_result
 from lineartime.run_config import run_config
 from lineartime.training import (

@@ -1,0 +1,285 @@
+"""What every measurement shares: where a row comes from, the stopwatch, the spread, memory, a process of its own.
+
+Cells of a table are measured in turn, many times over, so that a machine that slows down slows all of them. The
+processor time of the process stands beside the time on the clock: on a CPU, other programs disturb it less.
+"""
+
+import itertools
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks import Row
+from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.errors import LineartimeError, NumericsError, ResourceError
+from lineartime.info import table
+from lineartime.release.provenance import commit, provenance
+from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
+from lineartime.settings import require, require_name
+from lineartime.training import out_of_memory
+
+T = TypeVar("T")
+Progress = Callable[[str], None]
+"""Is told in a line what is measured next."""
+OnRows = Callable[[list[Row]], None]
+"""Gets the rows that were measured together, as soon as they are there."""
+Job = Callable[..., Generator[Row, Row, None]]
+"""What is done in a process of its own: its answers, and orders for all but the first."""
+
+
+def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> None:
+    """Measure and append what a file of rows has no row for, and say it. key: the columns by which a row is found. made
+    gives its other columns; it may raise."""
+    if any(key.items() <= row.items() for row in (read_json_lines(path, dict, "a row") if path.exists() else [])):
+        return
+    print(", ".join(map(str, key.values())), flush=True)
+    began = time.process_time()
+    found = key | made()
+    seconds = round(time.process_time() - began, 1)
+    append_json_lines(path, [found | {"seconds": seconds} | provenance() | {"command": command}])
+
+
+def facts_of_run() -> Row:
+    """What the rows that were measured together share: the name of their run, and `provenance`."""
+    return {"run": uuid.uuid4().hex[:12], **provenance()}
+
+
+def rows_of_commit(path: Path) -> list[Row]:
+    """The rows of a file that were measured at the commit that is here, with no changes; a last line that was cut off
+    is left out. Raises DataError for a file that is not of rows."""
+    here = commit()
+    if not path.exists() or (here is not None and here.endswith("+changes")):
+        return []
+    return [row for row in read_json_lines(path, dict, "a row of a measurement") if row.get("commit") == here]
+
+
+def ignore(_: object) -> None:
+    """Do nothing: for callers who want neither progress nor rows before the end."""
+
+
+def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
+    """Raise UsageError for an unknown type, and where a number is below 1."""
+    for precision in precisions:
+        require_name("precision", precision, ("float32", "bfloat16"))
+    require(min(counts.values()) >= 1, "nothing to measure",
+            ", ".join(f"{name} = {count:,}" for name, count in counts.items()), "they take whole numbers from 1")
+
+
+def in_turn(cases: Sequence[T], rounds: Iterable[int]) -> Iterator[tuple[int, T]]:
+    """Every case once a round, with the round. The order turns round every time, so that no case always follows the
+    same one."""
+    for number in rounds:
+        for case in cases[:: -1 if number % 2 else 1]:
+            yield number, case
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> Row:
+    """A row's memory: the most there was while `work` was done, in all and above what there was before."""
+    release_memory(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else rss_bytes() or peak_rss_bytes()
+    forget_peak(device)
+    work()
+    return peak_since(before, device)
+
+
+def peak_since(before: int, device: torch.device) -> Row:
+    """A row's memory: the most there has been, in all and above the bytes there were before."""
+    peak = peak_bytes(device)
+    return {"peak_mib": peak / 2**20, "above_import_mib": max(peak - before, 0) / 2**20}
+
+
+def relative_error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Norm of the difference over that of what is expected, or over `least` where that is more."""
+    difference, size = (found.double() - expected).norm().item(), max(expected.double().norm().item(), least)
+    return difference / size if size else math.inf
+
+
+def check(errors: Mapping[str, float], limit: float, what: str, *, otherwise: str, label: str = "") -> Row:
+    """A row's "check": the largest of errors by name. Raises NumericsError(otherwise) where it is above the limit, or
+    no number."""
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    if not errors[worst] <= limit:
+        raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
+    return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
+
+
+def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float) -> Row:
+    """A row's "check" of tensors by name against float64. Raises NumericsError as `check` does."""
+    errors = {name: relative_error(found[name], x) for name, x in expected.items()}
+    return check(errors, limit, "output and gradients against the reference in float64", label=f"{label}, ",
+                 otherwise="not what the reference gives")
+
+
+Times = dict[str, list[float]]
+"""Milliseconds by the name of their clock: "wall_ms", "cpu_ms" of the process and, by its own events, "gpu_ms"."""
+
+Mark = tuple[float, float, torch.cuda.Event | None]
+"""Milliseconds of the clock and of the processor, and a GPU's event."""
+
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def mark(device: torch.device, *, done: bool = False) -> Mark:
+    """What the clocks say; done: when a GPU has done what it was given."""
+    event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+    if event is not None:
+        event.record()
+    if done:
+        wait(device)
+    return time.perf_counter() * 1e3, time.process_time() * 1e3, event
+
+
+def add_times(times: Times, marks: Sequence[Mark]) -> None:
+    """Add the time from each mark to the next, when a GPU has done all of it."""
+    for (wall, cpu, event), (wall_after, cpu_after, event_after) in itertools.pairwise(marks):
+        passed = {"wall_ms": wall_after - wall, "cpu_ms": cpu_after - cpu}
+        if event is not None and event_after is not None:
+            passed["gpu_ms"] = event.elapsed_time(event_after)
+        for clock, ms in passed.items():
+            times.setdefault(clock, []).append(ms)
+
+
+def spreads(times: Mapping[str, Sequence[float]], n_tokens: int) -> Row:
+    """A row's times by the names of their clocks; which is compared, that of a GPU, else that of the processor; and by
+    it tokens per second, of calls of so many."""
+    clock, found = "gpu" if "gpu_ms" in times else "cpu", {name: spread(each) for name, each in times.items()}
+    return found | {"clock": clock, "tokens_per_s": n_tokens * 1e3 / found[f"{clock}_ms"]["median"]}
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Median, quartiles, least, most and how many."""
+    low, middle, high = (statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3)
+    return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values), "n": len(values)}
+
+
+def compared_ms(row: Row) -> Row:
+    """The times of a row by the clock that is compared."""
+    return row[f"{row['clock']}_ms"]
+
+
+COLUMNS = {"": "{label}", "type": "{dtype}", "context": "{context_tokens:,}", " ": "{context}",
+           "tokens": "{tokens_per_step:,}", "ranks": "{ranks}", "ms": "{ms[median]:,.2f}",
+           "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}", "tokens/s": "{tokens_per_s:,.0f}",
+           "slowest": "{slowest_token_ms[max]:,.2f}", "peak MiB": "{peak_mib:,.0f}", "above": "{above_import_mib:,.0f}",
+           "sent a layer": "{sent_per_layer_bytes:,.0f}",
+           "state": "{state_bytes:,}", "error": "{check[error]:.1g}"}
+"""What is printed: by heading the format of a row's values, "ms" being its times by the clock that is compared."""
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the rows of one run for a person: those of the columns that any of them has, and below what failed."""
+    first, console = rows[0], Console(highlight=False)
+    console.width = max(console.width, 140)
+    n_threads, on_cpu = first["threads"], first["device"] == "cpu"
+    timed = f"processor time, {n_threads} thread{'s' * (n_threads > 1)}" if on_cpu else first["gpu"]
+    console.print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run "
+                  f"{first['run']}", markup=False)
+    texts = {heading: [formatted(text, row) for row in rows] for heading, text in COLUMNS.items()}
+    shown = {heading: column for heading, column in texts.items() if any(column)}
+    made = table(*shown, width=14)
+    for line in zip(*shown.values(), strict=True):
+        made.add_row(*line)
+    console.print(made)
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['label']} failed: {row['failed']}")
+
+
+def formatted(text: str, row: Row) -> str:
+    """A column of a row; nothing where the row has no such value."""
+    try:
+        return text.format_map(row | {"ms": compared_ms(row)} if "clock" in row else row)
+    except (KeyError, TypeError):
+        return ""
+
+
+def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]:
+    """Begin a job in its process: threads, random numbers, settings; the device, and the settings that were chosen."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    on = torch.device(device)
+    return on, choose_settings(on)
+
+
+class Worker:
+    """A job, which is a generator, in a process of its own; it goes on when it is told.
+
+    The process is started at once, so that several can import together, and does nothing before `ask`."""
+
+    def __init__(self, job: Job, arguments: Row):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(theirs, job, arguments))
+        self.process.start()
+        theirs.close()
+        self.failed: Row | None = None
+
+    def ask(self, order: Row | None = None) -> Row:
+        """The next answer to an order, of which the first is arguments; {"failed": why} where the process has died, and
+        from then on."""
+        if self.failed is None:
+            try:
+                self.pipe.send(order or {})
+                answer = self.pipe.recv()
+            except (EOFError, OSError):
+                self.process.join()
+                killed = self.process.exitcode == -signal.SIGKILL
+                answer = {"failed": "killed, most likely for want of memory" if killed else
+                          f"exit code {self.process.exitcode}"}
+            if "failed" not in answer:
+                return answer
+            self.failed = answer
+        return self.failed
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def serve(pipe: Connection, job: Job, arguments: Row) -> None:
+    """In its process: what a job yields, each when it is asked for; or why it failed."""
+    os.dup2(2, 1)  # what a library prints is no result
+    try:
+        answers = job(**arguments, **pipe.recv())
+        pipe.send(next(answers))
+        while True:
+            pipe.send(answers.send(pipe.recv()))
+    except (EOFError, StopIteration):  # nobody asks any more, or there is no more to say
+        return
+    except LineartimeError as e:
+        pipe.send({"failed": str(e)})
+    except Exception as e:
+        pipe.send({"failed": "out of memory" if out_of_memory(e) else f"{type(e).__name__}: {e}".splitlines()[0]})
+
+
+def in_own_process(job: Job, arguments: Row) -> Row:
+    """A job's first answer in a fresh Python; {"failed": why} where it dies."""
+    with closing(Worker(job, arguments)) as worker:
+        return worker.ask()
+
+
+def measured_alone(job: Job, arguments: Row, what: str, where: str) -> Row:
+    """As `in_own_process`; raises ResourceError where it dies."""
+    answer = in_own_process(job, arguments)
+    if "failed" in answer:
+        raise ResourceError(f"{what} failed", where, answer["failed"])
+    return answer

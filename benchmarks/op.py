@@ -1,0 +1,245 @@
+"""Forward and backward of one op at the size a model gives it: every implementation beside its PyTorch reference.
+
+An implementation is a function of tensors and of nothing else; all of an op's take the same in the same order. The
+first is the reference, against which outputs and gradients are checked in float64.
+"""
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import Row, measure
+from benchmarks.loss import Loss, counted_bytes, head_inputs, losses
+from benchmarks.measure import OnRows, Progress, Times, ignore
+from benchmarks.peers import attention_backend, softmax_attention
+from lineartime.config import ModelConfig, to_dict
+from lineartime.ops import reference
+from lineartime.ops.reference import rotary
+from lineartime.settings import require_name
+
+LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
+"""Largest relative error of the output and of any gradient that is let pass, against the reference in float64."""
+
+HEAD_LIMITS, CHECKED_TOKENS, MANY_TOKENS = {"float32": 1e-5, "bfloat16": 0.02}, 512, 2**18
+"""Of the head with the loss: its limits; its tokens that are compared, as logits in float64 may not fit; and those of
+which memory is counted and nothing computed."""
+
+KERNEL = "triton"
+"""What an implementation is called that runs on a GPU only."""
+
+Inputs = dict[str, Tensor]
+Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op as a model has it."""
+
+    inputs: Callable[[ModelConfig, int], Inputs]
+    """Its tensors for a model and a number of rows: normal numbers, and integers where it takes integers."""
+    implementations: Callable[[ModelConfig], dict[str, Implementation]]
+    """By name, the reference first."""
+    wide: tuple[str, ...] = ()
+    """Inputs that are float32 in a step of bfloat16 too."""
+    fixed: tuple[str, ...] = ()
+    """Inputs that have no gradient."""
+    head: bool = False
+    """Whether it is the head with the loss: called under autocast as in a step, and with memory counted too."""
+
+
+def side_by_side(settings: Mapping[str, str],
+                 **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
+    """Functions by name, called with an op's tensors in their order and by keyword fields of a model; behind
+    "reference" the same compiled."""
+    def made(config: ModelConfig) -> dict[str, Implementation]:
+        given = {keyword: getattr(config, field) for keyword, field in settings.items()}
+        found: dict[str, Implementation] = {name: functools.partial(each, **given) for name, each in functions.items()}
+        if "reference" in found:
+            found = {"reference": found["reference"], "compiled": torch.compile(found["reference"]), **found}
+        return found
+    return made
+
+
+def in_kernels(module: str, name: str) -> Implementation:
+    """An op of `lineartime.ops` in kernels, imported at its first call: Triton is not everywhere."""
+    def kernel(*tensors: Tensor, **settings: Any) -> Tensor | tuple[Tensor, ...]:
+        return getattr(importlib.import_module(f"lineartime.ops.{module}"), name)(*tensors, **settings)
+    return kernel
+
+
+def mean(loss: Loss) -> Implementation:
+    """The mean loss, as a training step takes it."""
+    return lambda x, weight, bias, targets: loss(x, weight, bias, targets).sum() / len(targets)
+
+
+def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
+    """q, k, v `[B, T, H, K]` of softmax attention."""
+    return {name: torch.randn(n_rows, config.context, config.n_heads, config.qk_width) for name in "qkv"}
+
+
+def fused_softmax(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool) -> Tensor:
+    q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
+    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=causal).transpose(1, 2)
+
+
+def gated_inputs(config: ModelConfig, n_rows: int) -> Inputs:
+    """What a GAU layer has between its projections. gamma and beta are larger than in a new layer: their product with z
+    must show in the scores."""
+    n_heads, n, s = (2, config.context, config.qk_width) if config.chunk_size is None else (
+        4, config.chunk_size, config.qk_width)
+    sin, cos = rotary(torch.arange(config.context)[None], s, torch.float32)
+    return {"uvz": torch.randn(n_rows, config.context, 2 * config.v_width + s), "gamma": torch.randn(n_heads, s),
+            "beta": torch.randn(n_heads, s), "sin": sin, "cos": cos, "w": torch.randn(2 * n - 1) * 0.02}
+
+
+def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
+    d = config.d_model
+    return {"x": torch.randn(n_rows * config.context, d), "delta": torch.randn(n_rows * config.context, d),
+            "weight": torch.randn(d), "bias": torch.randn(d)}
+
+
+CAUSAL = {"causal": "causal"}
+PARAMETERS = ("gamma", "beta", "sin", "cos", "w")
+OPS: dict[str, Op] = {
+    "gated_chunk_attention": Op(gated_inputs, side_by_side(
+        {"chunk_size": "scale_len", **CAUSAL}, reference=reference.gated_chunk_attention,
+        triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
+        PARAMETERS, ("sin", "cos")),
+    "gated_quadratic_attention": Op(gated_inputs, side_by_side(
+        {"scale_len": "scale_len", **CAUSAL}, reference=reference.gated_quadratic_attention,
+        triton=in_kernels("quadratic", "gated_quadratic_attention")),
+        PARAMETERS, ("sin", "cos")),
+    "add_norm": Op(norm_inputs, side_by_side(
+        {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
+        ("weight", "bias")),
+    "softmax_attention": Op(row_inputs, side_by_side(CAUSAL, unfused=softmax_attention, fused=fused_softmax)),
+    "linear_cross_entropy": Op(
+        lambda config, n: head_inputs(n * config.context, config.vocab_size, config.d_model),
+        lambda config: {name: mean(loss) for name, loss in losses().items()},
+        ("x", "weight", "bias"), head=True),
+}
+
+MODEL_OF = {"gated_quadratic_attention": "flash-quad", "softmax_attention": "transformer++"}
+"""The preset whose sizes an op has, where it is not FLASH."""
+
+
+def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 8192,
+                 precisions: Sequence[str] = ("float32",), repeats: int = 10, threads: int = 1, device: str = "cpu",
+                 seed: int = 0, progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
+    """Time and memory of forward and backward of one op; a row per implementation, model and type.
+
+    The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). A model and
+    type is one process, in which the implementations take turns. Before a time counts, the output and every gradient
+    have been compared with those of the reference in float64. Kernels are left out on a processor. Raises UsageError
+    for an unknown op or type, ResourceError where the process dies."""
+    require_name("op", name, OPS)
+    measure.require_measurable(precisions, models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
+    rows: list[Row] = []
+    for precision, config in itertools.product(precisions, configs):
+        n_rows, where = max(tokens // config.context, 1), f"context {config.context:,}, {precision}"
+        progress(f"{name}, {where}")
+        answer = measure.measured_alone(measure_op, {
+            "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "repeats": repeats,
+            "threads": threads, "device": device, "seed": seed}, name, where)
+        n_tokens = n_rows * config.context
+        shared = {"benchmark": "op", "cell": None, "model": name, "config": to_dict(config), "n_parameters": 0,
+                  "context_tokens": config.context, "batch_size": n_rows, "tokens_per_step": n_tokens,
+                  "dtype": precision, "device": device, "threads": threads, "unit": "call", "warm_up": 2,
+                  "repeats": repeats, "settings": answer["settings"], **measure.facts_of_run()}
+        made = [{"variant": each, "label": f"{name}:{each}", **found, **shared}
+                for each, found in answer["found"].items()]
+        on_rows(made)
+        rows += made
+    return rows
+
+
+def measure_op(name: str, config: Row, n_rows: int, precision: str, repeats: int, threads: int, device: str,
+               seed: int) -> Generator[Row, Row, None]:
+    """One process's part of `benchmark_op`."""
+    on, settings = measure.set_up(threads, device, seed)
+    fields, op, dtype = ModelConfig(**config), OPS[name], getattr(torch, precision)
+    n_tokens = n_rows * fields.context
+    every = op.implementations(fields)
+    first = next(iter(every.values()))
+    chosen = {each: function for each, function in every.items() if each != KERNEL or on.type == "cuda"}
+    inputs = typed(op, op.inputs(fields, n_rows), on, dtype)
+    few = {key: x[:CHECKED_TOKENS] if op.head and key in ("x", "targets") else x for key, x in inputs.items()}
+    found: dict[str, Row] = {}
+    with attention_backend(on), torch.autocast(on.type, torch.bfloat16, enabled=op.head and dtype == torch.bfloat16):
+        # Of the rounded inputs, so that what is measured is the op's own error.
+        exact = typed(op, few, on, torch.float64)
+        cotangents = [torch.randn_like(out) for out in outputs(first, exact)]
+        expected = value_and_gradients(first, exact, cotangents)
+        del exact
+        few = typed(op, few, on, dtype)
+        cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, few), strict=True)]
+        for each, function in chosen.items():
+            checked = measure.compare(each, value_and_gradients(function, few, cotangents), expected,
+                                      (HEAD_LIMITS if op.head else LIMITS)[precision])
+            memory = measure.peak_of(functools.partial(value_and_gradients, function, inputs, cotangents), on)
+            found[each] = {"check": checked, **memory}
+            if op.head:
+                n_bytes = counted_bytes(each, {"n_tokens": MANY_TOKENS, "vocab_size": fields.vocab_size,
+                                               "d_model": fields.d_model}, precision)
+                found[each]["many_tokens"] = {"tokens": MANY_TOKENS, "counted_mib": n_bytes and n_bytes / 2**20}
+        del expected
+        for each, (both, *parts) in times_in_turn(chosen, inputs, cotangents, repeats, on).items():
+            apart = {part: {"ms": measure.compared_ms(measure.spreads(times, n_tokens))}
+                     for part, times in zip(("forward", "backward"), parts, strict=True)}
+            found[each] |= measure.spreads(both, n_tokens) | apart
+    yield {"settings": settings, "found": found}
+
+
+def times_in_turn(functions: Mapping[str, Implementation], inputs: Inputs, cotangents: Sequence[Tensor], repeats: int,
+                  device: torch.device) -> dict[str, tuple[Times, Times, Times]]:
+    """By name the times of forward and backward together, of forward and of backward."""
+    times: dict[str, tuple[Times, Times, Times]] = {name: ({}, {}, {}) for name in functions}
+    for _, name in measure.in_turn([*functions], range(repeats)):
+        measure.wait(device)
+        begun = measure.mark(device)
+        made = outputs(functions[name], inputs)
+        between = measure.mark(device)
+        gradients(made, inputs, cotangents)
+        ended = measure.mark(device, done=True)
+        for part, marks in zip(times[name], ([begun, ended], [begun, between], [between, ended]), strict=True):
+            measure.add_times(part, marks)
+        del made
+    return times
+
+
+def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Copies on a device, numbers in a type (or float32 if that is wider) and wanting a gradient, but for integers and
+    what the op says."""
+    def copied(key: str, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x.to(device)
+        kind = torch.promote_types(dtype, torch.float32) if key in op.wide else dtype
+        return x.detach().to(device, kind).requires_grad_(key not in op.fixed)
+
+    return {key: copied(key, x) for key, x in inputs.items()}
+
+
+def outputs(function: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
+    out = function(*inputs.values())
+    return (out,) if isinstance(out, Tensor) else out
+
+
+def gradients(outs: Sequence[Tensor], inputs: Inputs, cotangents: Sequence[Tensor]) -> Inputs:
+    """Of the sum of the outputs' products with `cotangents`, by every input that has one."""
+    wanted = {key: x for key, x in inputs.items() if x.requires_grad}
+    given = [x.to(out.dtype) for x, out in zip(cotangents, outs, strict=True)]
+    return dict(zip(wanted, torch.autograd.grad(outs, list(wanted.values()), given), strict=True))
+
+
+def value_and_gradients(function: Implementation, inputs: Inputs, cotangents: Sequence[Tensor]) -> Inputs:
+    """The outputs, and their `gradients`."""
+    outs = outputs(function, inputs)
+    found = {f"gradient of {key}": x for key, x in gradients(outs, inputs, cotangents).items()}
+    return {"output" if i == 0 else f"output {i + 1}": out.detach() for i, out in enumerate(outs)} | found

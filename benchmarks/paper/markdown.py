@@ -1,0 +1,258 @@
+"""The paper's tables with our numbers beside its own, as Markdown, made of records and `paper.toml` alone."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from benchmarks.markdown import CLOCKS, folded, listed, number, provenance_words, unique
+from benchmarks.paper import memory
+from benchmarks.paper.records import Record
+from benchmarks.paper.results import CELL, GAPS, Results, gaps, results_of, speedups, spread, step_speedups
+from benchmarks.paper.scales import Kind, caption_of
+from benchmarks.paper.tables import PAPER, SCALE_NAMES, TABLES, ScaleName, printed, step_speedup
+from lineartime.markdown import in_markdown, markdown
+from lineartime.release.provenance import machine
+
+NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
+four_figures = partial(number, figures=4)
+Texts = Mapping[Any, str]
+"""By row and column; cells of which nothing is known are not there."""
+
+
+class Measure(NamedTuple):
+    """One number of a cell."""
+
+    title: str
+    """With "{reference}" for the row that speed-ups are measured to."""
+    paper: str
+    """Its name in `paper.toml`; one that is not there has no numbers of the paper."""
+    kinds: tuple[Kind, ...]
+    """Of records that it is made of."""
+    texts: Callable[[Results], Texts]
+
+
+def texts_of(values: pd.Series | pd.DataFrame, text: Callable[[float], str] = number) -> Texts:
+    """By row and column "17.31 (17.12-17.45)": a value, and where they are known its least and most."""
+    return {cell: text(value) + (f" ({range_text(*map(text, ends))})" if ends and not math.isnan(ends[0]) else "")
+            for cell, value, *ends in pd.DataFrame(values).itertuples()}
+
+
+def range_text(least: str, most: str) -> str:
+    return f"{least} to {most}" if least[0] in "+-" else f"{least}-{most}"
+
+
+def speedup_texts(results: Results, reference: str | None) -> Texts:
+    """Of the mean curve, with the least and the most of the seeds' own curves."""
+    texts = {}
+    for cell, value, seeds in speedups(results, reference).itertuples():
+        reached = [number(seed) for seed in sorted(seeds) if not math.isnan(seed)]
+        words = [range_text(reached[0], reached[-1])] if len(reached) > 1 else []
+        words += [f"{len(seeds) - len(reached)} of {len(seeds)} seeds {NEVER}"] if len(reached) < len(seeds) else []
+        range_of_seeds = f" ({'; '.join(words)})" if words and cell[0] != reference else ""
+        texts[cell] = NEVER if math.isnan(value) else number(value) + range_of_seeds
+    return texts
+
+
+def step_speedup_texts(results: Results, reference: str | None) -> Texts:
+    values = step_speedups(results, reference)
+    values.loc[values.index.get_level_values("row") == reference, ["low", "high"]] = math.nan
+    return texts_of(values)
+
+
+def finetune_speedups(results: Results) -> pd.Series:
+    ms = spread(results.finetuned.step_ms)["mean"].unstack("row")
+    if results.table.reference not in ms:  # not yet fine-tuned
+        return ms.stack().swaplevel().iloc[:0]
+    return ms.rdiv(ms[results.table.reference], axis=0).stack().swaplevel()
+
+
+def n_parameters(results: Results) -> pd.Series:
+    known = pd.concat([results.trained.n_parameters.droplevel("seed"), results.timed.n_parameters]).dropna()
+    return known.groupby(level=CELL).first()
+
+
+MEASURES = {
+    "seeds": Measure("Seeds", "", ("train",),
+                     lambda results: texts_of(results.trained.groupby(level=CELL).size(), "{:.0f}".format)),
+    "loss": Measure("Nats per token", "", ("train",),
+                    lambda results: texts_of(spread(results.trained.loss), "{:.3f}".format)),
+    "perplexity": Measure("Perplexity per token", "perplexity", ("train",),
+                          lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
+    "word_perplexity": Measure("Perplexity per word", "perplexity", ("train",),
+                               lambda results: texts_of(spread(results.trained.word_perplexity), four_figures)),
+    "token_perplexity": Measure("Perplexity per token", "", ("train",),
+                                lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
+    "step": Measure("Milliseconds of a step", "step_ms", ("step",),
+                    lambda results: texts_of(results.steps[["median", "q1", "q3"]])),
+    "to_quality": Measure("Speed-up to {reference}'s final quality", "speedup", ("train", "step"),
+                          lambda results: speedup_texts(results, results.table.reference)),
+    "by_step": Measure("Speed-up over {reference} by time of a step", "step_speedup", ("step",),
+                       lambda results: step_speedup_texts(results, results.table.reference)),
+    "by_finetuning": Measure("Speed-up by time of a fine-tuning step", "finetune_speedup", ("finetune",),
+                             lambda results: texts_of(finetune_speedups(results))),
+    "f1": Measure("F1", "f1", ("finetune",), lambda results: texts_of(spread(results.finetuned.f1), "{:.1f}".format)),
+    "parameters": Measure("Parameters, millions", "parameters_m", ("train", "step"),
+                          lambda results: texts_of(n_parameters(results) / 1e6)),
+    "memory": Measure("Peak memory of a step's process, MiB", "", ("step",),
+                      lambda results: texts_of(results.steps.peak_mib.dropna(), "{:,.0f}".format))}
+"""By the names in `tables.toml`."""
+FOLDED = ("Parameters, millions", "Peak memory of a step's process, MiB")
+QUALITY = ("Perplexity and loss: the whole held-out split at the end of training, the mean of the seeds (the least and "
+           "the most); one seed where there is no range.")
+NOTES = {
+    "to_quality": "Speed-up to the reference's final quality, as in row 75 of docs/paper.md: the time of the "
+                  "reference's training to its best mean loss over the time of this model's to the same loss, each its "
+                  f"steps times the time of one; \"{NEVER}\" never gets there; losses are those of a part of the "
+                  "split, scored during training.",
+    "by_step": "By time of a step: the reference's over this model's, both of one run (quartile over quartile)."}
+"""Below a table that shows the measure."""
+
+
+def tables_shown(records: Sequence[Record], names: Sequence[str], scales: Sequence[ScaleName]) -> list[Results]:
+    """Tables, by default all, at the scales, by default all, that have records of them; one without any is shown
+    once."""
+    shown = []
+    for name in names or TABLES:
+        at_scales = [results_of(name, scale, records) for scale in scales or SCALE_NAMES[::-1]]
+        shown += [results for results in at_scales if results.rows] or at_scales[:1]
+    return shown
+
+
+def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) -> str:
+    """A table at one scale: heading, pictures, our numbers beside the paper's, and what they are.
+
+    pictures: of each the words that say what it shows, and its path."""
+    table = results.table
+    parts = [f"### {table.title}, {results.scale.name} scale", *(f"![{alt}]({path})" for alt, path in pictures)]
+    if not results.rows:
+        return "\n\n".join([*parts, f"Not measured yet: {NOT_RUN} at this scale, {command_text(results)}."]) + "\n"
+    made = {MEASURES[name].title.format(reference=table.reference): measured(results, MEASURES[name])
+            for name in table.measures}
+    if table.name == "speedup":
+        parts.append(speedup_grid(results))
+    elif len(table.columns) == 1:
+        parts.append(grid("", *({(row, title): both[side][row, results.columns[0]] for row in results.rows
+                                 for title, both in made.items()} for side in (0, 1))))
+        parts += memory.parts(results) if table.name == "memory" else []
+    else:
+        parts += gap_grids(results) if table.name == "gap" else []
+        parts += [grid(title, *both) for title, both in made.items()]
+        parts += [memory.DIFFERENCES, memory.columns_part(results)] if table.name == "memory_texts" else []
+    return "\n\n".join([*parts, *notes(results)]) + "\n"
+
+
+def grid(title: str, ours: Texts, theirs: Texts) -> str:
+    """Our numbers, and left of each column the paper's, where it has any. Where most of ours were not run, a line says
+    so, with those that were."""
+    known = {cell: text for cell, text in ours.items() if text != NOT_RUN}
+    if 2 * len(known) < len(ours):
+        words = "; ".join(f"{row}, {column}: {text}" for (row, column), text in known.items())
+        return f"{title or 'All of it'}: {NOT_RUN}{' but for ' * bool(words)}{words}."
+    rows, columns = (unique(names) for names in zip(*ours, strict=True))
+    head, lines = [""], [[row] for row in rows]
+    for column in columns:
+        printed_any = any(theirs.get((row, column)) for row in rows)
+        head += [f"{column}: paper", "ours"] if printed_any else [column]
+        for row, line in zip(rows, lines, strict=True):
+            line += [*([theirs[row, column]] if printed_any else []), ours[row, column]]
+    text = markdown(head, lines, 1)
+    if title in FOLDED:
+        return folded(title, text)
+    return f"**{title}**\n\n{text}" if title else text
+
+
+def measured(results: Results, measure: Measure) -> tuple[Texts, Texts]:
+    """Ours and the paper's; its speed-ups by time of a step are worked out where only the times are printed."""
+    table, texts, ours, theirs = results.table, measure.texts(results), {}, {}
+    compared = [table.reference] if "{reference}" in measure.title else []
+    for row, column in itertools.product(results.rows, results.columns):
+        ours[row, column] = texts.get((row, column)) or why_not(results, [row, *compared], column, measure.kinds)
+        ratio = step_speedup(table.name, row, table.reference, column) if measure.paper == "step_speedup" else None
+        theirs[row, column] = printed(table.name, measure.paper, row, column) or (number(ratio) if ratio else "")
+    return ours, theirs
+
+
+def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Sequence[Kind]) -> str:
+    """What stands for a number that these kinds of records of these rows do not give."""
+    failed = any(place[0] in rows and place[1] == column and place[2] in kinds for place in results.failed)
+    return FAILED if failed else NOT_RUN
+
+
+def gap_grids(results: Results) -> list[str]:
+    """Table 5: what mixed chunks add to the perplexity, and to the loss, which is comparable between scales."""
+    made = {}
+    for what in ("perplexity", "loss"):
+        texts = texts_of(spread(gaps(results, what)), signed)
+        made[what] = {cell: texts.get(cell) or why_not(results, GAPS[cell[0]], cell[1], ["train"])
+                      for cell in itertools.product(GAPS, results.columns)}
+    paper = {(row, column): printed("gap", "gap", GAPS[row][1], column) for row, column in made["loss"]}
+    grids = [grid(f"Increase of the perplexity, {task}",
+                  {cell: text for cell, text in made["perplexity"].items() if cell[1].split()[0] == task}, paper)
+             for task in unique(column.split()[0] for column in results.columns)]
+    return [*grids, grid("Increase of the loss, nats per token", made["loss"], {})]
+
+
+def signed(x: float) -> str:
+    return f"{x:+.{2 if abs(x) >= 0.1 else 3}f}"
+
+
+def speedup_grid(results: Results) -> str:
+    """Figure 1: FLASH's speed-ups, contexts by rivals."""
+    made: dict[str, tuple[str, Texts]] = {}
+    for rival in (row for row in results.table.models if row != "FLASH"):
+        made |= {f"over {rival}": (rival, speedup_texts(results, rival)),
+                 f"over {rival} by time of a step": (rival, step_speedup_texts(results, rival))}
+    kinds: list[Kind] = ["train", "step"]
+    ours = {(column, title): texts.get(("FLASH", column)) or why_not(results, ["FLASH", rival], column, kinds)
+            for column in results.columns for title, (rival, texts) in made.items()}
+    return grid("", ours, {(column, title): printed("speedup", "speedup", title.removeprefix("over "), column)
+                           for column, title in ours})
+
+
+def command_text(results: Results) -> str:
+    return f"`python -m benchmarks reproduce {results.table.name} --scale {results.scale.name} --texts TEXTS`"
+
+
+def notes(results: Results) -> list[str]:
+    """What the numbers are, what failed and what is not there; folded, where they come from."""
+    table, note = results.table, PAPER[results.table.name].get("note")
+    words = [QUALITY] * bool(len(results.trained)) + [NOTES[name] for name in table.measures if name in NOTES]
+    words += [note] if note else []
+    left_out = [", ".join(name for name in every if name not in known) for every, known in (
+        (table.columns, results.columns), (table.models, results.rows)) if len(known) < len(every)]
+    failures = [f"{row}, {column}{'' if seed is None else f', seed {seed}'}: {in_markdown(error)}"
+                for (row, column, _, seed), error in results.failed.items()]
+    return [*([f"<sub>{' '.join(words)}</sub>"] if words else []),
+            *([f"At this scale {NOT_RUN}: {'; '.join(left_out)}."] if left_out else []),
+            *([f"Failed: {'; '.join(failures)}."] if failures else []),
+            folded("Where these numbers come from", provenance(results))]
+
+
+def provenance(results: Results) -> str:
+    """The scale; clock, text, machine, commit and command of what was run, if only a part of it went well."""
+    steps, questions = results.steps, list(results.finetuned.record)
+    records = [*results.trained.record, *questions, *results.timed.record]
+    texts = [f"Scale {results.scale.name}: {caption_of(results.table, results.scale)}."]
+    if hardware := PAPER[results.table.name].get("hardware"):
+        texts.append(f"The paper's times are of {hardware}.")
+    words = []
+    if len(steps):
+        words.append(f"steps of {listed(f'{tokens:,}' for tokens in steps.tokens)} tokens timed side by side, median "
+                     f"(quartiles) of {listed(row[row['clock'] + '_ms']['n'] for row in steps.record)}, "
+                     f"{listed(CLOCKS[row['clock']] for row in steps.record)}")
+    words += unique(f"text {in_markdown(row['text'])} ({row['data']['train_tokens']:,} tokens to train on, "
+                    f"{row['data']['validation_tokens']:,} held out, vocabulary {row['data']['vocab_size']:,}, "
+                    f"sha256 {in_markdown(row['data']['sha256'][:10])})" for row in results.trained.record)
+    if records:
+        words += [listed(row["dtype"] for row in records), *unique(map(machine, records)),
+                  *provenance_words(records)]
+        texts.append(f"Ours: {'; '.join(words)}. Made by {command_text(results)}.")
+    if questions:
+        overlap = listed(f"{row['word_overlap']['f1']:.1f}" for row in questions)
+        texts.append(f"F1 of {listed(row['n_questions'] for row in questions)} questions; that of the span that shares "
+                     f"most words with the question: {overlap}. Fine-tuning was not timed side by side.")
+    return " ".join(texts)

@@ -1,0 +1,182 @@
+"""What the records of `python -m benchmarks reproduce` say of a table at a scale, as data frames.
+
+A record belongs to a cell when its scale, text and settings are the cell's, so two tables share records. The newest
+record of a seed counts, and a failure only where nothing went well.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.paper.records import COLUMNS, Record, by_key, numbers_of, records_of
+from benchmarks.paper.scales import SCALES, Cell, Kind, Scale
+from benchmarks.paper.tables import TABLES, ScaleName, Table
+
+CELL = ["row", "column"]
+GAPS = {"FLASH-Quad -> FLASH": ("FLASH-Quad", "FLASH"), "TFM++ -> MC-TFM++": ("TFM++", "MC-TFM++")}
+"""Rows of Table 5: a model, and it with mixed chunks."""
+Place = tuple[str, str, Kind, int | None]
+"""Row, column, kind of record and seed."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """One table at one scale. The frames have a "record" and its `COLUMNS`, and no lines for a cell without records."""
+
+    table: Table
+    scale: Scale
+    rows: list[str]
+    """Those of which anything was run."""
+    columns: list[str]
+    trained: pd.DataFrame
+    """By row, column and seed."""
+    finetuned: pd.DataFrame
+    """By row, column and seed."""
+    timed: pd.DataFrame
+    """By row and column, several lines each. Oldest first, but the run that timed most of a column is last: numbers in
+    one column should be of one run."""
+    failed: dict[Place, str]
+    """What failed and never went well."""
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """The last line of every cell that was timed."""
+        return self.timed.groupby(level=CELL, sort=False).tail(1)
+
+
+def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Results:
+    """What records, oldest first, say of a table at a scale."""
+    table, by_run = TABLES[name], by_key(record for record in records if record.get("scale") == scale)
+    kinds: tuple[Kind, ...] = tuple(COLUMNS) if table.kind == "train" else ("step",)
+    well: dict[Place, list[Record]] = {}
+    failed: dict[Place, str] = {}
+    for cell in lenders(table, scale) if by_run else ():
+        for kind in kinds:
+            for record in records_of(cell, by_run, kind):
+                place = (cell.row, cell.column, kind, record["settings"].get("seed"))
+                if record.get("failed"):
+                    failed[place] = record["failed"]
+                else:
+                    well.setdefault(place, []).append(record)
+    known = {*well, *failed}
+    return Results(table, SCALES[scale], [row for row in table.models if row in {place[0] for place in known}],
+                   [column for column in table.columns if column in {place[1] for place in known}],
+                   frame_of(well, "train"), frame_of(well, "finetune"), timed_together(frame_of(well, "step")),
+                   {place: error for place, error in failed.items() if place not in well})
+
+
+def lenders(table: Table, scale: ScaleName) -> list[Cell]:
+    """The cells that have records, by column, then row: those that the scale runs, and others that runs of another
+    table may be of. Rows that a scale makes the same, such as sizes where it has but one, share no runs."""
+    cells = [Cell(table, row, column, SCALES[scale]) for column in table.columns for row in table.models]
+    keys = [(cell.column, cell.key("step")) for cell in cells]
+    planned, alike = table.cells[scale], Counter(keys)
+    return [cell for cell, key in zip(cells, keys, strict=True)
+            if (cell.row, cell.column) in planned or alike[key] == 1]
+
+
+def frame_of(well: dict[Place, list[Record]], kind: Kind) -> pd.DataFrame:
+    """The newest record of a seed; all of steps, which have no seed."""
+    found = pd.DataFrame([(row, column, record, *numbers_of(record)) for (row, column, each, _), records in well.items()
+                          if each == kind for record in (records if kind == "step" else records[-1:])],
+                         columns=[*CELL, "record", *COLUMNS[kind]])
+    return found.set_index(CELL) if kind == "step" else found.sort_values("seed", kind="stable").set_index(
+        [*CELL, "seed"])
+
+
+def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
+    """The run of each column last that timed most of it, the newest of several."""
+    runs = timed.groupby(["column", "run"]).time.agg(["size", "max"]).reset_index().sort_values(["size", "max", "run"])
+    best = runs.groupby("column").run.last()
+    in_best = timed.run == best.reindex(timed.index.get_level_values("column")).to_numpy()
+    return pd.concat([timed[~in_best], timed[in_best]])
+
+
+def of_cell(frame: Any, row: str | None, column: str | None = None) -> Any:
+    """A cell's lines of a data frame or series, perhaps none; those of all columns where none is named."""
+    lines = frame[frame.index.get_level_values("row") == row]
+    return lines if column is None else lines[lines.index.get_level_values("column") == column]
+
+
+def spread(values: pd.Series) -> pd.DataFrame:
+    """Of each cell that has any: the mean of its seeds, with the least and the most of several."""
+    found = pd.DataFrame(values.dropna().groupby(level=CELL, sort=False).agg(["mean", "min", "max", "size"]))
+    return found[["mean"]].join(found[["min", "max"]].where(found["size"] > 1))
+
+
+def curve_of(results: Results, row: str | None, column: str) -> pd.DataFrame:
+    """Held-out loss in nats per token, of a part of the split: a line for each step that all seeds have, a column for
+    each seed."""
+    records = of_cell(results.trained, row, column).record
+    return pd.DataFrame({key[-1]: dict(record["curve"]) for key, record in records.items()}).dropna().sort_index()
+
+
+def positions_of(results: Results, row: str, column: str) -> pd.DataFrame:
+    """Loss in nats per token of the whole held-out split, at the end of training: a line for the tokens from a first to
+    a last of a context, counted from 1, a column for each seed."""
+    records = of_cell(results.trained, row, column).record
+    spans = {key[-1]: {(span["first"], span["last"]): span["loss"]
+                       for span in record["held_out"].get("loss_by_position") or ()} for key, record in records.items()}
+    return pd.DataFrame(spans).dropna().sort_index()
+
+
+def costs(results: Results) -> pd.DataFrame:
+    """By row and column, of what was both trained and timed: the steps of training; the seconds of one, which are its
+    tokens times the time per token as measured side by side, for runs are not alone on their machine; the best of the
+    reference's mean curve; and the steps after which the row's is there ("reached")."""
+    trained, timed = results.trained.groupby(level=CELL, sort=False).first(), results.steps
+    seconds = trained.tokens / trained.steps * timed["median"] / timed.tokens / 1e3
+    found = pd.DataFrame({"steps": trained.steps, "seconds": seconds}).dropna()
+    best = [curve_of(results, results.table.reference, column).mean(axis=1).min() for _, column in found.index]
+    curves = [curve_of(results, row, column).mean(axis=1) for row, column in found.index]
+    return found.assign(best=best, reached=list(map(steps_to, best, curves)))
+
+
+def gaps(results: Results, what: str) -> pd.Series:
+    """By row of Table 5, column and seed: how much more of it there is with mixed chunks. Runs of one seed read the
+    same text in the same order."""
+    values = results.trained[what].unstack("row").reindex(columns=[row for pair in GAPS.values() for row in pair])
+    found = {row: values[mixed] - values[plain] for row, (plain, mixed) in GAPS.items()}
+    return pd.concat(found, names=["row"]).dropna()
+
+
+def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
+    """By row and column: the reference's time of a step over the row's ("value"), in the last run that measured both,
+    and quartile over opposite quartile ("low", "high")."""
+    times = results.timed[["median", "q1", "q3"]].div(results.timed.tokens, axis=0).assign(run=results.timed.run)
+    theirs = times[times.index.get_level_values("row") == reference].reset_index()
+    both = times.reset_index().merge(theirs.drop_duplicates(["column", "run"], keep="last"), on=["column", "run"],
+                                     suffixes=("", "_theirs"))
+    both = both.rename(columns={"row_x": "row"}).drop_duplicates(CELL, keep="last").set_index(CELL)
+    return pd.DataFrame({"value": both["median_theirs"] / both["median"], "low": both.q1_theirs / both.q3,
+                         "high": both.q3_theirs / both.q1})
+
+
+def speedups(results: Results, reference: str | None) -> pd.DataFrame:
+    """By row and column, as in row 75 of docs/paper.md: the time that the reference takes to its best mean loss over
+    the time that the row takes to the same loss. "value" is of the mean curve, "seeds" of each seed's own; NaN never
+    gets there.
+
+    There is no line where the training of one or the other is not known, or its step's time beside the other's."""
+    found = []
+    for (row, column), by_step in step_speedups(results, reference).value.items():
+        ours, theirs = curve_of(results, row, column), curve_of(results, reference, column).mean(axis=1)
+        if not ours.empty and not theirs.empty:
+            cost = by_step * steps_to(theirs.min(), theirs)
+            seeds = [cost / steps_to(theirs.min(), pd.Series(dict(record["curve"])))
+                     for record in of_cell(results.trained, row, column).record]
+            found.append((row, column, cost / steps_to(theirs.min(), ours.mean(axis=1)), seeds))
+    return pd.DataFrame(found, columns=[*CELL, "value", "seeds"]).set_index(CELL)
+
+
+def steps_to(loss: float, curve: pd.Series) -> float:
+    """Steps at which a curve, losses by step, first is down at a loss, linear between its points; NaN where it never
+    is."""
+    down = curve.index[curve <= loss]
+    last = curve.loc[:down[0]].tail(2) if len(down) else None
+    return math.nan if last is None else float(np.interp(-loss, -last, last.index))

@@ -1,0 +1,339 @@
+"""The runs of a table: what is missing is prepared, trained, fine-tuned and timed, and each ends in a row.
+
+A run is a process of its own, `lineartime train` with the settings of its cell, and goes on where it stopped. Rows are
+added as they come, so that a kill costs what the newest checkpoints lack and nothing else.
+"""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cells import BENCHMARKS, LINEARTIME, last_line, started
+from benchmarks.measure import spread
+from benchmarks.paper.records import Record, by_key, read_records, records_of
+from benchmarks.paper.scales import Cell, Kind, Text, caption_of, cells_of
+from benchmarks.paper.tables import ScaleName, Settings
+from benchmarks.peers import parse_label
+from benchmarks.step import StepCase, benchmark_step
+from lineartime import checkpoint
+from lineartime.atomic_io import append_json_lines, read_json, write_atomically
+from lineartime.config import ModelConfig
+from lineartime.data.tokens import read_manifest
+from lineartime.distributed.ranks import WITH_RANKS
+from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
+from lineartime.info import describe
+from lineartime.release.provenance import provenance
+from lineartime.run import read_fine_tuning, read_metrics, read_result, read_run
+from lineartime.run_config import run_config
+from lineartime.training import StopSignal
+
+Records = Mapping[str, list[Record]]
+"""Of `by_key`."""
+TOLD_EVERY_S = 30.0
+"""Between two lines of one run's progress."""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+STOPPED = "what ran has saved; the same command goes on"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a cell's settings with one seed."""
+
+    cell: Cell
+    seed: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.cell.row}, {self.cell.column}, seed {self.seed}"
+
+    @property
+    def folder(self) -> str:
+        """Named for a person, and by all that decides the run."""
+        settings = self.cell.settings(self.seed)
+        digest = hashlib.sha256(json.dumps([self.cell.text.name, settings], sort_keys=True).encode()).hexdigest()[:10]
+        return f"{settings['model']}-{self.cell.text.name}-{settings['context']}-{digest}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a table's runs read and write, on what, how many at a time, and of how many seeds of a cell."""
+
+    texts: Path | None
+    out: Path
+    rows: Path
+    device: str
+    jobs: int
+    seeds: int | None
+    tell: Callable[[str], None]
+    ranks: int = 1
+    """Processes of one run, which `torchrun` starts on this machine."""
+
+    def data(self, text: Text) -> Path:
+        return self.out / "data" / text.name
+
+    @property
+    def threads(self) -> int:
+        """Of one run: the processor's cores shared out, unless the environment says."""
+        return int(os.environ.get("OMP_NUM_THREADS") or max((os.cpu_count() or 1) // self.jobs // self.ranks, 1))
+
+    def below_texts(self, name: str) -> str:
+        """A file or folder of the texts, or what is on the hub. Raises UsageError where no texts are named."""
+        if self.texts is None and not name.startswith("hub:"):
+            raise UsageError("no folder of texts is given", name, "give --texts the folder that holds it")
+        return name if self.texts is None or name.startswith("hub:") else str(self.texts / name)
+
+
+def missing_jobs(cells: Sequence[Cell], records: Records, seeds: int | None = None) -> list[Job]:
+    """The runs that have no row yet: every cell with its first seed, then with its second, ...; of the first `seeds`
+    only."""
+    return [Job(cell, seed) for seed in range(max(len(cell.seeds) for cell in cells)) for cell in cells
+            if cell.table.kind == "train" and seed in cell.seeds[:seeds]
+            and not found(cell, records, "finetune" if cell.questions else "train", seed)]
+
+
+def found(cell: Cell, records: Records, kind: Kind, seed: int) -> list[Record]:
+    """A cell's records that have what its table evaluates; a run of another table may lack it."""
+    return [record for record in records_of(cell, records, kind, seed)
+            if record.get("failed") or kind != "train" or cell.table.evaluations.keys() <= record.keys()]
+
+
+def missing_times(cells: Sequence[Cell], records: Records) -> list[list[Cell]]:
+    """The columns whose steps have not been timed side by side."""
+    columns: dict[str, list[Cell]] = {}
+    for cell in cells:
+        columns.setdefault(cell.column, []).append(cell)
+    return [column for column in columns.values() if not set.intersection(
+        *({record["run"] for record in records_of(cell, records, "step")} for cell in column))]
+
+
+def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> int:
+    """Run what a table at a scale still lacks; returns how many rows were added.
+
+    Raises UsageError and DataError for text that is not there, Stopped after the runs have saved, and what a run that
+    failed said."""
+    cells = cells_of(table, scale)
+    with checkpoint.lock(place.out):
+        records = by_key(read_records(place.rows))
+        jobs, columns = missing_jobs(cells, records, place.seeds), missing_times(cells, records)
+        place.tell(f"{table} at scale {scale}: {len(cells)} cells; {len(jobs)} runs and {len(columns)} columns of step "
+                   "times are missing")
+        for text in dict.fromkeys(job.cell.text for job in jobs):
+            prepare(text, place, stop)
+        n_rows = sum(len(time_steps(column, place, stop)) for column in columns)
+        return n_rows + run_all(jobs, records, place, stop)
+
+
+def plan_lines(table: str, scale: ScaleName, rows: Sequence[Record], n_seeds: int | None = None) -> list[str]:
+    """What a table at a scale has and lacks: a line for each cell, of its first `n_seeds`, and one for each column's
+    step times."""
+    cells, records = cells_of(table, scale), by_key(rows)
+    lines = [f"{table} at scale {scale}: {caption_of(cells[0].table, cells[0].scale)}"]
+    for cell in cells if cells[0].table.kind == "train" else ():
+        seeds = ", ".join(str(job.seed) for job in missing_jobs([cell], records, n_seeds))
+        lines.append(f"  {cell.row}, {cell.column}, {cell.text.name}: {f'missing seed {seeds}' if seeds else 'there'}")
+    missing = ", ".join(column[0].column for column in missing_times(cells, records))
+    return [*lines, f"  step times, side by side: {f'missing in {missing}' if missing else 'there'}"]
+
+
+def prepare(text: Text, place: Place, stop: StopSignal) -> None:
+    """Tokenise a text, unless that is done."""
+    source, out = "--hub" if text.folder is None else place.below_texts(text.folder), place.data(text)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = call(["prepare", source, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out", str(out),
+                   *(["--mlm"] if text.mlm else [])], f"text {text.name}", out.with_suffix(".log"), place, stop)
+    stop.check(STOPPED)
+    if failed:
+        raise ResourceError("a text cannot be prepared", text.name, failed)
+
+
+def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSignal) -> int:
+    """Every job's rows, written as they come; how many. Where one fails the others save and end."""
+    n_rows, began = 0, time.monotonic()
+    with ThreadPoolExecutor(place.jobs) as pool:
+        futures = {pool.submit(run_job, job, records, place, stop): job for job in jobs}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                rows = future.result()
+                append_json_lines(place.rows, rows)
+                n_rows += len(rows)
+                left = (len(jobs) - done) * (time.monotonic() - began) / done / 60
+                if rows:
+                    place.tell(f"[{done}/{len(jobs)}] {futures[future].label}: {rows[-1].get('failed', 'done')}; "
+                               f"{left:,.0f} minutes are left")
+        except BaseException:
+            stop.number = stop.number or signal.SIGTERM
+            raise
+    stop.check(STOPPED)
+    return n_rows
+
+
+def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[Record]:
+    """Train and evaluate, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
+    cell, folder = job.cell, place.out / "runs" / job.folder
+    run, rows = folder / "run", []
+    given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(run)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "settings.toml", toml(given))
+    stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [
+        ("train", ["train", str(folder / "settings.toml"), "--device", place.device], lambda: trained(run))]
+    if cell.questions:
+        stages.append(("finetune", finetune_arguments(run, cell.questions, place),
+                       lambda: finetuned(folder / "questions")))
+    for kind, arguments, result in stages:
+        failed = call(arguments, f"{job.label}, {kind}", folder / f"{kind}.log", place, stop)
+        if kind == "train" and not failed:
+            failed = evaluate(job, folder, place, stop)
+        if stop.number is not None:
+            break
+        if not found(cell, records, kind, job.seed):
+            rows.append({"device": place.device, "dtype": run_config(given).train.precision, "threads": place.threads,
+                         **({"questions": cell.questions} if kind == "finetune" else {}),
+                         **({"failed": failed} if failed else result()),
+                         **({} if failed or kind != "train" else evaluated(cell, folder)), **provenance(),
+                         **facts_of(cell, kind, job.seed)})
+        if failed:
+            break
+    return rows
+
+
+def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | None:
+    """Score a trained run as its table says, but for what has been scored; the first failure, as `call` returns it."""
+    for name, options in job.cell.table.evaluations.items():
+        if stop.number is None and not evaluation_file(folder, name).exists():
+            verb = "recurrence" if name == "recurrence" else "evaluate"
+            failed = call([verb, str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
+                           "--device", place.device, "--out", str(evaluation_file(folder, name))],
+                          f"{job.label}, {name}", folder / f"{name}.log", place, stop)
+            if failed:
+                return failed
+    return None
+
+
+def evaluated(cell: Cell, folder: Path) -> Record:
+    """What a finished run's evaluations have to say, without the folders of the machine."""
+    said = {name: read_json(evaluation_file(folder, name)) for name in cell.table.evaluations}
+    return {name: {key: value for key, value in each.items() if key not in ("checkpoint", "step")}
+            for name, each in said.items()}
+
+
+def evaluation_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:
+    """What a row has of its cell, and the command that makes it, without the folders of the machine that it ran on."""
+    return {"kind": kind, "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(seed),
+            "command": f"python -m benchmarks reproduce {cell.table.name} --scale {cell.scale.name}"}
+
+
+def finetune_arguments(run: Path, questions: Settings, place: Place) -> list[str]:
+    options = {"context": questions["context"], **questions.get("options", {})}
+    return ["finetune", str(run), "--questions", place.below_texts(questions["train"]), "--validation",
+            place.below_texts(questions["validation"]), "--out", str(run.with_name("questions")), "--device",
+            place.device,
+            *(part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))),
+            *(part for name, value in questions.get("settings", {}).items() for part in ("--set", f"{name}={value}"))]
+
+
+def trained(run: Path) -> Record:
+    """What a finished run has to say."""
+    result, described = read_result(run), read_run(run)
+    manifest, n_tokens = read_manifest(Path(described["data"])), result["steps"] * described["train"]["tokens_per_step"]
+    return {"n_parameters": describe(ModelConfig(**described["model"])).n_parameters,
+            "data": {"sha256": manifest.sha256, "vocab_size": manifest.vocab_size,
+                     **{f"{name}_tokens": split.tokens for name, split in manifest.splits.items()}},
+            "tokens": n_tokens, "epochs": n_tokens / manifest.splits["train"].tokens,
+            "curve": [[line["step"], line["held_out"]["loss"]] for line in read_metrics(run) if "held_out" in line],
+            "held_out": result["held_out"], "peak_mib": result.get("peak_mib"), **times_of(run)}
+
+
+def finetuned(folder: Path) -> Record:
+    """What a finished fine-tuning has to say: its best learning rate's scores."""
+    result = read_fine_tuning(folder)
+    scores = result["learning_rates"][result["best"].removeprefix("lr-")]
+    return {**{name: scores[name] for name in ("f1", "exact_match", "n_questions")},
+            **{name: result[name] for name in ("best", "learning_rates", "word_overlap")},
+            **times_of(folder / result["best"])}
+
+
+def times_of(run: Path) -> Record:
+    """Time of all steps, and of one, by the clock and by the processor; as busy as the machine was."""
+    clocks = [line["clock"] for line in read_metrics(run) if "held_out" not in line]
+    n_tokens = read_run(run)["train"]["tokens_per_step"]
+    seconds = {"cpu": [clock["cpu_s"] for clock in clocks],
+               "wall": [n_tokens / clock["tokens_per_s"] for clock in clocks]}
+    return {"train_s": {name: sum(values) for name, values in seconds.items()},
+            "step_ms": {name: spread([1e3 * value for value in values]) for name, values in seconds.items()}}
+
+
+def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: StopSignal) -> str | None:
+    """Run a verb of ours in a process of its own, its output in a file; asked to stop, it saves and ends.
+
+    Returns the error that a table shows: the numbers went bad, or memory ran out. Raises any other."""
+    if stop.number is not None:
+        return None
+    n_ranks = place.ranks if arguments[0] in (*WITH_RANKS, "recurrence") else 1
+    program = BENCHMARKS if arguments[0] in ("recurrence", "recall") else LINEARTIME
+    command = program if n_ranks == 1 else [*TORCHRUN, f"--nproc-per-node={n_ranks}", *program[1:]]
+    process = started([*command, *arguments], log, signal.SIGTERM, OMP_NUM_THREADS=str(place.threads))
+    place.tell(f"  {label}: starts")
+    asked, told = False, time.monotonic()
+    while process.poll() is None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        if stop.number is not None and not asked:
+            process.send_signal(signal.SIGTERM)
+            asked = True
+        if time.monotonic() - told > TOLD_EVERY_S:
+            place.tell(f"  {label}: {last_line(log)}")
+            told = time.monotonic()
+    if process.returncode == 0 or stop.number is not None:
+        return None
+    said, code = last_line(log), process.returncode
+    if n_ranks > 1:  # what torchrun says of the rank that failed first is last
+        text = log.read_text(encoding="utf-8", errors="replace")
+        said = (re.findall(r"^error: .*$", text, re.MULTILINE) or [said])[-1]
+        code = int((re.findall(r"^ *exitcode *: (-?\d+)", text, re.MULTILINE) or [code])[-1])
+    what, _, rest = said.removeprefix("error: ").partition(": ")
+    kinds = {each.exit_code: each for each in LineartimeError.__subclasses__() if each.exit_code > 1}
+    error = kinds.get(code, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
+    if code == -signal.SIGKILL:
+        error = ResourceError("out of memory", label, "the system killed it, or somebody did")
+    if isinstance(error, NumericsError) or (isinstance(error, ResourceError) and error.what == "out of memory"):
+        return str(error)
+    raise error
+
+
+def toml(settings: Settings) -> str:
+    """Settings as TOML; its numbers, truth values and plain strings are those of JSON."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+
+
+def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:
+    """Time a training step of every cell of a column, in turn; the rows, which are written. On a processor one thread:
+    the processor time of several has their waiting in it."""
+    def progress(line: str) -> None:
+        stop.check(STOPPED)
+        place.tell(f"  {column[0].column}: {line}")
+
+    cases = []
+    for cell in column:
+        config = run_config({**cell.settings(None), "data": "-", "out": "-", "vocab_size": cell.text.vocab_size})
+        label = parse_label(config.preset + (":compiled" if config.train.compile else ""))
+        cases.append(StepCase(label, config.model, config.train.micro_batch_tokens, config.train.precision))
+    threads = 1 if place.device == "cpu" else place.threads
+    measured = benchmark_step(cases, threads=threads, device=place.device, progress=progress)
+    rows = [{**row, "machine": row.get("settings"), **facts_of(cell, "step", None)}
+            for cell, row in zip(column, measured, strict=True)]
+    append_json_lines(place.rows, rows)
+    return rows

@@ -1,0 +1,179 @@
+"""A model learns a task of recall, and is asked at the trained length and beyond it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.recall.tasks import Rows, Task
+from lineartime.config import ModelConfig, TrainConfig
+from lineartime.distributed.ordered import parts_of
+from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.errors import NumericsError
+from lineartime.info import describe
+from lineartime.model import LanguageModel
+from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
+
+Row = dict[str, Any]
+OnStep = Callable[[Row], None]
+TIMES_LONGER = (1, 2, 4, 8)
+"""Lengths of test rows, as multiples of the trained length."""
+TEST_ROWS = 48
+"""Rows that are asked for each number of facts, at the trained length; at n times the length an n-th, at least 6."""
+N_DEPTHS = 8
+"""Parts of a row, from its beginning to its end, in each of which the accuracy is told."""
+N_SCORES = 24
+"""Times that a model is asked during its training."""
+LEARNED = 0.9
+"""Mean accuracy over all numbers of facts at which a task counts as learned."""
+
+
+def ignore(_: Row) -> None:
+    """An `on_step` that does nothing."""
+
+
+class Recall:
+    """The objective of `training.compute_gradient`: the loss of the answers alone.
+
+    In the first half of the training the numbers of facts are added one after another, the fewest first. All seeds read
+    the same rows: a seed draws the initial values alone."""
+
+    def __init__(self, task: Task, length: int, n_facts: Sequence[int], config: TrainConfig):
+        self.task, self.length, self.n_facts, self.config = task, length, n_facts, config
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """ids `[B, T]`, places of the questions and answers `[B, Q]`."""
+        generator = torch.Generator().manual_seed(step)
+        n_known = 1 + min(len(self.n_facts) - 1, 2 * len(self.n_facts) * step // self.config.steps)
+        n = self.n_facts[int(torch.randint(n_known, (1,), generator=generator))]
+        rows = self.task.draw(self.config.tokens_per_step // self.length, n, self.length, generator)
+        return rows.ids_BT.numpy(), rows.asked_BQ.contiguous().numpy(), rows.answer_BQ.contiguous().numpy()
+
+    def n_targets(self, *batch: Tensor) -> int:
+        return batch[2].numel()
+
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
+        ids_BT, asked_BQ, answer_BQ = batch
+        at_K = (torch.arange(len(ids_BT))[:, None] * ids_BT.shape[1] + asked_BQ).flatten()
+        return model(ids_BT, at_K=at_K, targets=answer_BQ.flatten())
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> Row:
+        """The mean accuracy over all numbers of facts, of few rows."""
+        right = [asked(model, self.task, n, self.length, 16)[0].double().mean().item() for n in self.n_facts]
+        return {"accuracy": sum(right) / len(right)}
+
+
+def n_test_rows(times: int) -> int:
+    """Test rows of so many times the trained length."""
+    return max(6, TEST_ROWS // times)
+
+
+def n_asked(length: int, n_facts: Sequence[int]) -> int:
+    """Tokens of all test rows."""
+    return sum(times * length * n_test_rows(times) for times in TIMES_LONGER) * len(n_facts)
+
+
+@torch.inference_mode()
+def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int, seed: int = 7,
+          progress: Callable[[int], None] = lambda n: None) -> tuple[Tensor, Rows]:
+    """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed` at once, where a
+    step's batch is drawn after its number of facts. progress is called with the number of tokens read since the last
+    time."""
+    rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed(seed))
+    right = []
+    for first in range(0, n_rows, at_once := max(1, 2048 // length)):
+        part = slice(first, first + at_once)
+        x_BTD = model.hidden(rows.ids_BT[part])
+        at_BQD = rows.asked_BQ[part][..., None].expand(-1, -1, x_BTD.shape[-1])
+        logits_BQV = model.logits(x_BTD.gather(1, at_BQD))
+        if task.answers is not None:
+            is_other_V = torch.ones(logits_BQV.shape[-1], dtype=torch.bool)
+            is_other_V[list(task.answers)] = False
+            logits_BQV = logits_BQV.masked_fill(is_other_V, -torch.inf)
+        right.append(logits_BQV.argmax(-1) == rows.answer_BQ[part])
+        progress(x_BTD.shape[0] * x_BTD.shape[1])
+    return torch.cat(right), rows
+
+
+def learn(config: ModelConfig, objective: Recall, on_step: OnStep = ignore) -> Iterator[
+        tuple[int, float, float, LanguageModel]]:
+    """Train a new model; yields step, mean loss since the last time in nats, accuracy, and the model, `N_SCORES`
+    times. on_step: see `measure`. Raises NumericsError for a loss that is not finite."""
+    train = objective.config
+    torch.manual_seed(train.seed)
+    began = time.perf_counter()
+    model, losses = LanguageModel(config), []
+    optimizer = make_optimizer(parts_of(model), train)
+    for step in range(train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, train)
+        batch = [torch.from_numpy(part) for part in objective.batch(step)]
+        losses.append(compute_gradient(model, objective, batch, len(batch[0]), train)[0])
+        optimizer.step()
+        on_step({"step": step + 1, "steps": train.steps, "loss": losses[-1], "clock": {
+            "time": time.time(), "tokens_per_s": (step + 1) * train.tokens_per_step / (time.perf_counter() - began)}})
+        if (step + 1) * N_SCORES // train.steps > step * N_SCORES // train.steps:
+            yield step + 1, sum(losses) / len(losses), objective.evaluate(model)["accuracy"], model
+            losses.clear()
+
+
+def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int, n_facts: Sequence[int],
+            on_step: OnStep = ignore) -> Row:
+    """Train a model on a task and ask it: the columns of a row but for who and where.
+
+    "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from which on the
+    accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts; "depth" by length has the accuracy in
+    each eighth of the row that a fact is in, of all numbers of facts. A model that diverges has "failed". on_step is
+    called after every step as `training.train` calls it, and may raise."""
+    began, curve, model = time.process_time(), [], None
+    row: Row = {"n_parameters": describe(config).n_parameters, "length": length, "n_facts": list(n_facts)}
+    try:
+        for step, loss, right, learned in learn(config, Recall(task, length, n_facts, train), on_step):
+            model = learned
+            curve.append([step, round(loss, 4), round(right, 4)])
+    except NumericsError as e:
+        row["failed"] = str(e)
+    row |= {"curve": curve, "passed": passed(curve), "train_s": round(time.process_time() - began, 1)}
+    if model is None or "failed" in row:
+        return row
+    return row | ask_at_lengths(model, task, length, n_facts)
+
+
+def ask_at_lengths(model: LanguageModel, task: Task, length: int, n_facts: Sequence[int],
+                   progress: Callable[[int], None] | None = None) -> Row:
+    """The "accuracy" and the "depth" of `measure`, at the lengths that the model's position tables allow. progress is
+    called with the number of tokens read, of `n_asked`, and may raise."""
+    model.eval()
+    accuracy: Row = {}
+    depth: Row = {}
+    limit = model.config.max_len
+    possible = [times for times in TIMES_LONGER if limit is None or times * length <= limit]
+    n_read = 0
+
+    def count(n: int) -> None:
+        nonlocal n_read
+        n_read += n
+        if progress is not None:
+            progress(n_read)
+
+    for times in possible:
+        told = [asked(model, task, n, times * length, n_test_rows(times), progress=count) for n in n_facts]
+        accuracy[str(times * length)] = {str(n): round(right.double().mean().item(), 4)
+                                         for n, (right, _) in zip(n_facts, told, strict=True)}
+        right_K = torch.cat([right.flatten() for right, _ in told]).double()
+        place_K = torch.cat([rows.fact_BQ.flatten() for _, rows in told]) * N_DEPTHS // (times * length)
+        n_D = torch.bincount(place_K, minlength=N_DEPTHS)
+        sum_D = torch.bincount(place_K, right_K, minlength=N_DEPTHS)
+        depth[str(times * length)] = [round((s / n).item(), 4) if n else None for s, n in zip(sum_D, n_D, strict=True)]
+    return {"accuracy": accuracy, "depth": depth}
+
+
+def passed(curve: Sequence[Sequence[float]]) -> int | None:
+    """The step from which on every accuracy of a curve is at least `LEARNED`; None if the last is below it."""
+    first = None
+    for step, _, right in curve:
+        first = (first or int(step)) if right >= LEARNED else None
+    return first

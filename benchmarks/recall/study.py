@@ -1,0 +1,158 @@
+"""What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows that are there."""
+
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.recall.measure import Row, ask_at_lengths, measure
+from benchmarks.recall.tasks import TASKS, Task
+from benchmarks.recall.text import text_task
+from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config
+from lineartime.evaluation import load_with_split
+from lineartime.settings import require, require_name
+
+TEXT = "text"
+"""The task that reads prepared text."""
+ROWS = ROOT / "benchmarks" / "rows" / "recall.jsonl"
+"""The rows that come with the package."""
+
+
+@cache
+def read_study() -> dict[str, Any]:
+    """The content of `study.toml`."""
+    return tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
+
+
+def models_of(task: str) -> list[str]:
+    """The models that learn a task, in the order of the study."""
+    study, name = read_study(), read_study()["tasks"][task]
+    return list(study["models"]) if name == "all" else study["lists"][name]
+
+
+def task_of(name: str, data: Path | None) -> Task:
+    """A task by its name. data: prepared text, for the task in text alone. Raises UsageError for another name, for text
+    that is missing or of no use, and as `text_task` does."""
+    require_name("task", name, [*TASKS, TEXT])
+    require((name == TEXT) == (data is not None), "the task text reads prepared text, no other does", f"task = {name}",
+            "give --data a folder made by `lineartime prepare`" if name == TEXT else "leave out --data")
+    return TASKS[name] if data is None else text_task(data)
+
+
+def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
+    """A model of the study at its sizes, with any field replaced. Raises UsageError for an unknown one."""
+    study = read_study()
+    require_name("model", model, study["models"])
+    own = dict(study["models"][model])
+    preset = own.pop("preset")
+    sizes = {name: value for name, value in study["sizes"].items() if name in MODEL_FIELDS}
+    sizes |= study["sizes"]["gau" if PRESETS[preset].ffn == "gau" else "pairs"]
+    if PRESETS[preset].chunk_size is None:
+        del sizes["chunk_size"]
+    of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
+    return model_config(preset, **{**sizes, **of_task, **own, **settings})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a model, a task, and how it is learned."""
+
+    model: str
+    task: str
+    config: ModelConfig
+    train: TrainConfig
+
+    @property
+    def key(self) -> Row:
+        """The columns of a row by which a run is found again."""
+        settings = {each.name: getattr(self.config, each.name) for each in fields(ModelConfig)
+                    if getattr(self.config, each.name) != each.default}
+        training = {each.name: getattr(self.train, each.name) for each in fields(TrainConfig)
+                    if getattr(self.train, each.name) != each.default and each.name not in ("learning_rate", "seed")}
+        return {"kind": "recall", "task": self.task, "model": self.model, "settings": settings, "training": training,
+                "learning_rate": self.train.learning_rate, "seed": self.train.seed}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, oldest first; none where there is no file. Raises DataError for a file of something else."""
+    def parse(row: Row) -> Row:
+        for name in ("task", "model", "settings", "training", "learning_rate", "seed", "curve"):
+            row[name]
+        return row
+
+    return read_json_lines(path, parse, "a row of recall") if path.exists() else []
+
+
+def score(row: Row) -> float:
+    """The mean accuracy at the trained length over all numbers of facts; 0 for a run that failed."""
+    right = row.get("accuracy", {}).get(str(row["length"]), {})
+    return sum(right.values()) / len(right) if right else 0.0
+
+
+def best_rate(first: Sequence[Row]) -> float:
+    """The learning rate that is repeated with more seeds, by a model's rows with the first: the one with the best
+    `score`, and of equally good ones that which learned the task soonest."""
+    def key(row: Row) -> tuple[float, float]:
+        return score(row), -(row["passed"] or math.inf)
+
+    return max(first, key=key)["learning_rate"]
+
+
+def measure_model(model: str, name: str, task: Task, train: TrainConfig, settings: Mapping[str, Any],
+                  rates: Sequence[float], n_seeds: int, path: Path, provenance: Callable[[], Row],
+                  **told: Any) -> Iterator[Row]:
+    """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
+    first seed, and the `best_rate` with the others. name: the task's.
+
+    told: `on_step` of `measure`. Raises as `measure` and `append_json_lines` do."""
+    config = config_of(model, task, settings)
+
+    def row_of(rate: float, seed: int) -> Row:
+        cell = Cell(model, name, config, replace(train, learning_rate=rate, seed=seed))
+        there = [row for row in read_rows(path) if all(row.get(name) == value for name, value in cell.key.items())]
+        if there:
+            return there[-1]
+        found = measure(config, task, cell.train, length=config.context, n_facts=task.n_facts, **told)
+        row = {**cell.key, **found, **provenance()}
+        append_json_lines(path, [row])
+        return row
+
+    first = []
+    for rate in rates:
+        first.append(row_of(rate, 0))
+        yield first[-1]
+    best = best_rate(first)
+    for seed in range(1, n_seeds):
+        yield row_of(best, seed)
+
+
+def ask_run(run: Path, data: Path, length: int, progress: Callable[[int], None] | None = None) -> Row:
+    """A trained model's accuracy on the task in text, which it has not learned. progress counts tokens, see
+    `ask_at_lengths`. Raises as `load_with_split` does."""
+    model, stream, facts = load_with_split(run, data)
+    require(model.config.causal, "only a causal model answers", f"{run}: causal = false")
+    task = text_task(data, length)
+    return {"kind": "recall", "task": TEXT, "model": run.name, "settings": {}, "step": facts.get("step"),
+            "data": stream.tokenizer_sha256, "training": {}, "learning_rate": None, "seed": 0, "length": length,
+            "n_facts": list(task.n_facts), "curve": [], "passed": None,
+            **ask_at_lengths(model, task, length, task.n_facts, progress)}
+
+
+def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
+    """The study's training of the task of this name, with any field replaced; a micro-batch is the whole batch. Raises
+    UsageError for a batch that is not of whole rows.
+
+    settings: fields of the model are left out."""
+    study = read_study()
+    given = {each: value for each, value in settings.items() if each in TRAIN_FIELDS}
+    chosen = {**study["train"], **study["train_of"].get(name, {}), **given}
+    train = TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
+    length = settings.get("context", task.length)
+    require(length >= 1 and train.tokens_per_step % length == 0, "tokens_per_step must be a multiple of the length",
+            f"{train.tokens_per_step} and {length}")
+    return train

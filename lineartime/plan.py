@@ -1,0 +1,201 @@
+"""The memory of each process of a training run, without running it: `lineartime info MODEL --plan N`.
+
+Two steps are taken with tensors that have shapes and no data, and the bytes that are alive are counted op by op."""
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lineartime.config import ModelConfig
+from lineartime.distributed.ordered import require_fitting
+from lineartime.distributed.ranks import ALONE, Ranks, in_rows
+from lineartime.distributed.windows import differentiate_windows
+from lineartime.info import mib, table
+from lineartime.model import LanguageModel, token_losses
+from lineartime.run_config import RunConfig
+from lineartime.runtime import LARGEST_KEPT, rss_bytes
+
+USES = {"process": "Python, PyTorch and this package", "weights": "weights", "moments": "moments of the optimizer",
+        "gradients": "gradients", "activations": "activations, and what is sent and received",
+        "holes": "free memory that the C library keeps"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of one process when it has most, by what they are for, see `USES`."""
+
+    process: int
+    weights: int
+    moments: int
+    gradients: int
+    activations: int
+    holes: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+HOLES, HOLES_CHECKPOINTING = (0.5, 0.0), (0.3, 1.7)
+"""Free memory that the C library keeps, in parts of the blocks of less than `runtime.LARGEST_KEPT`: of all of them, and
+of those that come and go in a step. Small objects that live long split the holes, so the next tensor does not fit.
+Fitted to ten runs. A sharded run gives its memory back, see `runtime.choose_allocator`."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """The storages that ops inside the block make: the bytes that are alive, and the most there were.
+
+    gradients: those that are there, which the caller sets and `count_gradients` adds to."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """known: tensors that are not counted."""
+        super().__init__()
+        self.now = self.now_kept = self.gradients = 0
+        self.most = self.most_kept = self.gradients_at_most = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor):
+                self.add(made.untyped_storage())
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it is freed."""
+        key, n_bytes = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        weakref.finalize(storage, self.free, key, n_bytes)
+        self.now += n_bytes
+        self.now_kept += n_bytes * (n_bytes < LARGEST_KEPT)
+        self.most_kept = max(self.most_kept, self.now_kept)
+        if self.now > self.most:
+            self.most, self.gradients_at_most = self.now, self.gradients
+
+    def count_gradients(self, dropped: Iterable[nn.Parameter], parameters: Iterable[nn.Parameter]) -> None:
+        """Add the bytes of gradients to `gradients` when they are there; those of `dropped` are freed at once."""
+        drop = set(dropped)
+
+        def done(p: Tensor) -> None:
+            if p in drop:
+                p.grad = None
+            else:
+                self.gradients += 4 * p.numel()
+
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(done)
+
+    def free(self, key: int, n_bytes: int) -> None:
+        """A storage is gone."""
+        self.seen.discard(key)
+        self.now -= n_bytes
+        self.now_kept -= n_bytes * (n_bytes < LARGEST_KEPT)
+
+
+def plan(config: RunConfig, n_ranks: int) -> Plan:
+    """The memory of each of `n_ranks` processes that train `config` on a CPU, without `torch.compile`.
+
+    Where a model computes documents one by one, a row is taken as one document. Raises UsageError for a number of
+    processes that does not fit."""
+    ranks = in_rows(Ranks(0, n_ranks), config.train.context_parallel)
+    n_micro_batches = config.rows_per_step // config.micro_batch_rows
+    require_fitting(n_micro_batches, config.train.shard, ranks)
+    is_sharded, process = config.train.shard and n_ranks > 1, rss_bytes() or 0
+    with FakeTensorMode():
+        model = LanguageModel(config.model)
+        parameters = list(model.parameters())
+        n_all, n_layer = (sum(p.numel() for p in each.parameters()) for each in (model, model.layers[0]))
+        n_outer = n_all - sum(p.numel() for p in model.layers.parameters())
+        n_own = -(-n_all // n_ranks)
+        # Gradients beside that of a micro-batch: at a process's last one the sums of those before it, see `tree_sum`.
+        n_pending = int(math.log2(n_micro_batches // ranks.in_column.size))
+        with LiveBytes(parameters) as live:
+            shares = [-(-p.numel() // n_ranks) for p in parameters]
+            held = [torch.empty(n) for n in shares for _ in range(2)]  # moments
+            if is_sharded:
+                # Shares of weights and gradients; all weights outside layers; those of two layers, of one twice.
+                held += [torch.empty(n) for n in shares for _ in range(2 + n_pending)]
+                held += [torch.empty(n_outer), torch.empty(3, n_layer)]
+            else:
+                held += [torch.empty_like(p) for p in parameters]
+            lasting = live.now_kept
+            live.count_gradients(model.layers.parameters() if is_sharded else (), parameters)
+            for _ in range(2):
+                pending = [[torch.empty_like(p) for p in parameters] for _ in range(0 if is_sharded else n_pending)]
+                live.gradients = 4 * n_all * len(pending) + is_sharded * 4 * n_own * (1 + n_pending)
+                forward_and_backward(model, config, ranks.in_row)
+                del pending
+                if is_sharded:
+                    torch.empty(2, n_outer)
+                elif n_ranks > 1:
+                    torch.empty(2, n_all)
+                for p in parameters:
+                    p.grad = None
+            del held
+    weights = 4 * (n_own + n_outer + 3 * n_layer if is_sharded else n_all)
+    moments, gradients = 4 * 2 * n_own, live.gradients_at_most
+    of_all, of_passing = HOLES_CHECKPOINTING if config.train.activation_checkpointing else HOLES
+    return Plan(process, weights, moments, gradients, live.most - weights - moments - gradients,
+                0 if config.train.shard else int(of_all * live.most_kept + of_passing * (live.most_kept - lasting)))
+
+
+def numbers_sent(config: ModelConfig) -> int:
+    """The numbers that a rank sends in a layer for each row that ranks share, forward, and backward again: a state, a
+    count, and whether a document goes on; with a key convolution also the edges of its part."""
+    n_directions, h, k = (1 if config.causal else 2), config.n_heads, config.qk_width
+    if config.attn_type == "linear":
+        return h * n_directions * k * (k + 1) + 1
+    states = h * (n_directions * (k * config.v_width + 1) + 1)
+    return states + (config.key_conv - 1) * (h * k + 1) * (config.key_conv > 0)
+
+
+def forward_and_backward(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
+    """A process's part of one micro-batch. Of windows, of which one is alive at a time, two, beside what all of them
+    give to each other.
+
+    ranks: those that share the rows."""
+    train, length = config.train, config.model.context
+    model.config = replace(config.model, end_of_document=None if config.model.by_document else 0)
+    model.activation_checkpointing = train.activation_checkpointing
+    if config.model.by_document:  # documents cannot be told in a tensor without data
+        length, ranks = length // ranks.size, ALONE
+    if config.n_windows > 1:
+        length = 2 * config.model.context // config.n_windows
+    rows_BT = torch.zeros(config.micro_batch_rows, length + 1, dtype=torch.long)
+
+    def loss(part: Ranks) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=train.precision == "bfloat16"):
+            return token_losses(model, rows_BT, part).sum()
+
+    if config.n_windows == 1:
+        loss(ranks).backward()
+        return
+    n_given = numbers_sent(config.model) * len(model.attention_layers()) * config.n_windows * len(rows_BT)
+    given = torch.empty(n_given)
+    differentiate_windows(loss, loss, 2)
+    del given
+
+
+def print_plan(config: RunConfig, n_ranks: int) -> None:
+    """Print `plan` as a table."""
+    found, console = plan(config, n_ranks), Console(highlight=False)
+    how = ", sharded" * config.train.shard + f", {config.train.precision}"
+    console.print(f"Memory of each of {n_ranks} process{'es' * (n_ranks > 1)}{how}, micro-batches of "
+                  f"{config.micro_batch_rows} x {config.model.context:,} tokens", style="bold")
+    rows = table("", "")
+    for use, n_bytes in asdict(found).items():
+        rows.add_row(USES[use], mib(n_bytes))
+    rows.add_row("most at once", mib(found.total), style="bold")
+    console.print(rows)

@@ -1,0 +1,367 @@
+"""Whole training steps: who is measured, that it is the same step, in which order, and what a row says."""
+
+import dataclasses
+import json
+import math
+import time
+
+import pytest
+import torch
+import typer
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import measure, peers, step
+from benchmarks.__main__ import app
+from benchmarks.cells import named_calls, read_cells, shape_named, shaped_config
+from benchmarks.peers import WINDOW_TOKENS, Peer, build, parse_label
+from benchmarks.step import benchmark_step, random_batch, step_cases
+from benchmarks.verbs import speed as cli
+from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
+from lineartime.errors import ResourceError, UsageError
+from lineartime.info import describe
+from lineartime.model import LanguageModel
+from lineartime.training import compute_gradient
+from workers_here import work_here
+
+TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, "gau": {"n_layers": 2},
+        "pairs": {"n_layers": 1, "n_heads": 2}}
+
+
+def tiny(preset: str, task: str = "wiki40b", context: int = 64) -> ModelConfig:
+    return shaped_config(preset, task, TINY, [f"context={context}"])
+
+
+def cells(*labels, contexts=(64,), precisions=("float32",), **options):
+    return step_cases(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Workers that are generators of this process; what they were asked is in the list."""
+    return work_here(monkeypatch)
+
+
+def test_a_label_is_a_model_and_how_it_runs():
+    label = parse_label("transformer++:compile:unfused")
+    assert (label.text, label.variant, label.preset) == ("transformer++:unfused:compiled", "compiled", "transformer++")
+    assert parse_label(label.text) == label
+    assert parse_label("flash:checkpoint").variant == "eager+checkpointed"
+    assert parse_label("flash:compile:reference").text == "flash:reference:compiled"
+    assert parse_label("flash-pytorch").preset == "flash"
+    windowed = parse_label("mc-tfm++:windowed")
+    assert windowed.variant == "eager+windowed" and windowed.n_windows(3 * WINDOW_TOKENS) == 3
+    assert windowed.n_windows(512) == label.n_windows(3 * WINDOW_TOKENS) == 1
+    for wrong in ("flush", "flash:fused", "flash:unfused", "flash-quad:unfused", "performer:unfused",
+                  "flash-pytorch:checkpoint", "flash-pytorch:reference", "transformer:unfused:reference", "flash:",
+                  "transformer++:windowed", "flash-pytorch:windowed", "flash:windowed:checkpointed"):
+        with pytest.raises(UsageError):
+            parse_label(wrong)
+
+
+def test_a_peer_that_is_not_installed_is_one_line_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"not installed: flash-pytorch; pip install 'FLASH-pytorch"):
+        build(parse_label("flash-pytorch"), tiny("flash"))
+    build(parse_label("flash"), tiny("flash"))
+
+
+@pytest.mark.parametrize("task", ["wiki40b", "c4"])
+def test_unfused_attention_is_the_same_function(task):
+    config, gradients = tiny("transformer++", task), []
+    for text in ("transformer++", "transformer++:unfused"):
+        torch.manual_seed(0)
+        model = build(parse_label(text), config).double()
+        # Not near 0, where all attention is alike.
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        out = model(torch.arange(20)[None])
+        out.square().sum().backward()
+        gradients.append([out, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_unfused_attention_is_where_it_is_asked_for(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("fused")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    ids_BT = torch.zeros(1, 8, dtype=torch.long)
+    build(parse_label("transformer:unfused"), tiny("transformer"))(ids_BT)
+    with pytest.raises(AssertionError, match="fused"):
+        build(parse_label("transformer"), tiny("transformer"))(ids_BT)
+
+
+@pytest.mark.parametrize("text", ["flash", "transformer++", "flash-pytorch", "performer", "combiner"])
+def test_flops_of_a_step_are_those_that_pytorch_counts(text, monkeypatch):
+    def plain(x_ND, weight_VD, bias_V, targets_N):
+        """The same loss in products that PyTorch's counter sees; it does not see those made in place."""
+        return nn.functional.cross_entropy(nn.functional.linear(x_ND, weight_VD, bias_V), targets_N, reduction="none")
+
+    for module in ("lineartime.model", "benchmarks.peers"):
+        monkeypatch.setattr(f"{module}.linear_cross_entropy", plain)
+    label, n_rows = parse_label(text), 2
+    config = tiny(label.preset)
+    model, (task, batch) = build(label, config), random_batch(config, n_rows, config.context, 0, torch.device("cpu"))
+    if isinstance(model, LanguageModel):
+        model.set_impl("reference")  # what is made again, and what is left out, is not counted
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        compute_gradient(model, task, batch, n_rows, TrainConfig())
+    n_chunks = config.context // 16
+    # FLASH's chunk states are sums. That they are made by a product with zeros and ones is not counted.
+    sums = 2 * 2 * n_chunks**2 * config.query_key_dim * config.d_inner * config.n_layers * n_rows
+    assert (describe(config).flops.training * n_rows * config.context
+            == counted.get_total_flops() - sums * (text == "flash"))
+
+
+def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
+    config = tiny("flash")
+    ours, peer = (build(parse_label(text), config) for text in ("flash", "flash-pytorch"))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, peer)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    ids_BT = torch.randint(64, (2, 64))
+    losses = peer(ids_BT, targets=ids_BT)
+    assert losses.shape == ids_BT.shape and losses.mean().item() == pytest.approx(math.log(64), abs=0.3)
+    log_p_BTV = peer(ids_BT).log_softmax(-1)
+    torch.testing.assert_close(losses, -log_p_BTV.gather(-1, ids_BT[..., None])[..., 0])
+    step.check_causal(peer, torch.randint(64, (1, 40)))
+    assert not any(layer.shift_tokens for layer in peer.body.layers)  # work that FLASH has not
+
+
+def test_what_is_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(torch, "compile", lambda method: compiled.append(method.__self__) or method)
+    ours, peer = (build(parse_label(text), tiny("flash")) for text in ("flash", "flash-pytorch"))
+    ours.compile_layers()
+    assert isinstance(ours, LanguageModel) and compiled == list(ours.layers)
+    peer.compile_layers()
+    assert isinstance(peer, Peer) and compiled[-1] is peer.body
+
+
+def test_rows_say_what_was_measured(here):
+    given = []
+    rows = benchmark_step(cells("flash", "transformer++:unfused", "flash-pytorch", contexts=(64, 32)), repeats=3,
+                          on_rows=given.append)
+    assert [(row["label"], row["context_tokens"]) for row in rows] == [
+        (label, context) for context in (64, 32) for label in ("flash", "transformer++:unfused", "flash-pytorch")]
+    assert given == [rows[:3], rows[3:]] and [len({row["run"] for row in some}) for some in given] == [1, 1]
+    assert rows[0]["run"] != rows[3]["run"]
+    assert json.loads(json.dumps(rows)) == rows
+    for row in rows:
+        assert row["benchmark"] == "step" and row["unit"] == "step" and row["tokens_per_step"] == 128
+        assert row["clock"] == "cpu" and row["cpu_ms"]["n"] == row["wall_ms"]["n"] == row["repeats"] == 3
+        assert row["tokens_per_s"] == pytest.approx(128e3 / row["cpu_ms"]["median"])
+        assert row["peak_mib"] > row["above_import_mib"] >= 0 and row["warm_up"] >= 2
+        assert row["check"]["error"] <= row["check"]["limit"] and row["settings"]["chosen"] == "here"
+        assert {"commit", "command", "cpu", "torch", "dtype", "device", "threads", "cell"} <= set(row)
+    flash, unfused, peer = rows[:3]
+    assert flash["config"] == to_dict(tiny("flash")) and "attention" not in flash and "peer" not in flash
+    assert (unfused["model"], unfused["variant"], unfused["attention"]) == ("transformer++", "eager", "unfused")
+    assert peer["config"] is None and peer["peer"]["package"] == "FLASH-pytorch"
+    assert flash["n_parameters"] == describe(tiny("flash")).n_parameters
+
+
+def test_models_that_are_compared_with_the_same_step_share_it(here):
+    rows = benchmark_step(cells("transformer:unfused", "flash", "transformer", precisions=("float32", "bfloat16")),
+                          repeats=1)
+    assert [row.get("failed") for row in rows] == [None] * 6
+    assert [label for label, order in here if order is None] == ["transformer", "flash"]
+
+
+def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
+    benchmark_step(cells("flash", "performer"), repeats=2)
+    turns = [label for label, order in here if order and "warm" in order]
+    assert turns == ["performer", "flash", "flash", "performer", "performer", "flash"]  # two in a first round
+    orders = [order for _, order in here if order and "warm" in order]
+    assert orders == [{"warm": 0, "release": False, "timed": i >= 2} for i in range(6)]
+    here.clear()
+    monkeypatch.setattr(step, "available_bytes", lambda: 0)
+    rows = benchmark_step(cells("flash", "performer"), repeats=2)
+    assert [order for _, order in here if order and "warm" in order] == [
+        {"warm": 1, "release": True, "timed": True}] * 4
+    assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
+
+
+@pytest.mark.parametrize(("available", "at_once"), [(4e9, 2), (1e6, 1)])
+def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, available, at_once):
+    busy, most, timed = [], [], []
+
+    class Slow:
+        def __init__(self, job, arguments):
+            self.label = arguments["label"]
+
+        def ask(self, order):
+            (timed if "warm" in order else busy).append(self.label)
+            most.append((len(timed) > 0, len(busy) + len(timed)))
+            time.sleep(0.05)
+            (timed if "warm" in order else busy).remove(self.label)
+            return {"above_import_mib": 10.0, "peak_mib": 20.0, "check": {}, "settings": {}, "n_parameters": 1,
+                    "times": {"cpu_ms": [1.0], "wall_ms": [1.0]}}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(measure, "Worker", Slow)
+    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
+    monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(step, "available_bytes", lambda: available)
+    rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
+    assert max(n for during, n in most if not during) == at_once
+    assert {n for during, n in most if during} == {1} and len(rows) == 4
+
+
+def test_together_measures_all_contexts_of_a_type_side_by_side(here):
+    rows = benchmark_step(cells("flash", contexts=(32, 64), precisions=("float32", "bfloat16")), repeats=1,
+                          together=True)
+    assert [(row["context_tokens"], row["dtype"]) for row in rows] == [
+        (32, "float32"), (64, "float32"), (32, "bfloat16"), (64, "bfloat16")]
+    assert [row["run"] == rows[0]["run"] for row in rows] == [True, True, False, False]
+    assert 1e-4 < rows[2]["check"]["error"] <= step.LIMITS["bfloat16"]
+
+
+def test_models_that_see_both_ways_are_measured_on_masks(here):
+    rows = benchmark_step(cells("flash", config_of=lambda preset: tiny(preset, "c4")), repeats=1)
+    assert rows[0]["config"]["causal"] is False and rows[0]["check"]["error"] < 1e-4
+
+
+def test_what_does_another_step_is_not_timed(here, monkeypatch):
+    whole = LanguageModel.forward
+
+    def wrong(self, *args, **kwargs):
+        return whole(self, *args, **kwargs) * (1.0 if self.activation_checkpointing else 1.01)  # the reference has it
+
+    monkeypatch.setattr(LanguageModel, "forward", wrong)
+    rows = benchmark_step(cells("flash", "flash-pytorch"), repeats=1)
+    assert "not the same step" in rows[0]["failed"] and "cpu_ms" not in rows[0]
+    assert rows[0]["n_parameters"] == describe(tiny("flash")).n_parameters
+    assert "failed" not in rows[1]
+
+
+@pytest.mark.parametrize(("name", "factor", "said"), [
+    ("embed.weight", 1.01, "embed.weight"), ("layers.1.scale_offset.gamma", 1.01, "layers.1.scale_offset.gamma"),
+    ("layers.0.out_proj.bias", 1.01, "layers.0.out_proj.bias"), ("abs_pos.scalar", 1.05, "abs_pos.scalar"),
+    ("layers.0.linear_gate.bias", -1.0, "layers.*.linear_gate.bias"),
+    ("layers.1.linear_gate.bias", -1.0, "layers.*.linear_gate.bias")])
+def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name, factor, said):
+    """Numbers that are alone in their parameter are found among those of all layers."""
+    made = peers.build
+
+    def spoiled(label, config):
+        model = made(label, config)
+        if not hasattr(spoiled, "reference"):
+            spoiled.reference = True
+            return model
+        model.get_parameter(name).register_hook(lambda gradient: gradient * factor)
+        return model
+
+    monkeypatch.setattr(peers, "build", spoiled)
+    gated = {"linear_gate": True, "linear_scale_init": 1.0} if "gate" in name else {}
+    config = dataclasses.replace(tiny("flash"), **gated)
+    (row,) = benchmark_step(cells("flash", config_of=lambda _: config), repeats=1)
+    assert said in row["failed"]
+
+
+def test_a_masked_model_is_not_shown_what_it_is_asked_for():
+    """New weights copy what they see, the more the larger their initial values."""
+    config = dataclasses.replace(tiny("flash", "c4"), init_std=0.07, vocab_size=1000, d_model=64, context=256)
+    task, batch = random_batch(config, 4, 256, 0, torch.device("cpu"))
+    ids_BT, targets_BT = (part.numpy() for part in batch)
+    asked_BT = targets_BT >= 0
+    assert 0.1 < asked_BT.mean() < 0.2 and (ids_BT[asked_BT] == 0).all() and (ids_BT[~asked_BT] > 0).mean() > 0.99
+    loss, _ = compute_gradient(build(parse_label("flash"), config), task, batch, 4, TrainConfig(clip=None))
+    assert loss == pytest.approx(math.log(1000), abs=0.5)
+
+
+def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkeypatch):
+    made = peers.build
+    monkeypatch.setattr(peers, "build", lambda label, config: made(label, tiny("flash", "c4")))
+    assert "not causal" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
+
+    def certain(label, config):
+        model = made(label, config)
+        nn.init.normal_(model.head_bias, std=3)
+        return model
+
+    monkeypatch.setattr(peers, "build", certain)
+    assert "far from ln V" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
+
+
+def test_nothing_to_measure():
+    with pytest.raises(UsageError, match="nothing to measure"):
+        benchmark_step([])
+    with pytest.raises(UsageError, match="nothing to measure"):
+        benchmark_step(cells("flash"), repeats=0)
+    with pytest.raises(UsageError, match="precision"):
+        benchmark_step(cells("flash", precisions=("float16",)))
+
+
+def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_it_is_compiled():
+    eager, compiled, small = (cells(text, contexts=(n,), tokens=2**16)[0]
+                              for text, n in (("flash", 2**15), ("flash:compile", 2**15), ("flash", 64)))
+    assert (eager.checked_shape, compiled.checked_shape) == ((1, 40), (2, 2**15))
+    assert small.checked_shape == (1, 40) and cells("flash")[0].checked_shape == (2, 64)
+
+
+def test_processes_measure_a_step():
+    (row,) = benchmark_step(cells("flash"), repeats=2)
+    assert row["settings"]["float32_matmul"] == "highest" and row["check"]["error"] <= row["check"]["limit"]
+    assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2
+
+
+def test_the_files_calls_can_be_made():
+    _, lists = read_cells()
+    assert {"bench", "bench-all"} <= lists.keys()
+    verbs, labels = typer.main.get_command(app).commands, set()
+    for verb, *rest in named_calls([*lists]).values():
+        given = verbs[verb].make_context(verb, [*rest, "--device", "cpu", "--json", "rows.jsonl"]).params
+        labels |= {parse_label(text).model for text in given["labels"]}
+        assert shape_named(given["shape"]) is not None
+    assert labels >= set(PRESETS)
+    small = [describe(shaped_config(name, shape=shape_named("small"))).n_parameters
+             for name in ("flash", "transformer++")]
+    assert small[0] == pytest.approx(small[1], rel=0.01)
+    latency = named_calls(["paper-latency"])
+    assert list(latency) == [f"paper-latency/{n}-bfloat16" for n in (512, 1024, 2048, 4096)]
+    rows = step_cases(["flash"], (512, 1024, 2048, 4096), ["bfloat16"], tokens=2048, config_of=tiny)
+    assert [cell.n_rows for cell in rows] == [4, 2, 1, 1] and all("--tokens 2048" in " ".join(words)
+                                                                  for words in latency.values())
+
+
+def test_a_wrong_file_of_cells_is_refused(tmp_path):
+    path = tmp_path / "cells.toml"
+    with pytest.raises(UsageError, match="no file of cells"):
+        read_cells(path)
+    for text in ("[a]\nlabel = 3", "[tables", "tables = 3", "a = " + "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="not a file of cells"):
+            read_cells(path)
+    with pytest.raises(UsageError, match="did you mean small"):
+        named_calls(["smal"])
+    with pytest.raises(UsageError, match="unknown shape"):
+        shape_named("smal")
+
+
+def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path, monkeypatch):
+    """Each is a process; its rows get its name. What failed is tried again, after the others."""
+    path, rows = tmp_path / "cells.toml", tmp_path / "rows.jsonl"
+    sizes = "--repeats 1 " + " ".join(f"--set {name}={n}" for name, n in {
+        "n_layers": 1, "d_model": 16, "vocab_size": 32, "chunk_size": 8, "query_key_dim": 8}.items())
+    path.write_text('[short]\n"a/wrong" = "step flash --contexts many"\n'
+                    f'"b/16" = "decode flash --lengths 16 {sizes}"\n')
+
+    def run(names, commit="abc"):
+        monkeypatch.setattr(measure, "commit", lambda: commit)
+        told = []
+        monkeypatch.setattr(cli, "note", told.append)
+        with pytest.raises(ResourceError, match="a call failed"):
+            cli.benchmark_run(names, rows, 1, "cpu", path)
+        return [line.partition(":")[0] for line in told if "(" in line]
+
+    assert run(["short"]) == ["a/wrong", "b/16"]
+    made = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["cell"], row["model"], row["benchmark"]) for row in made] == [("b/16", "flash", "decode")] * 2
+    rows.write_text("".join(json.dumps(row | {"commit": "abc"}) + "\n" for row in made))
+    assert run(["short"]) == ["a/wrong"] and run(["short"], "abd") == ["b/16", "a/wrong"]

@@ -1,0 +1,425 @@
+"""Tasks of recall ask for what their rows hold; a study trains, resumes, and says what came of it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.__main__ import app
+from benchmarks.pages import filled
+from benchmarks.paper import recall as campaign
+from benchmarks.paper.runner import Place
+from benchmarks.recall import report, study
+from benchmarks.recall.measure import LEARNED, TIMES_LONGER, Recall, asked, learn, passed
+from benchmarks.recall.tasks import (
+    FIRST_NOISE,
+    FIRST_PAIR,
+    FIRST_VALUE,
+    N_KEYS,
+    N_VALUES,
+    SEPARATOR,
+    TASKS,
+    ZOOLOGY_VOCABULARY,
+    commonest,
+)
+from benchmarks.recall.text import text_task
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.atomic_io import append_json_lines
+from lineartime.config import PRESETS, TrainConfig
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.errors import DataError, ResourceError
+from lineartime.model import LanguageModel
+from lineartime.plot import digest
+from lineartime.training import StopSignal, train
+from rendered_markdown import rendered
+from tiny_runs import SETTINGS, prepare_text
+
+ROOT = Path(__file__).parents[2]
+
+
+def drawn(name: str, n_facts: int, length: int, n_rows: int = 5):
+    return TASKS[name].draw(n_rows, n_facts, length, torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_answer_stands_in_the_row_before_the_question(name):
+    task = TASKS[name]
+    for n_facts in task.n_facts:
+        for times in TIMES_LONGER:
+            ids_BT, asked_BQ, answer_BQ, fact_BQ = drawn(name, n_facts, times * task.length)
+            assert ids_BT.shape == (5, times * task.length) and 0 <= ids_BT.min() and ids_BT.max() < task.vocab_size
+            assert (fact_BQ < asked_BQ).all() and asked_BQ.max() < times * task.length
+            fact, question = ids_BT.gather(1, fact_BQ), ids_BT.gather(1, asked_BQ)
+            if name == "joint":
+                assert torch.equal((fact - FIRST_PAIR) % N_VALUES + FIRST_VALUE, answer_BQ)
+                assert torch.equal((fact - FIRST_PAIR) // N_VALUES, question)
+            else:
+                assert torch.equal(fact, answer_BQ)
+                if name != "copying":
+                    assert torch.equal(ids_BT.gather(1, fact_BQ - 1), question)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_question_has_one_answer(name):
+    """A key stands once among the facts, so that who remembers the row is always right."""
+    task = TASKS[name]
+    ids_BT, asked_BQ, answer_BQ, fact_BQ = drawn(name, max(task.n_facts), task.length, 20)
+    for ids, places, answers, facts in zip(ids_BT, asked_BQ, answer_BQ, fact_BQ, strict=True):
+        first = int(places.min())
+        if name in ("pairs", "needle", "induction"):
+            assert max(Counter(token for token in ids[:first].tolist() if token < N_KEYS).values()) == 1
+        if name == "copying":
+            assert ids[first] == SEPARATOR and torch.equal(ids[first + 1 :], ids[1 : len(ids) - first])
+        told = dict(zip(facts.tolist(), answers.tolist(), strict=True))
+        assert all(told[fact] == answer for fact, answer in zip(facts.tolist(), answers.tolist(), strict=True))
+
+
+def test_zoologys_rows_are_as_its_paper_says():
+    n_rows, n, length, half = 400, 8, 128, ZOOLOGY_VOCABULARY // 2
+    ids_BT, asked_BQ, answer_BQ, _ = drawn("zoology", n, length, n_rows)
+    keys_BN, values_BN = ids_BT[:, 0 : 2 * n : 2], ids_BT[:, 1 : 2 * n : 2]
+    assert 1 <= keys_BN.min() and keys_BN.max() < half <= values_BN.min()
+    assert torch.equal(ids_BT.gather(1, asked_BQ), keys_BN) and torch.equal(answer_BQ, values_BN)
+    gap_BN = (asked_BQ - 2 * n) / 2
+    assert torch.equal(gap_BN, gap_BN.round()) and gap_BN.max() < (length - 2 * n) / 2
+    assert all(len({*row.tolist()}) == n for row in asked_BQ)
+    weights = torch.arange(1, 57).double() ** -0.99
+    first_share = (gap_BN[:, 0] == 0).double().mean().item()  # the first is drawn from all
+    assert abs(first_share - (weights / weights.sum())[0].item()) < 0.06
+    rest = ids_BT[:, 2 * n :].flatten()
+    assert rest.min() < 100 and rest.max() > ZOOLOGY_VOCABULARY - 100
+
+
+def test_needles_are_anywhere_but_at_the_end():
+    _, asked_BQ, _, fact_BQ = drawn("needle", 8, 1024, 100)
+    assert fact_BQ.min() < 32 and 900 < fact_BQ.max() < 1024 - 64 and asked_BQ.min() == 1024 - 32
+
+
+def test_a_string_that_comes_again_is_anywhere_but_in_its_repetition():
+    _, asked_BQ, _, fact_BQ = drawn("induction", 8, 128, 200)
+    assert (fact_BQ.diff() == 1).all() and (asked_BQ == torch.arange(119, 127)).all()
+    assert fact_BQ.min() < 8 and 110 < fact_BQ.max() < 119
+
+
+@pytest.mark.parametrize("tokenizer", ["train", "bytes"])
+def test_numbers_stand_behind_names_in_the_text_and_the_names_at_its_end(tokenizer, tmp_path):
+    out = prepare_text(tmp_path, tokenizer=tokenizer)
+    task, tokenizer = text_task(out), load_tokenizer(out / TOKENIZER_FILE)
+    assert task.test is not None
+    for draw in (task.draw, task.test):
+        for n_facts in task.n_facts:
+            ids_BT, asked_BQ, answer_BQ, fact_BQ = draw(3, n_facts, 768, torch.Generator().manual_seed(1))
+            assert ids_BT.shape == (3, 768) and asked_BQ.shape == (3, 32) and (fact_BQ < asked_BQ[:, :1]).all()
+            assert torch.equal(ids_BT.gather(1, fact_BQ), answer_BQ) and (asked_BQ[:, -1] == 767).all()
+            assert not (ids_BT == tokenizer.end_of_document).any()
+            for row in range(3):
+                facts = {tokenizer.decode(ids_BT[row, : place + 1].tolist())[-4:] for place in fact_BQ[row].tolist()}
+                assert all(re.fullmatch(r"[A-Z][a-z]{2}\d", fact) for fact in facts), facts
+                assert len({fact[1:3] for fact in facts}) == len(facts) <= n_facts
+                for place, answer in zip(asked_BQ[row].tolist(), answer_BQ[row].tolist(), strict=True):
+                    name = tokenizer.decode(ids_BT[row, : place + 1].tolist())[-3:]
+                    assert name + tokenizer.decode([answer]) in facts
+            assert tokenizer.decode([task.answers[3]]) == "3" and set(answer_BQ.flatten().tolist()) <= set(task.answers)
+    first, again = (task.draw(2, 4, 512, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first.ids_BT, again.ids_BT)
+    with pytest.raises(DataError, match="too few tokens for a row"):
+        task.draw(1, 8, 100, torch.Generator())
+
+
+def training_of(steps: int, **settings) -> TrainConfig:
+    return study.training("pairs", TASKS["pairs"], {"steps": steps, "warmup_steps": 10, "learning_rate": 6e-3,
+                                                    **settings})
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_test_row_is_trained_on_and_all_seeds_train_on_the_same(name):
+    """A generator takes 32 bits of its seed: step 7's batch and the test rows are drawn from one stream, shifted."""
+    task = TASKS[name]
+    batch, other = (Recall(task, task.length, task.n_facts, study.training(name, task, {"seed": seed})).batch
+                    for seed in (0, 1))
+    trained = {row.tobytes() for step in (6, 7, 8) for row in batch(step)[0]}
+    model = LanguageModel(study.config_of("flash", task, {}))
+    for n_facts in task.n_facts:
+        assert not trained & {row.numpy().tobytes() for row in asked(model, task, n_facts, task.length, 48)[1].ids_BT}
+    assert (batch(7)[0] == other(7)[0]).all()
+
+
+def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
+    """One fact: the value that stands in the row is the answer to every question."""
+    task = TASKS["pairs"]
+    config = study.config_of("transformer++, conv", task, {"d_model": 32, "context": 40})
+    curves = []
+    for _ in range(2):
+        curve = [(step, loss, right) for step, loss, right, _ in
+                 learn(config, Recall(task, 40, (1,), training_of(120, tokens_per_step=320, context=40, seed=1)))]
+        curves.append(curve)
+    assert curves[0] == curves[1] and len(curves[0]) == 24 and curves[0][-1][0] == 120
+    assert curves[0][0][1] > 4 and curves[0][-1][1] < 0.5 and curves[0][-1][2] > 0.9, curves[0][-1]
+
+
+def test_what_is_asked_is_what_a_perfect_model_knows(monkeypatch):
+    """A model whose logits are the row's own answers is always right, one that is a place off is not."""
+    task = TASKS["pairs"]
+
+    class Oracle:
+        def __init__(self, shift):
+            self.shift = shift
+
+        def hidden(self, ids_BT):
+            rows = task.draw(4, 8, 256, torch.Generator().manual_seed((1 << 62) + 7))
+            hidden = torch.zeros(*ids_BT.shape, task.vocab_size)
+            at = rows.asked_BQ[..., None].expand(-1, -1, task.vocab_size)
+            answers = torch.nn.functional.one_hot(rows.answer_BQ, task.vocab_size).float()
+            return hidden.scatter(1, at, answers).roll(self.shift, 1)[: len(ids_BT)]
+
+        def logits(self, x):
+            return x
+
+    assert asked(Oracle(0), task, 8, 256, 4)[0].all()
+    assert not asked(Oracle(0), replace(task, answers=(0, 1)), 8, 256, 4)[0].any(), "only those tokens may answer"
+    assert asked(Oracle(1), task, 8, 256, 4)[0].double().mean() < 0.5
+
+
+@pytest.mark.parametrize(("right", "step"), [([0.1, 0.95, 0.97], 20), ([0.95, 0.2, 0.91], 30), ([0.95, 0.2], None),
+                                             ([], None), ([LEARNED], 10)])
+def test_learned_is_what_stays_learned(right, step):
+    assert passed([[10 * i, 0.0, value] for i, value in enumerate(right, 1)]) == step
+
+
+def test_every_model_of_the_study_is_a_model():
+    content = study.read_study()
+    assert content["tasks"].keys() == {*TASKS, "text"}
+    for name, task in TASKS.items():
+        assert {"flash", "flash, all", "flash, local", "transformer++, conv"} <= {*study.models_of(name)}
+        for model in study.models_of(name):
+            config = study.config_of(model, task, {})
+            assert config.causal and config.vocab_size == task.vocab_size
+            assert content["models"][model]["preset"] in PRESETS
+    assert {name for names in content["lists"].values() for name in names} <= content["models"].keys()
+    window = study.config_of("transformer++, window", TASKS["pairs"], {})
+    flash = study.config_of("flash", TASKS["pairs"], {})
+    assert 2 * window.chunk_size * 2 * window.d_model == flash.query_key_dim * flash.d_inner
+
+
+TINY = ["--set", "steps=24", "--set", "warmup_steps=2", "--set", "d_model=16", "--set", "n_layers=1", "--set",
+        "tokens_per_step=128"]
+
+
+def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
+    rows, picture = tmp_path / "rows.jsonl", tmp_path / "recall.png"
+    command = ["recall", "flash", "flash-quad", *TINY, "--learning-rates", "1e-3,6e-3", "--seeds", "2", "--json",
+               str(rows)]
+    code, out, err = call(*command, "--png", str(picture), app=app)
+    assert code == 0, err
+    measured = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["model"], row["seed"]) for row in measured] == [
+        (model, seed) for model in ("flash", "flash-quad") for seed in (0, 0, 1)]
+    for i in (0, 3):  # the rate that was better with the first seed
+        first, second, last = measured[i : i + 3]
+        assert last["learning_rate"] == max(first, second, key=study.score)["learning_rate"]
+    assert measured[0]["accuracy"].keys() == {"128", "256", "512", "1024"} == measured[0]["depth"].keys()
+    assert measured[3]["accuracy"].keys() == {"128"}  # its table of positions ends there
+    assert picture.read_bytes().startswith(b"\x89PNG") and "learned from step" in out
+    assert measured[0]["command"].startswith("python -m benchmarks recall flash --task pairs --set steps=24 --set ")
+    assert str(tmp_path) not in rows.read_text()
+    kept = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join(kept[:4]) + kept[4][:50])
+    assert call(*command, app=app)[0] == 0
+    assert [line[: line.index('"curve"')] for line in rows.read_text().splitlines()] == [
+        line[: line.index('"curve"')] for line in kept]
+    assert call(*command, app=app)[0] == 0 and len(rows.read_text().splitlines()) == 6
+
+
+def test_a_study_that_is_stopped_says_so(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "recall", "flash", "--set", "steps=100000", "--json", tmp_path / "rows"],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    assert "flash (1 of 1), pairs" in process.stderr.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    printed = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "the same command goes on" in printed.splitlines()[-1], printed
+
+
+def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
+    content = study.read_study()
+    small = {"flash": content["models"]["flash"]}
+    monkeypatch.setattr(campaign, "read_study", lambda: content | {"tasks": {"pairs": "all", "text": "few"}})
+    monkeypatch.setattr(campaign, "models_of", lambda task: list(small))
+    told: list[str] = []
+    place = Place(None, tmp_path / "out", tmp_path / "recall.jsonl", "cpu", 2, None, told.append)
+    calls: list[list[str]] = []
+
+    def call(arguments, label, log, place, stop):
+        calls.append(arguments)
+        done = study.Cell("flash", "pairs", study.config_of("flash", TASKS["pairs"], {}),
+                          study.training("pairs", TASKS["pairs"], {})).key
+        done |= {"curve": [], "length": 128, "accuracy": {"128": {"4": 1.0}}}
+        append_json_lines(place.rows, [
+            done | {"learning_rate": rate, "seed": seed, "passed": 100 if rate == 3e-3 else None}
+            for rate, seed in ((1.5e-3, 0), (3e-3, 0), (6e-3, 0), (3e-3, 1), (3e-3, 2))])
+
+    monkeypatch.setattr(campaign, "call", call)
+    left_out = "text: left out without --texts, the folder that holds it"
+    assert campaign.plan_lines(place) == ["pairs: flash", left_out]
+    assert campaign.plan_lines(replace(place, texts=tmp_path))[1] == (
+        f"text: its text has not been prepared in {place.out}; the same command without --plan does it")
+    assert campaign.reproduce_recall(place, StopSignal()) == 5
+    assert calls == [["recall", "flash", "--task", "pairs", "--json", str(place.rows)]]
+    assert "[1/1] flash, pairs: done; 0 minutes are left" in told and any("text is left out" in line for line in told)
+    assert campaign.plan_lines(place) == ["pairs: complete", left_out]
+    assert campaign.reproduce_recall(place, StopSignal()) == 0
+    place.rows.write_text(place.rows.read_text().replace('"passed": 100', '"passed": null'))
+    assert campaign.plan_lines(place)[0] == "pairs: flash"  # the best rate is another, without more seeds
+    monkeypatch.setattr(campaign, "call", lambda *arguments: "out of memory")
+    place.rows.unlink()
+    with pytest.raises(ResourceError, match="recall cannot be measured: flash, pairs; out of memory"):
+        campaign.reproduce_recall(place, StopSignal())
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
+    (["--set", "data=x"], "not a setting of recall: data"), (["--set", "d_model=0"], "d_model must be at least 1"),
+    (["--set", "tokens_per_step=100"], "must be a multiple of"), (["--learning-rates", "x"], "wrong value: x"),
+    (["--seeds", "0"], "seeds"),
+    (["--task", "zoology", "--set", "context=64"], "the row is too short for its facts: context = 64; the task"),
+    (["--task", "pairs", "--set", "context=0"], "must be a multiple of the length: 2048 and 0")])
+def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
+    code, _, err = call("recall", *arguments, "--json", str(tmp_path / "rows"), app=app)
+    assert_refused(code, err, 2, match)
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_shortest_row_holds_all_facts_and_questions(name):
+    """And one token less does not: facts are overwritten, or cannot be placed."""
+    def fits(length: int) -> bool:
+        try:
+            rows = TASKS[name].draw(8, TASKS[name].n_facts[-1], length, torch.Generator().manual_seed(0))
+        except RuntimeError:
+            return False
+        held_BQ = rows.ids_BT.gather(1, rows.fact_BQ)
+        if name == "joint":
+            held_BQ = FIRST_VALUE + (held_BQ - FIRST_PAIR) % N_VALUES
+        separated = name != "copying" or bool((rows.ids_BT[:, rows.asked_BQ[0, 0]] == SEPARATOR).all())
+        return separated and torch.equal(held_BQ, rows.answer_BQ)
+
+    assert fits(TASKS[name].least) and not fits(TASKS[name].least - 1)
+
+
+def test_a_run_that_failed_before_its_first_score_says_so():
+    failed = {"model": "flash", "task": "pairs", "learning_rate": 0.1, "seed": 0, "curve": [], "passed": None,
+              "failed": "the loss is not finite"}
+    assert report.line(failed) == "flash, pairs, rate 0.1, seed 0: the loss is not finite"
+
+
+def row(model: str, rate: float, seed: int, right: float, step: int | None) -> dict:
+    return {"task": "pairs", "model": model, "learning_rate": rate, "seed": seed, "length": 128, "passed": step,
+            "n_facts": [4, 8, 16, 32],
+            "curve": [[10, 1.0, right]], "settings": {}, "training": {},
+            "accuracy": {str(128 * times): {str(n): right for n in (4, 8, 16, 32)} for times in TIMES_LONGER}}
+
+
+def test_a_table_is_of_the_best_rate():
+    rows = [row("flash", 1e-3, 0, 0.2, None), row("flash", 3e-3, 0, 0.9, 500), row("flash", 3e-3, 1, 0.7, None),
+            row("transformer++", 3e-3, 0, 1.0, 10)]
+    assert report.grid(rows, "pairs")[1:] == [
+        ["flash", "500, never", *["0.80 (0.70-0.90)"] * 7], ["transformer++", "10", *["1.00"] * 7]]
+    assert report.markdown(rows, "pairs").splitlines()[2].startswith("| flash | 500, never |")
+    picture = report.picture_of(rows, "pairs")
+    assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++", "the row's commonest value"]
+    assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
+
+
+def test_words_of_rows_are_text():
+    rows = [row("flash", 1e-3, seed, 0.5, None) | {"commit": commit}
+            for seed, commit in enumerate(("![](//a.b)", "<img src>"))]
+    made = report.section(rows, "pairs", lambda name, picture: name)
+    assert rendered(made)[1] == ["recall-pairs.png", "<sub>", "</sub>"]
+
+
+def test_of_equally_good_rates_the_one_that_learns_soonest_is_repeated():
+    rows = [row("flash", 1e-3, 0, 1.0, 875), row("flash", 3e-3, 0, 1.0, 500), row("flash", 6e-3, 0, 1.0, None)]
+    assert study.best_rate(rows) == 3e-3
+    assert study.best_rate([*rows, row("flash", 9e-3, 0, 1.01, 1000)]) == 9e-3
+
+
+def test_a_picture_of_many_models_draws_some_and_keeps_their_colours():
+    names = [*study.read_study()["models"]]
+    many = report.picture_of([row(name, 1e-3, 0, 0.5, None) for name in names], "pairs").panels[0].lines
+    fewer = [name for name in names if name != "performer"]
+    some = report.picture_of([row(name, 1e-3, 0, 0.5, None) for name in fewer], "pairs").panels[0].lines
+    assert [line.name for line in many[:-1]] == study.read_study()["lists"]["drawn"]
+    assert {line.name: line.style["color"] for line in some}.items() <= {
+        line.name: line.style["color"] for line in many}.items()
+
+
+def test_who_knows_the_values_alone_answers_with_the_commonest():
+    assert commonest(2, 1) == 1 and commonest(2, 2) == pytest.approx(0.75, abs=0.02)  # both alike in half of the rows
+    assert report.without_keys("induction", 8) == 1 / 8
+    ids_BT, _, answer_BQ, _ = drawn("pairs", 8, 128, 2000)
+    guess_B1 = ids_BT[:, 1:16:2].mode(1).values[:, None]
+    assert (guess_B1 == answer_BQ).double().mean().item() == pytest.approx(report.without_keys("pairs", 8), abs=0.02)
+
+
+def test_the_noise_is_noise():
+    ids_BT = drawn("pairs", 4, 256).ids_BT
+    assert FIRST_NOISE <= ids_BT[:, 8:-32].min() and ids_BT[:, 8:-32].max() < SEPARATOR
+
+
+def test_the_page_shows_the_rows():
+    """After new rows: python -m benchmarks report recall --into docs/memory.md."""
+    page = ROOT / "docs/memory.md"
+    text, images = page.read_text(encoding="utf-8"), ROOT / "docs/images"
+    made, drawn = filled(text, page, images, "recall", study.read_rows(study.ROWS))
+    assert made == text
+    for name, picture in drawn.items():
+        with Image.open(images / name) as image:
+            assert image.text["Rows"] == digest(picture), f"{name} is of other rows"
+
+
+def test_rows_that_come_with_the_package_are_of_the_study():
+    for each in study.read_rows(study.ROWS):
+        assert each["task"] in [*TASKS, "text"] and each["model"] in study.models_of(each["task"]), Path(study.ROWS)
+
+
+def test_facts_anywhere_have_a_heat_map(tmp_path):
+    rows = []
+    for model, seed, right in (("flash", 0, 0.25), ("flash", 1, 0.75), ("flash, all", 0, 1.0)):
+        depth = {str(256 * times): [right] * 7 + [None] for times in TIMES_LONGER}
+        rows.append(row(model, 3e-3, seed, right, None) | {"task": "needle", "n_facts": [1, 2, 4, 8], "length": 256,
+                                                           "depth": depth, "accuracy": {
+            str(256 * times): {str(n): right for n in (1, 2, 4, 8)} for times in TIMES_LONGER}})
+    heat = report.depth_picture_of(rows, "needle").panels[0].heat
+    assert heat[0] == ("256", (*[0.5] * 7, None)) and [name for name, _ in heat] == ["256", "512", "1024", "2048"]
+    drawn = report.draw_pictures(rows, tmp_path / "a.png")
+    assert [path.name for path in drawn] == ["a.png", "a-by-place.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
+    data, out, rows = prepare_text(tmp_path), tmp_path / "run", tmp_path / "rows.jsonl"
+    train({"model": "flash", "data": str(data), "out": str(out), **SETTINGS, "steps": 2, "warmup_steps": 1})
+    monkeypatch.setattr("benchmarks.recall.measure.TIMES_LONGER", (1,))
+    code, printed, err = call("recall", out, "--task", "text", "--data", data, "--json", rows, "--set", "context=640",
+                              app=app)
+    assert code == 0 and printed.startswith("run, text: 640: "), err
+    asked_row = json.loads(rows.read_text())
+    assert asked_row["accuracy"].keys() == {"640"} and asked_row["model"] == "run" and asked_row["curve"] == []
+    assert all(0 <= right < 0.5 for right in asked_row["accuracy"]["640"].values())
+    for arguments, match in (((out,), "a trained model is asked in text alone"),
+                             ((out, "--task", "text"), "the task text reads prepared text"),
+                             (("--data", data), "leave out --data")):
+        code, _, err = call("recall", *arguments, "--json", rows, app=app)
+        assert_refused(code, err, 2, match)

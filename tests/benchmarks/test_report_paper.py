@@ -1,0 +1,532 @@
+"""The paper's tables beside ours: its numbers by its names, seeds and speed-ups by hand, and what was not run."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from benchmarks.pages import fill_pages, filled
+from benchmarks.paper.figures import pictures_of
+from benchmarks.paper.markdown import MEASURES, signed, speedup_texts, table_section, tables_shown
+from benchmarks.paper.records import read_records
+from benchmarks.paper.results import (
+    costs,
+    curve_of,
+    gaps,
+    of_cell,
+    results_of,
+    speedups,
+    spread,
+    step_speedups,
+    steps_to,
+)
+from benchmarks.paper.scales import cells_of
+from benchmarks.paper.tables import PAPER, TABLES, printed, step_speedup, value
+from benchmarks.verbs import report as cli_report
+from broken_rows import changed, lines_of_other_types, paths_of
+from lineartime.errors import DataError, UsageError, escaped
+from lineartime.plot import digest
+from made_rows import made_rows, step_row, times, train_row
+from rendered_markdown import ODD, rendered
+
+ROOT = Path(__file__).parents[2]
+WHOLE = 0.125
+"""What the whole held-out split adds to the last point of a curve, which is of a part of it."""
+
+
+def cell_of(table, row, column, scale="cpu"):
+    return next(cell for cell in cells_of(table, scale) if (cell.row, cell.column) == (row, column))
+
+
+def written(tmp_path, rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def trained(cell, *curves_of_seeds, tokens_per_step=2048):
+    """Rows of seeds 0, 1, ... with these curves, lists of (step, nats)."""
+    rows = []
+    for seed, curve in enumerate(curves_of_seeds):
+        row = train_row(cell, seed) | {"curve": [list(point) for point in curve],
+                                       "tokens": curve[-1][0] * tokens_per_step}
+        row["held_out"] |= {"loss": curve[-1][1] + WHOLE}
+        rows.append(row)
+    return rows
+
+
+def timed(cell, ms, run="1", time="2026-01-01T00:00:00Z"):
+    return step_row(cell) | {"cpu_ms": times(ms), "run": run, "time": time}
+
+
+def line_of(section, measure, row):
+    """The cells of a row of the table below a title."""
+    below = section[section.index(measure):]
+    return next([part.strip() for part in line.strip("|").split("|")] for line in below.splitlines()
+                if line.startswith(f"| {row} |"))
+
+
+def test_every_number_of_the_paper_is_of_a_row_and_a_column_that_exist():
+    paper = PAPER
+    assert paper.keys() == TABLES.keys() and all(table.measures for table in TABLES.values())
+    assert {name for table in TABLES.values() for name in table.measures} == MEASURES.keys()
+    for name, table in paper.items():
+        numbers = {measure: rows for measure, rows in table.items() if measure not in ("hardware", "note")}
+        assert numbers or table["note"]
+        for measure, rows in numbers.items():
+            assert measure == "gap" or measure in {each.paper for each in MEASURES.values()}
+            assert rows.keys() <= TABLES[name].models.keys(), (name, measure)
+            for row, columns in rows.items():
+                assert columns.keys() <= TABLES[name].columns.keys(), (name, measure, row)
+
+
+@pytest.mark.parametrize(("table", "measure", "row", "column", "text"), [
+    ("gau_ablation", "perplexity", "no gating", "LM", "17.45"),
+    ("gau_ablation", "parameters_m", "no gating", "LM", "131"),
+    ("mhsa_ablation", "perplexity", "softmax -> relu2", "MLM", "4.77"),
+    ("mlm_c4", "perplexity", "Performer", "8192", "102.980"), ("mlm_c4", "perplexity", "Transformer", "8192", "4.8766"),
+    ("mlm_c4", "step_ms", "FLASH-Quad", "4096", "84.9"), ("lm_wiki40b", "perplexity", "FLASH", "512", "16.581"),
+    ("lm_wiki40b", "step_ms", "Performer", "2048", "1518.9"), ("lm_pg19", "perplexity", "FLASH", "4096", "40.72"),
+    ("lm_pg19", "speedup", "FLASH", "8192", "12.12"), ("lm_pg19", "speedup", "Transformer++", "4096", "--"),
+    ("lm_pg19", "step_ms", "Transformer+", "8192", "1292"),
+    ("triviaqa", "f1", "FLASH s=512 + first-to-all", "4096", "73.9"),
+    ("triviaqa", "step_speedup", "Combiner", "4096", "2.78"),
+    ("triviaqa", "finetune_speedup", "Combiner", "4096", "2.75"),
+    ("gap", "gap", "MC-TFM++", "LM 4096", "0.90"), ("gap", "gap", "FLASH", "LM 512", "-0.05"),
+    ("gpu_latency", "step_ms", "FLASH", "4096 x 1", "452.9"),
+    ("gpu_latency", "step_ms", "Performer", "4096 x 1", "OOM"),
+    ("speedup", "speedup", "Transformer", "8192", "25.6"), ("speedup", "speedup", "Transformer++", "512", "1.2")])
+def test_the_papers_numbers_are_as_printed(table, measure, row, column, text):
+    assert str(printed(table, measure, row, column)) == text
+
+
+def test_the_papers_tables_agree_with_each_other():
+    """Table 5 is the difference of Tables 12 and 13; Figure 1 is of the order of Table 13's times."""
+    for table, task in (("mlm_c4", "MLM"), ("lm_wiki40b", "LM")):
+        for column in TABLES[table].columns:
+            flash, quad = (value(table, "perplexity", row, column) for row in ("FLASH", "FLASH-Quad"))
+            assert flash - quad == pytest.approx(value("gap", "gap", "FLASH", f"{task} {column}"), abs=0.0051)
+    assert step_speedup("lm_wiki40b", "FLASH", "Transformer++", "8192") == pytest.approx(261.0 / 62.5)
+    assert value("gpu_latency", "step_ms", "FLASH", "4096 x 1") == 452.9
+    assert value("gpu_latency", "step_ms", "Performer", "4096 x 1") is None
+
+
+def test_quality_is_that_of_the_whole_split_after_training_and_its_spread():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    rows = trained(cell, [(400, 4.0), (800, 3.0)], [(400, 2.9), (800, 3.1)])
+    results = results_of("lm_wiki40b", "cpu", rows)
+    assert of_cell(results.trained, "FLASH", "512").loss.tolist() == [3.0 + WHOLE, 3.1 + WHOLE]
+    assert [*spread(results.trained.loss).loc[("FLASH", "512")]] == pytest.approx(
+        [3.05 + WHOLE, 3.0 + WHOLE, 3.1 + WHOLE])
+    assert spread(results.trained.perplexity)["mean"]["FLASH", "512"] == pytest.approx(
+        (math.exp(3.0 + WHOLE) + math.exp(3.1 + WHOLE)) / 2)
+    assert curve_of(results, "FLASH", "512").mean(axis=1).to_dict() == pytest.approx({400: 3.45, 800: 3.05})
+    assert set(results.trained.n_parameters) == {1_800_000}
+
+
+def test_perplexity_per_word_is_that_of_the_whole_split():
+    cell = cell_of("lm_pg19", "FLASH", "1024")
+    first, second = trained(cell, [(200, 4.0), (400, 3.0)], [(200, 3.0), (400, 3.5)])
+    first["held_out"] |= {"word_perplexity": 123.0}
+    second["held_out"] |= {"word_perplexity": 456.0, "n_tokens": 3000, "n_words": 1500}
+    results = results_of("lm_pg19", "cpu", [first, second])
+    assert results.trained.word_perplexity.tolist() == [123.0, 456.0]
+
+
+def test_the_newest_row_of_a_seed_counts_and_a_failed_one_only_alone():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    (old,), (new,) = trained(cell, [(800, 3.0)]), trained(cell, [(800, 2.0)])
+    failed = {"kind": "train", "scale": "cpu", "text": cell.text.name, "settings": cell.settings(0), "failed": "memory"}
+    other = failed | {"settings": cell.settings(1)}
+    results = results_of("lm_wiki40b", "cpu", [old, new, failed, other])
+    assert results.trained.loss.tolist() == [2.0 + WHOLE]
+    assert results.failed == {("FLASH", "512", "train", 1): "memory"}
+    text = table_section(results_of("lm_wiki40b", "cpu", [other]))
+    assert line_of(text, "Perplexity", "FLASH")[2] == "failed"
+    assert "Failed: FLASH, 512, seed 1: memory." in text and "Ours:" not in text
+
+
+def test_rows_of_other_settings_scales_and_texts_are_not_a_cells():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    (row,) = trained(cell, [(800, 3.0)])
+    for other in ({"scale": "gpu"}, {"text": "another"}, {"settings": {**row["settings"], "steps": 1}}):
+        assert results_of("lm_wiki40b", "cpu", [row | other]).rows == []
+    assert list(results_of("lm_wiki40b", "cpu", [row]).trained.index) == [("FLASH", "512", 0)]
+
+
+def test_tables_share_rows_and_sizes_differ_at_every_scale():
+    rows = trained(cell_of("lm_wiki40b", "FLASH", "512"), [(800, 3.0)])
+    lent = results_of("gap", "cpu", rows)
+    assert of_cell(lent.trained, "FLASH", "LM 512").loss.tolist() == [3.0 + WHOLE]
+    assert ("FLASH", "LM 512") not in TABLES["gap"].cells["cpu"]
+    results = results_of("gau_vs_transformer", "cpu", made_rows("gau_vs_transformer"))
+    assert set(results.rows) == set(TABLES["gau_vs_transformer"].models)
+    assert {index[:2] for index in results.trained.index} == set(TABLES["gau_vs_transformer"].cells["cpu"])
+
+
+def two_models(ours, theirs, *more, ms=(100, 300)):
+    flash, plus_plus = (cell_of("lm_wiki40b", row, "2048") for row in ("FLASH", "Transformer++"))
+    rows = [*trained(flash, *ours), *trained(plus_plus, *theirs), timed(flash, ms[0]), timed(plus_plus, ms[1]), *more]
+    return results_of("lm_wiki40b", "cpu", rows)
+
+
+OURS, THEIRS = ("FLASH", "2048"), ("Transformer++", "2048")
+
+
+def test_the_speed_up_is_the_references_time_to_its_best_over_ours_to_the_same_loss():
+    results = two_models([[(400, 4.5), (800, 3.5)], [(400, 5.5), (800, 4.5)]], [[(400, 5.0), (800, 4.0)]])
+    assert step_speedups(results, "Transformer++").value[OURS] == pytest.approx(3.0)
+    found = speedups(results, "Transformer++")
+    # The mean curve is the reference's; the first seed is there after 600 of its 800 steps, the second never.
+    assert found.value[OURS] == pytest.approx(3.0)
+    assert found.seeds[OURS] == pytest.approx([3.0 * 800 / 600, math.nan], nan_ok=True)
+    texts = speedup_texts(results, "Transformer++")
+    assert texts[OURS] == "3.00 (1 of 2 seeds --)"
+    assert found.value[THEIRS] == 1.0 and texts[THEIRS] == "1.00"
+
+
+def test_who_never_gets_there_has_no_speed_up():
+    results = two_models([[(400, 5.0), (800, 4.1)]], [[(400, 5.0), (800, 4.0)]])
+    assert math.isnan(speedups(results, "Transformer++").value[OURS])
+    assert speedup_texts(results, "Transformer++")[OURS] == "--"
+
+
+def test_a_reference_that_got_worse_is_measured_to_its_best():
+    results = two_models([[(400, 4.0), (800, 3.0)]], [[(400, 4.0), (800, 4.5)]], ms=(100, 100))
+    assert speedups(results, "Transformer++").value.to_dict() == {OURS: 1.0, THEIRS: 1.0}
+
+
+def test_times_of_different_runs_are_not_divided():
+    flash, plus_plus = (cell_of("lm_wiki40b", row, "512") for row in ("FLASH", "Transformer++"))
+    rows = [*trained(flash, [(800, 3.0)]), *trained(plus_plus, [(800, 4.0)]), timed(flash, 100, "a"),
+            timed(plus_plus, 300, "b")]
+    results = results_of("lm_wiki40b", "cpu", rows)
+    assert ("FLASH", "512") not in step_speedups(results, "Transformer++").index
+    assert ("FLASH", "512") not in speedups(results, "Transformer++").index
+    section = table_section(results)
+    assert line_of(section, "Speed-up over Transformer++", "FLASH")[2] == "not run"
+    assert ("At this scale not run: 1024, 2048, 4096, 8192; "
+            "Transformer, Transformer+, Performer, Combiner, FLASH-Quad.") in section
+
+
+def test_a_columns_times_are_of_the_run_that_most_of_it_have():
+    flash, quad, plus_plus = (cell_of("lm_wiki40b", row, "512") for row in ("FLASH", "FLASH-Quad", "Transformer++"))
+    old, new = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
+    rows = [timed(flash, 100, "whole", old), timed(quad, 200, "whole", old), timed(plus_plus, 300, "whole", old),
+            timed(flash, 11, "part", new), timed(plus_plus, 22, "part", new)]
+    results = results_of("lm_wiki40b", "cpu", rows)
+    assert results.steps["median"].to_dict() == {
+        ("FLASH", "512"): 100, ("FLASH-Quad", "512"): 200, ("Transformer++", "512"): 300}
+    assert step_speedups(results, "Transformer++").value["FLASH", "512"] == pytest.approx(3.0)
+
+
+def test_cost_counts_the_tokens_of_a_step_and_not_of_a_micro_batch():
+    cell = cell_of("lm_wiki40b", "FLASH", "512")
+    row = timed(cell, 100)
+    row["tokens_per_step"] = 1024
+    results = results_of("lm_wiki40b", "cpu", [*trained(cell, [(800, 3.0)]), row])
+    assert results.steps["median"].tolist() == [100]
+    assert 800 * costs(results).seconds["FLASH", "512"] == pytest.approx(800 * 2 * 0.1)
+
+
+def test_fine_tuned_models_without_the_reference_have_no_speed_up(tmp_path):
+    """A table that is not finished is shown as far as it goes."""
+    rows = [row for row in made_rows("triviaqa")
+            if row["kind"] != "finetune" or row["settings"]["model"] != TABLES["triviaqa"].reference.lower()]
+    results = results_of("triviaqa", "cpu", read_records(written(tmp_path, rows)))
+    assert results.table.reference not in results.finetuned.index.get_level_values("row")
+    assert not len(MEASURES["by_finetuning"].texts(results))
+
+
+def test_a_gap_is_taken_seed_by_seed():
+    rows = [row for name, first in (("FLASH-Quad", 3.0), ("FLASH", 3.1)) for row in trained(
+        cell_of("lm_wiki40b", name, "2048"), [(800, first)], [(800, first + (0.3 if name == "FLASH" else 0.1))])]
+    results = results_of("gap", "cpu", rows)
+    gap = of_cell(gaps(results, "loss"), "FLASH-Quad -> FLASH", "LM 2048")
+    assert gap.tolist() == pytest.approx([0.1, 0.3])
+    section = table_section(results)
+    assert line_of(section, "Increase of the loss", "FLASH-Quad -> FLASH")[1] == "+0.20 (+0.10 to +0.30)"
+    assert line_of(section, "Increase of the loss", "TFM++ -> MC-TFM++")[1] == "not run"
+    assert line_of(section, "perplexity, LM", "FLASH-Quad -> FLASH")[1] == "0.22"
+
+
+curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
+    lambda losses: [(100 * i, loss) for i, loss in enumerate(losses, 1)])
+
+
+@given(curve_points, st.floats(0.4, 9.1))
+def test_steps_to_a_loss_are_where_the_curve_first_is_there(curve, loss):
+    steps = steps_to(loss, pd.Series(dict(curve)))
+    if math.isnan(steps):
+        assert all(value > loss for _, value in curve)
+        return
+    assert all(value > loss for step, value in curve if step < steps)
+    before, after = ([point for point in curve if point[0] <= steps] or curve[:1])[-1], next(
+        point for point in curve if point[0] >= steps)
+    assert after[1] <= loss or steps == before[0]
+    if steps not in [step for step, _ in curve]:
+        share = (steps - before[0]) / (after[0] - before[0])
+        assert before[1] + share * (after[1] - before[1]) == pytest.approx(loss)
+
+
+def test_the_paper_stands_beside_ours_and_what_was_not_run_is_said():
+    section = table_section(results_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b")))
+    line = line_of(section, "Perplexity per token", "FLASH")
+    assert line[:4] == ["FLASH", "16.581", "40.86 (40.45-41.26)", "15.525"]
+    assert "At this scale not run: 1024, 4096, 8192." in section
+    assert line_of(section, "Perplexity per token", "Performer")[-1] == "not run"
+    assert line_of(section, "Milliseconds of a step", "FLASH")[3:5] == ["56.7", "180 (175-185)"]
+    assert line_of(section, "Speed-up to Transformer++'s final quality", "Transformer")[1] == "--"
+    by_step = line_of(section, "Speed-up over Transformer++ by time of a step", "FLASH")
+    assert by_step[3:] == ["1.70", "2.89 (2.72-3.07)"]
+
+
+def test_the_caption_has_what_it_takes_to_repeat_it():
+    results = results_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b"))
+    section = table_section(results)
+    for words in (results.scale.caption, "the whole held-out split at the end of training, the mean of the seeds",
+                  "1 thread of a CPU, 2 cores, 24 GiB", "bfloat16",
+                  "commit 0123456789;", "torch 2.13.0", "64 TPU-v4 cores", "\"--\" never gets there",
+                  "text wiki40b_mini-en-1024 (1,000,000 tokens to train on, 100,000 held out, vocabulary 1,024, sha256",
+                  "median (quartiles) of 5, processor time",
+                  "`python -m benchmarks reproduce lm_wiki40b --scale cpu --texts TEXTS`"):
+        assert words in section, words
+
+
+def test_a_studys_caption_is_its_own_at_the_smallest_scale():
+    for scale, own in (("cpu", True), ("gpu", False)):
+        results = results_of("more_tokens", scale, made_rows("more_tokens", scale=scale))
+        section = table_section(results)
+        assert ("4,000 steps of 4,096 tokens" in section) is own and (results.scale.caption in section) is not own
+
+
+def test_a_gpus_rows_are_told_by_their_own_clock():
+    cell = cell_of("lm_pg19", "FLASH", "8192", "gpu")
+    row = {key: value for key, value in step_row(cell).items() if key != "cpu_ms"} | {
+        "device": "cuda", "gpu": "a GPU", "clock": "gpu", "gpu_ms": {**times(50.0), "n": 7}}
+    section = table_section(results_of("lm_pg19", "gpu", [row]))
+    assert line_of(section, "Milliseconds of a step", "FLASH")[-1] == "50.0 (48.5-51.5)"
+    assert "median (quartiles) of 7, CUDA events" in section and "one a GPU, beside a CPU" in section
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_has_its_rows_with_and_without_any_run(name):
+    without = table_section(results_of(name, "paper", []))
+    assert "not run" in without and "Ours:" not in without
+    results = results_of(name, "cpu", made_rows(name))
+    section = table_section(results)
+    assert ("not run" in section) == (len(results.steps) < len(TABLES[name].models) * len(TABLES[name].columns))
+    if name != "speedup":
+        assert all((f"| {row} |" in section) == (row in results.rows) for row in TABLES[name].models)
+    tables = [part.splitlines() for part in section.split("\n\n") if part.startswith("|")]
+    assert tables and all(len({line.count("|") for line in table}) == 1 for table in tables)
+
+
+def test_a_table_of_which_most_was_not_run_is_a_line_with_what_was():
+    results = results_of("lm_wiki40b", "cpu", [timed(cell_of("lm_wiki40b", "FLASH", "512"), 100),
+                                               *trained(cell_of("lm_wiki40b", "FLASH-Quad", "512"), [(800, 3.0)]),
+                                               *trained(cell_of("lm_wiki40b", "Transformer++", "512"), [(800, 3.0)])])
+    section = table_section(results)
+    assert "\nMilliseconds of a step: not run but for FLASH, 512: 100 (97.0-103).\n" in section
+    assert "\nSpeed-up to Transformer++'s final quality: not run.\n" in section
+    assert line_of(section, "Perplexity per token", "FLASH")[2] == "not run"
+
+
+def test_without_pandas_a_report_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setattr(cli_report, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=re.escape("pip install 'pandas>=3'")) as raised:
+        cli_report.report()
+    assert "\n" not in str(raised.value)
+
+
+def test_triviaqa_has_the_papers_columns():
+    section = table_section(results_of("triviaqa", "cpu", made_rows("triviaqa")))
+    assert line_of(section, "", "FLASH s=512 + first-to-all") == [
+        "FLASH s=512 + first-to-all", "3.24", "4.953", "73.9", "15.0", "2.78", "4.24 (4.00-4.51)", "2.69", "1.00"]
+    assert "F1 of 100 questions; that of the span that shares most words with the question: 26.0." in section
+
+
+def test_figure_1_is_of_flash_over_each_transformer():
+    section = table_section(results_of("speedup", "cpu", made_rows("speedup")))
+    line = line_of(section, "", "2048")
+    assert (line[1], line[4]) == ("8.9", "1.6")
+    assert line[3] == "2.31 (2.17-2.45)" and line[6] == "2.15 (2.03-2.29)"
+    assert "At this scale not run: 1024, 4096, 8192." in section
+
+
+def test_tables_are_shown_at_the_scales_that_have_rows():
+    rows = made_rows("gap") + made_rows("gap", scale="gpu")
+    assert [each.scale.name for each in tables_shown(rows, ["gap"], [])] == ["cpu", "gpu"]
+    assert [each.scale.name for each in tables_shown(rows, ["gap"], ["gpu"])] == ["gpu"]
+    assert [each.scale.name for each in tables_shown([], ["gap"], [])] == ["cpu"]
+    assert list(dict.fromkeys(each.table.name for each in tables_shown(rows, [], []))) == list(TABLES)
+
+
+@pytest.mark.parametrize(("x", "text"), [(0.0531, "+0.053"), (-0.0531, "-0.053"), (1.234, "+1.23"), (0.0, "+0.000")])
+def test_differences_have_a_sign(x, text):
+    assert signed(x) == text
+
+
+@pytest.mark.parametrize("broken", [
+    {"kind": "other"}, {"curve": []}, {"curve": None}, {"held_out": None}, {"settings": {}}, {"tokens": ...}])
+def test_a_row_that_lacks_something_is_an_error_of_one_line(tmp_path, broken):
+    row = train_row(cell_of("lm_wiki40b", "FLASH", "512"), 0) | broken
+    row = {key: value for key, value in row.items() if value is not ...}
+    with pytest.raises(DataError, match="not a row of a run") as raised:
+        read_records(written(tmp_path, [train_row(cell_of("lm_wiki40b", "FLASH", "512"), 1), row]))
+    assert "line 2" in str(raised.value) and "\n" not in str(raised.value)
+
+
+UNUSED = ("python", "lineartime", "epochs", "train_s", "exact_match", "benchmark", "model", "context_tokens", "wall_ms")
+
+
+@pytest.mark.parametrize("kind", ["train", "finetune", "step"])
+def test_every_field_that_a_table_is_made_of_is_checked(tmp_path, kind):
+    """Deleted, or of another type: an error of one line, but for what a record may lack."""
+    row = next(row for row in made_rows("triviaqa") if row["kind"] == kind)
+    unused = {*UNUSED, *(("step_ms", "peak_mib") if kind == "train" else ())}
+    for path in paths_of(row):
+        inside = path[0] in ("settings", "questions", "step_ms") and path[1:] not in (
+            (), ("seed",), ("cpu",), ("cpu", "median"))
+        if inside or unused.intersection(path) or path[-1] in ("min", "max", "bits_per_byte", "n_bytes", "perplexity",
+                                                               "n_tokens"):
+            continue
+        may_lack = path[-1] in ("commit", "gpu", "peak_mib", "n_words", "loss_by_position") or (
+            kind, path[-1]) == ("step", "n_parameters")
+        for line in [*lines_of_other_types(row, path), *([] if may_lack else [json.dumps(changed(row, path, ...))])]:
+            (tmp_path / "rows.jsonl").write_text(line + "\n")
+            with pytest.raises(DataError, match="not a row of a run") as raised:
+                read_records(tmp_path / "rows.jsonl")
+            assert "line 1; " in str(raised.value) and "\n" not in str(raised.value), path
+    less = {key: value for key, value in row.items() if key not in (*UNUSED, "commit", "gpu", "peak_mib")}
+    results = results_of("triviaqa", "cpu", read_records(written(tmp_path, [less])))
+    assert "Ours: " in table_section(results) and len(pictures_of(results)) == (kind != "step")
+
+
+def test_evaluations_in_a_row_are_checked(tmp_path):
+    row = train_row(cell_of("memory", "FLASH", "4096"), 0)
+    assert read_records(written(tmp_path, [row])) == [row]
+    for broken in [{"context_use": 3}, {"recurrence": []},
+                   *({"context_use": changed(row["context_use"], (name,), other)} for name, other in [
+                       ("losses", [1.0]), ("losses", ["x"] * 6), ("contexts", ...), ("after", 0.5),
+                       ("loss_by_position", [{"first": 1, "last": 2, "shortest": 1.0}])]),
+                   *({"recurrence": changed(row["recurrence"], (name,), other)} for name, other in [
+                       ("chunk", "x"), ("loss", ...), ("classes", [{"kind": "token", "seen": "x", "n_tokens": 1.5}]),
+                       ("classes", ...)])]:
+        with pytest.raises(DataError, match="not a row of a run"):
+            read_records(written(tmp_path, [row | broken]))
+    nothing = {"kind": "rare bigram", "seen": "not before", "n_tokens": 0, "loss": None}
+    read_records(written(tmp_path, [row | {"recurrence": row["recurrence"] | {"classes": [nothing]}}]))
+
+
+def test_a_file_that_is_not_there_or_cut_off(tmp_path):
+    assert read_records(tmp_path / "rows.jsonl") == []
+    path = written(tmp_path, made_rows("gap"))
+    path.write_text(path.read_text() + '{"kind": "tr')
+    assert read_records(path) == made_rows("gap")
+
+
+PLACE = "before\n<!-- table gap cpu: begin -->\nold\n<!-- table gap cpu: end -->\nafter\n"
+
+
+def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
+    page, images, rows = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images", made_rows("gap")
+    page.parent.mkdir()
+    page.write_text(PLACE + "<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
+    pictures = [path for path in fill_pages([page], images, "table", rows) if path.suffix == ".png"]
+    text = page.read_text()
+    assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n#### Table 5")
+    assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
+    assert pictures and all(f"](images/{path.name})" in text for path in pictures)
+    with Image.open(pictures[0]) as picture:
+        assert picture.text["Rows"] == digest(pictures_of(results_of("gap", "cpu", rows))[pictures[0].name])
+    fill_pages([page], images, "table", rows)
+    assert page.read_text() == text
+
+
+def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PLACE + "<!-- speed: begin -->\nold speed\n<!-- speed: end -->\n")
+    fill_pages([page], tmp_path, "speed", [])
+    assert page.read_text().startswith(PLACE) and "old speed" not in page.read_text()
+
+
+@pytest.mark.parametrize("text", [
+    "nothing\n", "<!-- table gap cpu: begin -->\n", "<!-- table gap: begin -->\n<!-- table gap: end -->\n",
+    "<!-- table gap tiny: begin -->\n<!-- table: end -->\n", "<!-- table gaps cpu: begin -->\n<!-- table: end -->\n",
+    PLACE + "<!-- table lm_pg19 cpu: begin -->\n"])
+def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
+    page, images = tmp_path / "page.md", tmp_path / "images"
+    page.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        fill_pages([page], images, "table", made_rows("gap"))
+    assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
+
+
+def test_the_projects_pages_are_what_its_rows_give():
+    """After new rows: python -m benchmarks report --into docs/results.md, and so for each page with a place."""
+    records = read_records(ROOT / "benchmarks/rows/quality.jsonl")
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if "<!-- table " in (text := page.read_text()):
+            made, drawn = filled(text, page, ROOT / "docs" / "images", "table", records)
+            assert made == text
+            for name, picture in drawn.items():
+                with Image.open(ROOT / "docs" / "images" / name) as file:
+                    assert file.text["Rows"] == digest(picture), name
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_words_of_records_are_text(tmp_path, odd):
+    names = dict.fromkeys(("cpu", "dtype", "commit", "torch", "command"), odd)
+    rows = [row | names for row in made_rows("gau_ablation")]
+    rows[-1]["failed"] = odd
+    for row in rows:
+        row.get("data", {})["sha256"] = odd
+    results = results_of("gau_ablation", "cpu", read_records(written(tmp_path, rows)))
+    pictures = [(picture.caption, name) for name, picture in pictures_of(results).items()]
+    words, more = rendered(table_section(results, pictures))
+    assert all(re.fullmatch("</?(sub|details|summary)>|[\\w.+-]+[.]png", each) for each in more), more
+    assert escaped(" ".join(odd.split())) in words
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", "benchmarks", "report", *map(str, arguments)], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+def test_the_command(tmp_path):
+    rows = written(tmp_path, made_rows("gau_ablation"))
+    done = command("gau_ablation", "--rows", rows)
+    assert done.returncode == 0
+    assert done.stdout == table_section(results_of("gau_ablation", "cpu", made_rows("gau_ablation")))
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (("gaps",), 2, "unknown table: gaps; did you mean gap?"),
+    (("gap", "--scale", "tpu"), 2, "unknown scale: tpu"),
+    (("speed", "--scale", "cpu"), 2, "arguments that do not go together: speed takes no --scale"),
+    (("gap", "--into", "README.md"), 2, "arguments that do not go together: --into, whose places name their tables,"),
+    (("gap", "--rows", "nothing.jsonl"), 3,
+     "no rows to report: nothing.jsonl; `python -m benchmarks reproduce` writes them"),
+    (("gap", "--rows", "README.md"), 3, "not a row of a run: README.md, line 1")])
+def test_bad_arguments_are_errors_of_one_line(arguments, code, message):
+    done = command(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_a_report_of_text_needs_no_torch(tmp_path):
+    rows = written(tmp_path, made_rows("gap"))
+    code = ("import sys; from benchmarks.__main__ import app, main\n"
+            "sys.argv[1:] = ['report', '--rows', sys.argv[1]]\n"
+            "try: main(app)\nexcept SystemExit: assert not {'torch', 'matplotlib'} & sys.modules.keys()")
+    subprocess.run([sys.executable, "-c", code, str(rows)], cwd=ROOT, check=True, capture_output=True)

@@ -1,0 +1,41 @@
+"""studies/zoology.py trains on Zoology's sets in their proportion, asks its test sets, and fills the page."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from benchmarks.recall.study import training
+from lineartime.atomic_io import read_json_lines
+from scripts import ROOT, loaded
+
+zoology = loaded("studies", "zoology")
+
+
+def mixed(seed):
+    train = training("zoology", zoology.TASK, {**zoology.LENGTH_OF_TRAINING, "seed": seed, "context": zoology.LONGEST})
+    return zoology.Mixed(zoology.TASK, zoology.LONGEST, (), train)
+
+
+def test_a_step_has_one_set_as_often_as_its_tokens_are_many():
+    sizes = Counter()
+    for step in range(300):
+        ids_BT, asked_BQ, answer_BQ = mixed(0).batch(step)
+        assert ids_BT.size == 8192 and asked_BQ.shape == answer_BQ.shape
+        sizes[ids_BT.shape[1], asked_BQ.shape[1]] += 1
+    assert sizes.keys() == zoology.TRAINED.keys()
+    assert sizes[64, 4] / 300 == pytest.approx(6.4 / 24.32, abs=0.08)
+    assert sizes[128, 8] / 300 == pytest.approx(2.56 / 24.32, abs=0.06)
+
+
+def test_a_seed_repeats_its_rows():
+    assert all(np.array_equal(*pair) for pair in zip(mixed(1).batch(5), mixed(1).batch(5), strict=True))
+    assert not np.array_equal(mixed(1).batch(5)[0][:1, :64], mixed(2).batch(5)[0][:1, :64])
+
+
+def test_the_page_shows_the_rows():
+    """After new rows: python studies/zoology.py --into docs/memory.md."""
+    rows = read_json_lines(zoology.ROWS, dict, "a row")
+    assert zoology.table(rows) in (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert row["test"].keys() == {f"{length}:{n_pairs}" for length, n_pairs in zoology.TESTED}

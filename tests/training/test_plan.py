@@ -1,0 +1,136 @@
+"""`lineartime info MODEL --plan N` against the memory that runs show."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.step import random_batch
+from lineartime.data.tokens import read_manifest
+from lineartime.errors import UsageError
+from lineartime.model import LanguageModel
+from lineartime.plan import LiveBytes, plan, print_plan
+from lineartime.run_config import run_config
+from ranks_here import RanksHere
+from tiny_runs import prepare_text
+
+WITHIN = 0.15
+BASE = {"data": "d", "out": "o", "vocab_size": 300, "d_model": 192, "n_layers": 4, "context": 512,
+        "tokens_per_step": 2048, "micro_batch_tokens": 2048}
+
+
+def planned(n_ranks=1, **settings):
+    return plan(run_config({**BASE, **settings}), n_ranks)
+
+
+@pytest.mark.parametrize("settings", [
+    {"model": "flash"}, {"model": "flash", "activation_checkpointing": True},
+    {"model": "flash", "precision": "bfloat16"}, {"model": "transformer++", "n_heads": 4},
+    {"model": "performer", "n_heads": 4}, {"model": "mc-tfm++", "n_heads": 4}])
+def test_tensors_without_data_are_as_many_bytes_as_tensors_with_data(settings):
+    config = run_config({**BASE, **settings})
+    found = plan(config, 1)
+    model = LanguageModel(replace(config.model, end_of_document=None if config.model.by_document else 0))
+    model.activation_checkpointing = config.train.activation_checkpointing
+    parameters = list(model.parameters())
+    task, (rows_BT,) = random_batch(config.model, config.micro_batch_rows, config.model.context, 0, torch.device("cpu"))
+    with LiveBytes(parameters) as live, torch.autocast("cpu", torch.bfloat16, enabled="precision" in settings):
+        for _ in range(2):
+            task.losses(model, rows_BT.clone()).sum().backward()
+            for p in parameters:
+                p.grad = None
+    assert found.gradients + found.activations == pytest.approx(live.most, rel=0.02)
+
+
+def test_bytes_are_those_of_new_storages_while_they_are_alive():
+    weight = torch.zeros(1000, 500)
+    with LiveBytes([weight]) as live:
+        x = torch.zeros(10, 1000)
+        y = x @ weight.t().t()  # a view is no new storage
+        assert live.now == live.most == 4 * (10_000 + 5_000)
+        del y
+        assert live.now == 4 * 10_000 and live.most == 4 * 15_000
+        del x
+    assert live.now == 0
+
+
+def test_a_row_in_windows_needs_the_activations_of_one():
+    settings = {"model": "flash+", "context": 8192, "tokens_per_step": 8192, "micro_batch_tokens": 8192}
+    whole, fourth, eighth = (planned(1, **settings, window_tokens=n) for n in (None, 2048, 1024))
+    assert eighth.activations < 0.6 * fourth.activations < 0.5 * whole.activations
+    assert fourth.weights == whole.weights and fourth.moments == whole.moments
+
+
+def test_what_several_processes_have():
+    n = 4 * sum(p.numel() for p in LanguageModel(run_config({**BASE, "model": "flash"}).model).parameters())
+    settings = {"model": "flash", "tokens_per_step": 8 * 512, "micro_batch_tokens": 512}
+    alone, four, eight = (planned(n_ranks, **settings) for n_ranks in (1, 4, 8))
+    assert alone.weights == four.weights == n and alone.moments == 2 * n
+    assert four.moments == pytest.approx(n / 2, rel=1e-3) and eight.moments == pytest.approx(n / 4, rel=1e-3)
+    # Eight micro-batches of one process wait as three sums, two of one of four processes as one.
+    assert alone.gradients - eight.gradients == 3 * n and four.gradients - eight.gradients == n
+    sharded = planned(4, **settings, shard=True, clip_scope="global")
+    per_layer = (n - planned(1, **settings, n_layers=3).weights)
+    outside = n - 4 * per_layer
+    assert sharded.moments == four.moments and sharded.holes == 0
+    assert sharded.weights == pytest.approx(n / 4 + 3 * per_layer + outside, rel=1e-3)
+    longer = {**settings, "model": "mc-tfm++", "context": 4096, "tokens_per_step": 4096, "micro_batch_tokens": 4096}
+    assert planned(4, **longer, context_parallel=4).activations < 0.3 * planned(1, **longer).activations
+
+
+def test_thirteen_billion_parameters_take_seconds():
+    config = run_config({"model": "flash", "data": "d", "out": "o", "d_model": 10_240, "n_layers": 20, "context": 2048,
+                         "tokens_per_step": 64 * 2048, "micro_batch_tokens": 2048, "shard": True,
+                         "clip_scope": "global", "activation_checkpointing": True})
+    found = plan(config, 64)
+    assert 1.2e10 < found.moments * 64 / 8 < 1.4e10
+    assert found.weights + found.moments + found.gradients < 12 * 2**30
+
+
+LARGER = {"d_model": 256, "n_layers": 6, "context": 512, "tokens_per_step": 4096, "micro_batch_tokens": 4096,
+          "steps": 3, "warmup_steps": 1, "eval_every": 100, "eval_tokens": 512}
+
+
+@pytest.mark.parametrize(("n_ranks", "model", "settings"), [
+    (2, "flash", {"micro_batch_tokens": 1024, "shard": True, "clip_scope": "global"}),
+    pytest.param(1, "flash", {}, marks=pytest.mark.campaign),
+    pytest.param(1, "transformer++", {"n_heads": 4}, marks=pytest.mark.campaign),
+    pytest.param(1, "flash-quad", {"activation_checkpointing": True}, marks=pytest.mark.campaign),
+    pytest.param(1, "flash", {"activation_checkpointing": True}, marks=pytest.mark.campaign),
+    pytest.param(1, "mc-tfm++", {"n_heads": 4, "precision": "bfloat16"}, marks=pytest.mark.campaign),
+    pytest.param(2, "flash", {"micro_batch_tokens": 1024}, marks=pytest.mark.campaign),
+    pytest.param(4, "flash", {"context": 4096, "context_parallel": 4}, marks=pytest.mark.campaign),
+    pytest.param(4, "flash", {"micro_batch_tokens": 1024, "d_model": 512, "n_layers": 12}, marks=pytest.mark.campaign),
+    pytest.param(4, "flash", {"micro_batch_tokens": 1024, "d_model": 512, "n_layers": 12, "shard": True,
+                              "clip_scope": "global"}, marks=pytest.mark.campaign)])
+def test_a_run_needs_what_is_planned(n_ranks, model, settings, tmp_path):
+    data, settings = prepare_text(tmp_path), {**LARGER, **settings}
+    here = RanksHere([sys.executable, "-m", "lineartime"], tmp_path)
+    pairs = [part for name, value in settings.items() for part in ("--set", f"{name}={str(value).lower()}")]
+    try:
+        codes = here.run(n_ranks, ["train", model, "--data", data, "--out", tmp_path / "run", *pairs])
+    finally:
+        here.close()
+    assert codes == [0] * n_ranks, here.printed()
+    shown = json.loads((tmp_path / "run" / "result.json").read_text())["peak_mib"]
+    said = subprocess.run([sys.executable, "-m", "lineartime", "info", model, "--plan", str(n_ranks), *pairs,
+                           "--set", f"vocab_size={read_manifest(data).vocab_size}"], text=True, capture_output=True)
+    planned = float(re.search(r"most at once +([\d,.]+) MiB", said.stdout)[1].replace(",", ""))
+    assert planned == pytest.approx(shown, rel=WITHIN), said.stdout
+
+
+def test_the_table(capsys):
+    print_plan(run_config({**BASE, "model": "flash"}), 1)
+    printed = capsys.readouterr().out
+    numbers = [float(text.replace(",", "")) for text in re.findall(r"([\d,.]+) MiB", printed)]
+    assert len(numbers) == 7 and numbers[-1] == pytest.approx(sum(numbers[:-1]), abs=0.5)
+    assert "Memory of each of 1 process, float32, micro-batches of 4 x 512 tokens" in printed
+
+
+def test_a_number_of_processes_that_does_not_fit_is_refused():
+    with pytest.raises(UsageError, match="3 ranks, 1 micro-batches in a step; run 1"):
+        planned(3, model="flash")
