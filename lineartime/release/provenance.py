@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lineartime.markdown import in_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def provenance() -> dict[str, Any]:
     """What a measurement needs to be repeated: commit, command, hardware, versions, and how busy the machine was."""
+    import torch  # a report of rows needs `machine` alone, and no torch
+
     program = Path(sys.argv[0])
     begun = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(),
