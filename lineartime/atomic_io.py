@@ -127,7 +127,7 @@ def unfinished_folder(out: Path, worth: str | None = None) -> Iterator[Path]:
             fsync(folder / DONE)
             os.rename(folder / DONE, out)
             fsync(out.parent)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # what stays goes with the next that has it
     except BaseException as e:
         if worth is None or not (isinstance(e, KeyboardInterrupt | ResourceError) and (folder / worth).exists()):
             shutil.rmtree(folder, ignore_errors=True)

@@ -129,6 +129,7 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Newest | None:
         return None
     except (OSError, MemoryError) as error:
         raise CheckpointError("the run cannot be read", f"{run_dir}: {_reason(error)}") from error
+    # From the newest to the oldest, until every rank finds its share of the files whole.
     for step in steps:
         path = run_dir / f"step-{step:08d}"
         run, reason = "", None
@@ -285,6 +286,7 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
     Raises CheckpointError, with the file and the first five differences, unless names, shapes and dtypes are as
     expected and every number is finite."""
+    # Names, shapes and types first, then numbers: a tensor of another model is not called damaged.
     loaded = {name: reshaped(tensor, expected[name].shape) if name in expected else tensor
               for name, tensor in loaded.items()}
     wrong = [f"{name} is missing" for name in expected if name not in loaded]
@@ -367,6 +369,7 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     name.
 
     Not the library's writer, which needs a second copy of the state in memory and does not flush the file."""
+    # The file is the header's length, the header, and the tensors' bytes; data_offsets count from the header's end.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(named, key=lambda name: (-named[name].element_size(), name))
     end = 0
@@ -388,6 +391,7 @@ def _write_checkpoint(folder: Path, target: Path, run: str, contents: Contents, 
         if ranks.is_first:
             _mkdir(folder)
         wait_for_all(ranks)
+        # Each rank writes its files, and the first one the manifest of all, as the last file.
         own = {name: _write_file(folder / name, *contents[name]) for name in sorted(contents)}
         entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
         if ranks.is_first:
@@ -511,6 +515,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
     """Remove checkpoints older than the `keep` newest valid ones; the newest is `saved`, which was just written."""
     valid = 1
+    # A damaged checkpoint does not count, but is not removed before it is old: it may be all that somebody has.
     for step in saved_steps(run_dir):
         path = run_dir / f"step-{step:08d}"
         if step < saved and valid >= keep and step != spare:

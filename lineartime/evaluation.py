@@ -181,6 +181,7 @@ def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluati
         return sum(w * getattr(each, name) / max(each.n_tokens, 1)
                    for w, each in zip(weights, evaluations, strict=True)) * n_tokens / total
 
+    # A block of positions is there for every text that is long enough.
     blocks: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for weight, each in zip(weights, evaluations, strict=True):
         for first, last, loss in each.loss_by_position:
@@ -214,6 +215,7 @@ def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision:
            ranks: Ranks = ALONE) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes every W-th batch; at
     the end, where none is left for it, one of another rank, for in a sharded model all compute together."""
+    # A group has a batch for each rank; the last one may have fewer.
     for group in batches(stacked, lambda _: 0, lambda _: ranks.size):
         own = losses_of(model, group[ranks.rank % len(group)], precision)
         for batch, flat in zip(group, gather_rows(torch.from_numpy(own).view(-1), ranks), strict=False):

@@ -41,6 +41,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`, a
     `DocumentClassifier` or a `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises
     UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run or not finite."""
+    # The texts and the weights: of an exported folder, or of a checkpoint, of a run the newest.
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
@@ -52,6 +53,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         loaded = checkpoint.load(folder, WEIGHTS)
         facts = {"checkpoint": str(folder), "step": loaded.step}
         files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
+    # What model it is, by its config.json.
     try:
         config = model_config_from_json(files[CONFIG_FILE])
         kind = architecture_of(files[CONFIG_FILE])
@@ -65,6 +67,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     if config.n_layers > len(weights):  # a layer takes milliseconds to build
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
+    # Built without memory of its own; then the weights that were read become its parameters.
     with torch.device("meta"):
         model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
                  DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))

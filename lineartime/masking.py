@@ -29,6 +29,8 @@ def mask_tokens(ids_T: np.ndarray, stream: TokenStream, *, seed: int, epoch: int
     philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64),
                               counter=np.array([0, 0, row, 1], np.uint64))
     assert stream.mask is not None
+    # Two numbers of 64 bits for each token: the first says whether it is a target and what becomes of it, the second
+    # which token it becomes.
     choice_T, other_T = philox.random_raw(2 * len(ids_T)).reshape(-1, 2).T
     asked_T = choice_T < _share(CHOSEN)
     asked_T &= ~np.isin(ids_T, stream.special)

@@ -107,17 +107,20 @@ class LanguageModel(nn.Module):
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
         check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
+        # Documents: by the ids that are given, or by the tokens that start one.
         are_given, order_BT = segment_ids_BT is not None, None
         if segment_ids_BT is None and self.config.end_of_document is not None:
             starts_BT = ids_BT == self.config.end_of_document
             if padding_mask_BT is not None:
                 starts_BT = starts_BT & padding_mask_BT.bool()
             segment_ids_BT = starts_BT.cumsum(1)
+        # Padding moves to the end of its row, where it shifts neither positions nor chunks.
         if padding_mask_BT is not None:
             order_BT, segment_ids_BT = tokens_first(padding_mask_BT, segment_ids_BT)
             ids_BT = ids_BT.gather(1, order_BT)
         if are_given and segment_ids_BT is not None:
             check_segment_ids(segment_ids_BT)
+        # Ranks that share the rows take a part each, whose positions are those in the whole row.
         position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         if ranks.size > 1:
             self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
@@ -134,6 +137,7 @@ class LanguageModel(nn.Module):
         for i, layer in enumerate(self.residual_layers()):
             if collected is not None and i % self.layers_per_block == 0:
                 collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
+            # Next tokens read a cache, and the layers of a block that have none take them as they take any.
             if inputs is not None and isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
                 x_BTD, delta_BTD = layer.extend(x_BTD, delta_BTD, info, inputs, next(remaining))
             elif self.activation_checkpointing and self.training:
@@ -188,6 +192,7 @@ class LanguageModel(nn.Module):
             raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
                              'set document_mask = "exact"')
 
+        # One cache for each layer of attention; rows without a token, whose document begins at 0.
         caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
         zeros_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         return DecodingState(caches, zeros_B, zeros_B.clone())

@@ -181,6 +181,7 @@ class Run:
         """The number of evaluations since the last with a held-out "score" or loss better than all before: a score such
         as macro F1 may stand still while the model learns. From now on the checkpoint of `best` is kept: the step of
         the highest score, of equal ones that with the lowest loss."""
+        # The metrics have every score, so that a run that goes on knows its best.
         lines = read_metrics(self.out) if self.ranks.is_first and (self.out / METRICS_FILE).exists() else []
         scored = gather_json([(line["step"], line["held_out"]["score"], -line["held_out"]["loss"]) for line in lines
                               if "held_out" in line], self.ranks)[0]
@@ -199,6 +200,7 @@ class Run:
             return
         path, warned = self.out / METRICS_FILE, bool(self.waiting)
         self.waiting += json.dumps(record) + "\n"
+        # A line that is cut off by a full disk is taken back at once, or before the next one.
         try:
             with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(
                     name, flags | os.O_NONBLOCK, 0o666)) as file:  # a pipe is not waited for

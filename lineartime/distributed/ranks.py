@@ -212,6 +212,7 @@ def lost_ranks(ranks: Ranks) -> str:
     def signs() -> list[int]:
         return [open_store().add(f"life/{rank}", 0) for rank in range(ranks.size)]
 
+    # Without an answer of the store nobody knows: it is on rank 0's machine.
     with suppress(RuntimeError):
         if open_store.cache_info().currsize:  # it has answered before
             before = within(SILENCE_S, signs)
@@ -272,6 +273,7 @@ def gather_json(value: Any, ranks: Ranks) -> list[Any]:
 
     if ranks.size == 1:
         return [value]
+    # Collectives take tensors of one size: the lengths are gathered first, then texts padded to the longest.
     text = json.dumps(value).encode()
     lengths = gather(torch.tensor([len(text)]), ranks).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)

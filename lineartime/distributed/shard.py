@@ -62,6 +62,7 @@ def shard_model(model: nn.Module, layers: Sequence[tuple[nn.Module, Callable[[],
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
+    # A layer is given memory, its values, and then its share, so that no process ever has the whole model.
     for place, (layer, init) in enumerate(layers):
         layer.to_empty(device=device)
         torch.manual_seed(seed_of(seed, f"layers.{place}"))
@@ -69,6 +70,7 @@ def shard_model(model: nn.Module, layers: Sequence[tuple[nn.Module, Callable[[],
         share_out(layer)
         if mesh is not None:
             register_fsdp_forward_method(layer, "add")  # the model calls it in place of `forward`
+    # What is in no layer: the embedding, the last norm and the head, which are one unit.
     for module in model.modules():
         if any(p.is_meta for p in module.parameters(recurse=False)):
             module.to_empty(device=device, recurse=False)
@@ -87,6 +89,7 @@ def sharded_parts(model: nn.Module, ranks: Ranks) -> list[ParameterPart]:
     """The part of each parameter that this rank of a sharded model holds: consecutive rows, as FSDP2 has them."""
     parts = []
     for name, p in model.named_parameters():
+        # FSDP2 gives each rank equally many rows, rounded up; the last ranks may have none.
         per_rank = -(-p.shape[0] // ranks.size) * math.prod(p.shape[1:])
         start, stop = (min(rank * per_rank, p.numel()) for rank in (ranks.rank, ranks.rank + 1))
         parts.append(ParameterPart(name, p, start, stop, nn.Parameter(padded(local(p)))))

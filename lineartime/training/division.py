@@ -67,6 +67,7 @@ class Division:
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
         """The sum over the micro-batches and parts of rows of all ranks, in the order of the rows of the step."""
+        # Of ranks in columns and rows, and micro-batches. A rank of a sharded model has every W-th micro-batch.
         losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(0, (-1, self.ranks.in_row.size))
         return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()
 
