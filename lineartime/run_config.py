@@ -141,19 +141,23 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
         config = replace_fields(source, kept | model)
         sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
         # A size's rate is for weights that are drawn: trained ones would first lose much of what they know.
-        sized = {k: v for k, v in sized.items() if k in TRAIN_FIELDS and k != "learning_rate"}
-        settings = sized | settings
+        settings = {k: v for k, v in sized.items() if k != "learning_rate"} | settings
     else:
         preset, task = settings["model"], settings.get("task", "wiki40b")
         settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
         config = model_config(preset, task, **{k: v for k, v in settings.items() if k in MODEL_FIELDS})
-    steps = settings.get("steps", TrainConfig.steps)
-    train_defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
-    if isinstance(steps, int):
-        train_defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
-    train = {**train_defaults, **{k: v for k, v in settings.items() if k in TRAIN_FIELDS}}
-    return RunConfig(config, replace_fields(TrainConfig(), train), preset, task, settings["data"], settings["out"],
+    return RunConfig(config, train_config(settings, preset), preset, task, settings["data"], settings["out"],
                      None if source is None else Source(settings["from"], source))
+
+
+def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
+    """The hyperparameters among the settings of a run. Where they name none, the vanilla Transformer is not clipped, as
+    in its table, and a warm-up is at most a fifth of the steps."""
+    defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
+    steps = settings.get("steps", TrainConfig.steps)
+    if isinstance(steps, int):
+        defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
+    return replace_fields(TrainConfig(), defaults | {k: v for k, v in settings.items() if k in TRAIN_FIELDS})
 
 
 def check_names(settings: dict[str, Any]) -> None:
