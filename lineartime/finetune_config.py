@@ -131,7 +131,7 @@ class FineTuning:
             own["eval_every"] = max(steps // N_SCORINGS[self.task], 1)
         else:  # the last step is scored too, and on all documents, so that the best can be chosen
             every = given.get("eval_every", -(-given.get("steps", steps) // N_SCORINGS[self.task]))
-            steps = given.get("steps", math.ceil(steps / max(every, 1)) * every)
+            steps = given.get("steps", -(-steps // max(every, 1)) * max(every, 1))
             own |= {"eval_every": every, "eval_tokens": n_held_out}
         own |= {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
                 "warmup_steps": round(WARMUP_SHARE * steps), "clip": clip, "keep": 1,

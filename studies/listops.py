@@ -41,8 +41,8 @@ from lineartime.config_json import Head  # noqa: E402
 from lineartime.distributed.ranks import ALONE, Ranks  # noqa: E402
 from lineartime.documents import metrics  # noqa: E402
 from lineartime.documents.classify import ONE, label_losses, targets_of  # noqa: E402
-from lineartime.documents.labels import LabelObjective  # noqa: E402
 from lineartime.documents.pooling import padded, row_states  # noqa: E402
+from lineartime.documents.tasks import LabelObjective  # noqa: E402
 from lineartime.documents.texts import TokenizedTexts  # noqa: E402
 from lineartime.model import DocumentClassifier, LanguageModel  # noqa: E402
 from lineartime.release.provenance import provenance  # noqa: E402

@@ -1,6 +1,7 @@
 """Labels of documents: one class, several, or a number, read from the mean of a document's last hidden states."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,9 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, Label, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
 from lineartime.documents.results import result_row, result_schema
+from lineartime.documents.texts import TokenizedTexts
+from lineartime.errors import DataError
+from lineartime.finetune_config import Labels
 from lineartime.model import DocumentClassifier
 from lineartime.settings import require
 
@@ -142,3 +146,44 @@ def labelled_schema(head: Head) -> "pyarrow.Schema":
 def label_json(label: Label) -> str:
     """A label on one line."""
     return json.dumps(list(label) if isinstance(label, tuple) else label, ensure_ascii=False)
+
+
+def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
+    """The head for the labels of the training documents; classes are in the order of their names, numbers by their
+    size. Raises DataError if all documents have the same label, and for numbers that float32 has no room for."""
+    if kind == "number":
+        numbers = np.array(train.labels, np.float64)
+        if numbers.min() == numbers.max():
+            raise DataError("all documents have the same number", where, f"it is {numbers[0]:g}")
+        with np.errstate(over="ignore", under="ignore"):
+            mean, std = float(numbers.mean()), float(numbers.std())
+            std_32, most_32 = np.array([std, np.abs(numbers).max()], np.float32)
+        if not (std_32 > 0 and most_32 < np.inf):
+            raise DataError("numbers too large, or too near each other, for float32", where,
+                            f"from {numbers.min():g} to {numbers.max():g}; scale them")
+        return Head(NUMBER, ("number",), mean, std)
+    names = {name for label in train.labels for name in classes_of(label)}
+    if len({frozenset(classes_of(label)) for label in train.labels}) < 2:
+        raise DataError("one class only" if kind == "one" else "all documents have the same labels", where,
+                        f"it is {', '.join(sorted(names)) or 'none'}; a classifier needs two")
+    numeric = all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
+    return Head(PROBLEMS[kind], tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name))))
+
+
+def require_known(head: Head, documents: TokenizedTexts) -> None:
+    """Raise DataError for a class that no training document has."""
+    for label, where in zip(documents.labels, documents.where, strict=True):
+        for name in classes_of(label) if head.problem_type != NUMBER else ():
+            if name not in head.labels:
+                raise DataError("a label that no training document has", f"{where}: {name!r:.40}",
+                                f"they have {', '.join(head.labels)[:200]}")
+
+
+def class_weights(head: Head, targets: np.ndarray) -> list[float]:
+    """Weights by which every class counts the same: of its documents, or of several classes of its being there. A
+    class that all documents have, or none, keeps 1."""
+    count_L = documents_of(head, targets)
+    if head.problem_type == ONE:
+        return (len(targets) / (len(head.labels) * count_L)).tolist()
+    one_sided_L = (count_L == 0) | (count_L == len(targets))
+    return np.where(one_sided_L, 1.0, (len(targets) - count_L) / count_L.clip(min=1)).tolist()

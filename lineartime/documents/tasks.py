@@ -1,23 +1,46 @@
-"""The two tasks of fine-tuning on documents, see `finetuning.DownstreamTask`: labels, and vectors."""
+"""The two tasks of fine-tuning on documents, see `finetuning.DownstreamTask`: labels, and vectors.
+
+A document that fits into a row is one row of training. Of a longer one each epoch reads one stretch, drawn anew in
+proportion to their tokens; held-out documents are read whole, as `classify` and `embed` do."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
-from lineartime.config_json import CLASSIFICATION, ENCODER, model_config_json
+from lineartime.config_json import CLASSIFICATION, ENCODER, Head, model_config_json
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.distributed.ranks import Ranks
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.documents import metrics, report, vectors
-from lineartime.documents.classify import NUMBER, documents_of, targets_of
+from lineartime.documents.classify import (
+    NUMBER,
+    class_weights,
+    documents_of,
+    head_of,
+    label_losses,
+    logits_of,
+    require_known,
+    targets_of,
+)
 from lineartime.documents.examples import check_inputs, read_examples
-from lineartime.documents.labels import LabelObjective, class_weights, head_of, read_logits, require_known
+from lineartime.documents.pooling import Reading, padded, row_means
 from lineartime.documents.results import weights_sha256
-from lineartime.documents.texts import BEFORE, known_texts, read_texts, reading_of
-from lineartime.documents.vectors import TEMPERATURE, PairObjective, score_texts
+from lineartime.documents.texts import (
+    BEFORE,
+    TokenizedTexts,
+    epoch_rows,
+    first_held_out,
+    known_texts,
+    read_texts,
+    read_vectors,
+    reading_of,
+)
+from lineartime.documents.vectors import TEMPERATURE, contrastive_losses, same_texts, score_texts
 from lineartime.finetune_config import FineTuning
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE
@@ -111,7 +134,7 @@ class LabelTask(DocumentTask):
         copy_weights(model, self.pretrained, "score.")
         return model
 
-    def objective(self, run: RunConfig, ranks: Ranks) -> LabelObjective:
+    def objective(self, run: RunConfig, ranks: Ranks) -> "LabelObjective":
         return LabelObjective(run, self.head, self.train, self.validation, self.weights, ranks)
 
     def files(self) -> dict[str, str]:
@@ -169,7 +192,7 @@ class VectorTask(DocumentTask):
         copy_weights(model, self.pretrained, "score.")
         return model
 
-    def objective(self, run: RunConfig, ranks: Ranks) -> PairObjective:
+    def objective(self, run: RunConfig, ranks: Ranks) -> "PairObjective":
         return PairObjective(run, self.train, self.validation, ranks)
 
     def files(self) -> dict[str, str]:
@@ -201,3 +224,73 @@ class VectorTask(DocumentTask):
             report.write_vectors_report(self.plan.out, texts, self.words(scores), scores, places,
                                         {"best": name, "learning_rates": rates, **found})
         return found
+
+
+class LabelObjective:
+    """The objective of `fit` for labels of documents."""
+
+    def __init__(self, config: RunConfig, head: Head, train: TokenizedTexts, validation: TokenizedTexts,
+                 weights: Sequence[float] | None, ranks: Ranks = ALONE):
+        self.config, self.head, self.train, self.validation, self.ranks = config, head, train, validation, ranks
+        self.targets = targets_of(head, train.labels)
+        self.weights = None if weights is None else torch.tensor(weights)
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """ids_BT, -1 for padding, and targets, see `epoch_rows`. The rows of a batch are sorted by length, so that
+        micro-batches have little padding."""
+        rows = sorted(epoch_rows(self.train, self.config, step), key=lambda row: -len(row[1]))
+        rows = rows[self.ranks.share(len(rows))]
+        return padded([ids.tolist() for _, ids in rows], self.config.model.context), self.targets[[i for i, _ in rows]]
+
+    def n_targets(self, *batch: Tensor) -> int:
+        return batch[1].numel()
+
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
+        ids_BT, targets = batch
+        assert isinstance(model, DocumentClassifier)
+        weights = None if self.weights is None else self.weights.to(ids_BT.device)
+        return label_losses(self.head, model.label_logits(row_means(model, ids_BT)), targets, weights)
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """The scores of held-out documents, read whole, see `first_held_out`. Every rank reads all of them, for a share
+        would be batched, and rounded, in another way."""
+        part = first_held_out(self.validation, self.config)
+        logits_NL = read_logits(model, part.ids, reading_of(self.config), progress)
+        return metrics.score_labels(self.head, logits_NL, targets_of(self.head, part.labels))
+
+
+def read_logits(model: nn.Module, ids: Sequence[np.ndarray], reading: Reading,
+                progress: Callable[[int], None] | None = None) -> np.ndarray:
+    """The logits of documents read whole, float64 `[N, L]`. progress is called with the number of tokens read."""
+    assert isinstance(model, DocumentClassifier)
+    return np.array([logits_of(model, vector_D) for vector_D in read_vectors(model, ids, reading, progress)])
+
+
+class PairObjective:
+    """The objective of `fit` for pairs of documents."""
+
+    def __init__(self, config: RunConfig, train: TokenizedTexts, validation: TokenizedTexts, ranks: Ranks = ALONE):
+        self.config, self.train, self.validation, self.ranks = config, train, validation, ranks
+        self.same_N2 = same_texts(train)
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """The first and the second texts, ids `[R, T]` with -1 for padding, see `epoch_rows`, and `same_texts`."""
+        sides = [epoch_rows(self.train, self.config, step, side) for side in (0, 1)]
+        own = self.ranks.share(len(sides[0]))
+        first_RT, second_RT = (padded([ids.tolist() for _, ids in rows[own]], self.config.model.context)
+                               for rows in sides)
+        return first_RT, second_RT, self.same_N2[[row for row, _ in sides[0][own]]]
+
+    def n_targets(self, *batch: Tensor) -> int:
+        return batch[2].numel()
+
+    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
+        first_BT, second_BT, same_B2 = batch
+        assert isinstance(model, DocumentEncoder)
+        return contrastive_losses(row_means(model, first_BT), row_means(model, second_BT), same_B2)
+
+    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """The scores of held-out pairs, read whole, see `first_held_out`. Every rank reads all of them, for a share
+        would be batched, and rounded, in another way."""
+        part = first_held_out(self.validation, self.config, least=2)
+        return score_texts(model, part, reading_of(self.config), progress)[0]

@@ -11,55 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from lineartime.distributed.ranks import ALONE, Ranks
-from lineartime.documents.pooling import Reading, padded, row_means
+from lineartime.documents.pooling import Reading
 from lineartime.documents.texts import (
     TokenizedTexts,
     as_bytes,
-    epoch_rows,
-    first_held_out,
     read_vectors,
-    reading_of,
 )
-from lineartime.model import DocumentEncoder, LanguageModel
+from lineartime.model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.run_config import RunConfig
 
 TEMPERATURE = 0.05
 BLOCK = 1024
 """Texts that are compared with all others at once."""
-
-
-class PairObjective:
-    """The objective of `fit` for pairs of documents."""
-
-    def __init__(self, config: RunConfig, train: TokenizedTexts, validation: TokenizedTexts, ranks: Ranks = ALONE):
-        self.config, self.train, self.validation, self.ranks = config, train, validation, ranks
-        self.same_N2 = same_texts(train)
-
-    def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """The first and the second texts, ids `[R, T]` with -1 for padding, see `epoch_rows`, and `same_texts`."""
-        sides = [epoch_rows(self.train, self.config, step, side) for side in (0, 1)]
-        own = self.ranks.share(len(sides[0]))
-        first_RT, second_RT = (padded([ids.tolist() for _, ids in rows[own]], self.config.model.context)
-                               for rows in sides)
-        return first_RT, second_RT, self.same_N2[[row for row, _ in sides[0][own]]]
-
-    def n_targets(self, *batch: Tensor) -> int:
-        return batch[2].numel()
-
-    def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
-        first_BT, second_BT, same_B2 = batch
-        assert isinstance(model, DocumentEncoder)
-        return contrastive_losses(row_means(model, first_BT), row_means(model, second_BT), same_B2)
-
-    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """The scores of held-out pairs, read whole, see `first_held_out`. Every rank reads all of them, for a share
-        would be batched, and rounded, in another way."""
-        part = first_held_out(self.validation, self.config, least=2)
-        return score_texts(model, part, reading_of(self.config), progress)[0]
 
 
 def same_texts(texts: TokenizedTexts) -> np.ndarray:

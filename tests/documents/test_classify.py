@@ -20,9 +20,9 @@ from command_line import call as call  # a fixture
 from lineartime import finetuning
 from lineartime.config_json import Head
 from lineartime.documents import metrics, report, tasks
-from lineartime.documents.classify import label_losses, prediction_of, targets_of
-from lineartime.documents.labels import LabelObjective, class_weights, head_of
+from lineartime.documents.classify import class_weights, head_of, label_losses, prediction_of, targets_of
 from lineartime.documents.pooling import document_ids
+from lineartime.documents.tasks import LabelObjective
 from lineartime.documents.texts import TokenizedTexts, drawn_stretch
 from lineartime.errors import CheckpointError, DataError, Stopped, UsageError, escaped
 from lineartime.finetune_config import DocumentTuning, Fields

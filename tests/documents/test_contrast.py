@@ -13,8 +13,9 @@ from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents import report, vectors
 from lineartime.documents.examples import text_examples
+from lineartime.documents.tasks import PairObjective
 from lineartime.documents.texts import TokenizedTexts, read_texts
-from lineartime.documents.vectors import PairObjective, contrastive_losses, score_pairs
+from lineartime.documents.vectors import contrastive_losses, score_pairs
 from lineartime.errors import DataError, UsageError
 from lineartime.finetune_config import DocumentTuning, Fields
 from lineartime.finetuning import finetune, runs_of
