@@ -4,16 +4,18 @@ Cells of a table are measured in turn, many times over, so that a machine that s
 processor time of the process stands beside the time on the clock: on a CPU, other programs disturb it less.
 """
 
+import ctypes
 import itertools
 import math
 import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +29,7 @@ from lineartime.atomic_io import append_json_lines, read_json_lines
 from lineartime.errors import LineartimeError, NumericsError, ResourceError
 from lineartime.info import table
 from lineartime.release.provenance import commit, provenance
-from lineartime.runtime import choose_settings, forget_peak, peak_bytes, peak_rss_bytes, release_memory, rss_bytes
+from lineartime.runtime import choose_settings, peak_bytes, peak_rss_bytes, rss_bytes
 from lineartime.settings import require, require_name
 from lineartime.training import out_of_memory
 
@@ -283,3 +285,20 @@ def measured_alone(job: Job, arguments: Row, what: str, where: str) -> Row:
     if "failed" in answer:
         raise ResourceError(f"{what} failed", where, answer["failed"])
     return answer
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset the peak to the memory now in use, on systems that can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def release_memory(device: torch.device) -> None:
+    """Return the allocator's unused memory to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

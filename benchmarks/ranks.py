@@ -14,7 +14,7 @@ from lineartime.config import TrainConfig, check_context_parallel
 from lineartime.distributed.ranks import Ranks, connected, gather, gather_json, in_rows, launched, wait_for_all
 from lineartime.model import LanguageModel
 from lineartime.plan import numbers_sent
-from lineartime.runtime import forget_peak, release_memory, rss_bytes
+from lineartime.runtime import rss_bytes
 from lineartime.settings import require
 from lineartime.training import compute_gradient, divide, make_optimizer
 
@@ -128,7 +128,7 @@ class RankStep:
         by_formula = 4 * numbers_sent(config) if self.ranks.in_row.size > 1 else 0
         self.sent = {"sent_bytes": for_rows + otherwise, "sent_per_layer_bytes": for_rows / passes,
                      "sent_per_layer_by_formula_bytes": by_formula}
-        forget_peak(self.device)
+        measure.forget_peak(self.device)
 
     def timed(self) -> None:
         """Take a step with all clocks running; nobody begins before the others or ends before them."""
@@ -142,7 +142,7 @@ class RankStep:
     def answer(self) -> Row:
         """What all ranks measured: of times the slowest, of processor time the sum, of memory the most."""
         memory = measure.peak_since(self.imported, self.device)
-        release_memory(self.device)
+        measure.release_memory(self.device)
         all_memory = gather_json(memory, self.ranks)
         by_clock = {name: gather(torch.tensor(each), self.ranks) for name, each in self.times.items()}
         times = {name: (each.sum(0) if name == "cpu_ms" else each.amax(0)).tolist() for name, each in by_clock.items()}

@@ -27,7 +27,7 @@ from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.release.provenance import installed_version
-from lineartime.runtime import available_bytes, forget_peak, release_memory, rss_bytes
+from lineartime.runtime import available_bytes, rss_bytes
 from lineartime.training import compute_gradient, make_optimizer
 
 Precision = Literal["float32", "bfloat16"]
@@ -210,8 +210,8 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
         ready = {"check": checked, "settings": settings, "n_parameters": sum(p.numel() for p in model.parameters()),
                  **measure.peak_since(imported, on)}
         model.zero_grad(set_to_none=True)
-        release_memory(on)
-        forget_peak(on)
+        measure.release_memory(on)
+        measure.forget_peak(on)
         order = yield ready
         while True:
             for _ in range(order["warm"]):
@@ -223,7 +223,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
             answer = {"times": times, **measure.peak_since(imported, on)}
             if order["release"]:
                 model.zero_grad(set_to_none=True)
-                release_memory(on)
+                measure.release_memory(on)
             order = yield answer
 
 

@@ -5,7 +5,6 @@ import logging
 import os
 import resource
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeGuard
 
@@ -108,20 +107,3 @@ def peak_rss_bytes() -> int:
 def peak_bytes(device: torch.device) -> int:
     """Peak memory: of the process on a CPU, of tensors on a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
-
-
-def forget_peak(device: torch.device) -> None:
-    """Reset the peak to the memory now in use, on systems that can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def release_memory(device: torch.device) -> None:
-    """Return the allocator's unused memory to the system."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)

@@ -23,7 +23,7 @@ from lineartime.atomic_io import append_json_lines
 from lineartime.config import model_config, to_dict
 from lineartime.errors import ResourceError
 from lineartime.info import describe
-from lineartime.runtime import forget_peak, peak_bytes, peak_rss_bytes, release_memory
+from lineartime.runtime import peak_bytes, peak_rss_bytes
 
 CPU = torch.device("cpu")
 TINY = {"d_model": 32, "n_layers": 2, "vocab_size": 64, "context": 512}
@@ -130,8 +130,8 @@ def test_peak_memory_rises_with_what_is_touched_and_can_begin_again():
     assert peak_rss_bytes() >= before + 2**26
     del held
     assert peak_bytes(CPU) >= before + 2**26
-    release_memory(CPU)
-    forget_peak(CPU)
+    measure.release_memory(CPU)
+    measure.forget_peak(CPU)
     assert peak_bytes(CPU) < before + 2**26
 
 
