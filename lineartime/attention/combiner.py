@@ -41,12 +41,14 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
     n_tokens, width, missing = q_BTHK.shape[1], q_BTHK.shape[-1], -q_BTHK.shape[1] % chunk_size
     q, k, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, chunk_size)) for x in (q_BTHK, k_BTHK, v_BTHK))
     q = q / width**0.5
+    # Scores within a row. The summaries are made of them before the causal mask, which is for the tokens alone.
     there_GC = (torch.arange(n_tokens + missing, device=q.device) < n_tokens).view(-1, chunk_size)
     a_BGHCJ = at_least_float32(torch.einsum("bgihk,bgjhk->bghij", q, k))
     lowest = torch.finfo(a_BGHCJ.dtype).min
     a_BGHCJ = a_BGHCJ.masked_fill(~there_GC[:, None, None, :], lowest)
     vs_BGCHK = torch.einsum("bghij,bgjhk->bgihk", a_BGHCJ.softmax(-1).to(v.dtype), v)
     ks_BGCHK = summarise(vs_BGCHK)
+    # The summaries that each row may see: F counts those of earlier calls, then those of the rows here.
     n_rows = q.shape[1]
     ks_BFCHK, vs_BFCHK, seen_CF = ks_BGCHK, vs_BGCHK, there_GC.T
     row_G, row_F = torch.arange(n_rows, device=q.device), torch.arange(n_rows, device=q.device)
@@ -59,6 +61,7 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
         seen_GCF = seen_GCF & (row_F < row_G[:, None])[:, None, :]
         later_CJ = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu(1)
         a_BGHCJ = a_BGHCJ.masked_fill(later_CJ, lowest)
+    # One softmax over the tokens of the row and the summaries of others.
     s_BGHCF = at_least_float32(torch.einsum("bgihk,bfihk->bghif", q, ks_BFCHK))
     s_BGHCF = s_BGHCF.masked_fill(~seen_GCF[:, None], lowest)
     w_BGHCW = torch.cat([a_BGHCJ, s_BGHCF], dim=-1).softmax(-1).to(v.dtype)
@@ -151,6 +154,7 @@ class Combiner:
         buffers = (cache.x_BCD, cache.q_BCHK, cache.k_BCHK, cache.v_BCHK)
         for row in range(len(v_BNHK)):
             for start, stop, begins in inputs.documents(row):
+                # The open row goes on with the new tokens, unless they begin a document.
                 n_open, n_full = (0, 0) if begins else (int(cache.n_open_B[row]), int(cache.n_full_B[row]))
                 x, q, k, v = (torch.cat([old[row, :n_open], part[row, start:stop]])[None]
                               for old, part in zip(buffers, new, strict=True))
@@ -158,6 +162,7 @@ class Combiner:
                 angles = self.angles(int(inputs.position_BN[row, start]) - n_open, x.shape[1], info)
                 attended, (ks, vs) = self.attend_document(x, q, k, v, angles, earlier)
                 out[row, start:stop] = attended[0, n_open:]
+                # Rows that are full now leave their summaries; what is left is the open row.
                 n_new_full = x.shape[1] // c
                 cache.keep(row, n_full, ks[0, :n_new_full], vs[0, :n_new_full])
                 n_open = x.shape[1] - n_new_full * c

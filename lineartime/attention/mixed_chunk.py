@@ -49,6 +49,7 @@ class MixedChunk:
         """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`, and the linear keys'
         gates, gate_BT. conv_BTD: k, or with `key_conv` its convolution, for the linear half, see `local_key_conv`."""
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
+        # The linear half: scale and offset, RoPE, then the divisor and the gate.
         q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], conv_BTD * gamma[1] + beta[1]
         q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
         if config.linear_rope:

@@ -61,16 +61,17 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
     if prefix_sum == "scan":
         state_BTHMK = product("bthm,bthk->bthmk", fk_BTHM, v_BTHK).cumsum(1) + initial[:, None]
         return product("bthm,bthmk->bthk", fq_BTHM, state_BTHMK), state_BTHMK[:, -1]
+    # In blocks: the state behind each block, and before it, by a cumulative sum over blocks.
     missing = -n_tokens % BLOCK
     fq, fk, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, BLOCK)) for x in (fq_BTHM, fk_BTHM, v_BTHK))
     ones_CC = torch.ones(BLOCK, BLOCK, dtype=v.dtype, device=v.device).tril()
     sum_BGHMK = at_least_float32(product("bgchm,bgchk->bghmk", fk, v)).cumsum(1) + initial[:, None]
     before_BGHMK = torch.cat([initial[:, None], sum_BGHMK[:, :-1]], dim=1)
-    if prefix_sum == "matmul":
+    if prefix_sum == "matmul":  # a state per token, by a triangle of ones
         added = product("bgchm,bgchk->bgchmk", fk, v)
         state = product("cj,bgjhmk->bgchmk", ones_CC, added) + before_BGHMK[:, :, None]
         y = product("bgchm,bgchmk->bgchk", fq, state)
-    else:
+    else:  # masked scores in the block, and the state before it
         a_BGHCJ = product("bgchm,bgjhm->bghcj", fq, fk) * ones_CC
         y = product("bghcj,bgjhk->bgchk", a_BGHCJ, v) + product("bgchm,bghmk->bgchk", fq, before_BGHMK)
     return y.flatten(1, 2)[:, :n_tokens], sum_BGHMK[:, -1]
@@ -104,6 +105,7 @@ class Performer:
         """
         ids_BT, n_tokens = info.segment_ids_BT, k_BTHK.shape[1]
         assert ids_BT is not None and info.cu_seqlens is not None
+        # What this part hands on: the sum of its last document, and when not causal also that of document 0.
         last_B = ids_BT.amax(1)
         handed_on = [last_B] if self.config.causal else [last_B, torch.zeros_like(last_B)]
         fk, v1 = relu_features(k_BTHK), with_ones(v_BTHK)
@@ -113,11 +115,12 @@ class Performer:
         # 0 where nothing enters, and not left out: without a path to `exchange` this part would skip its backward pass.
         entering = [torch.where(enters_B[:, None], entering_BF, 0.0).view_as(leaving[0]) for enters_B, entering_BF in
                     zip((ids_BT[:, 0] == 0, last_B >= 0), entering_DBF, strict=False)]
+        # The first document of a row goes on from before, and when not causal the last one goes on after it.
         starts, last = info.cu_seqlens[:-1], last_B.tolist()
         pasts: list[Tensor | None] = []
         for start, document in zip(starts, ids_BT.flatten()[starts].tolist(), strict=True):
             row = start // n_tokens
-            takes = [start % n_tokens == 0, document == last[row]]  # the first document of the row, and the last
+            takes = [start % n_tokens == 0, document == last[row]]
             parts = [part[row, None] for part, does in zip(entering, takes, strict=False) if does]
             pasts.append(sum(parts[1:], parts[0]) if parts else None)
         return pasts

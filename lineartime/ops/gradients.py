@@ -90,8 +90,10 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
         x = load_rows(q + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
         y = load_rows(k + (first + n) * 2 * HALF, j, column, n_tokens - n, 2 * HALF, 2 * HALF)
         score = dot(x, tl.trans(y), score)
+    # The derivative of relu(s)^2 is 2 relu(s), times the derivative of the scaled score.
     slope = tl.where(visible, 2.0 * scale * tl.maximum(score, 0.0), 0.0)
 
+    # The gradient of the weights, do v^T, by BE columns at a time.
     dweight = tl.zeros([BM, BN], tl.float32)
     for e in range(0, E, BE):
         column = e + tl.arange(0, BE)
@@ -133,6 +135,7 @@ def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first
     start = (first_row + row) % n_rows * row_len
     n_tokens = tl.minimum(T - start, row_len)
     first = ((first_row + row) // n_rows).to(tl.int64) * T + start
+    # The other side: all keys for queries, the part's queries for keys; less what causality hides.
     begin, end = 0, n_tokens
     if OF_QUERIES:
         own += first_query

@@ -78,6 +78,7 @@ def add_norm_rows_backward(dnormed, dtotal, total, weight, stats, dx, ddelta, su
         if LAYER_NORM:
             x -= tl.load(stats + n_rows + row, mask=row < n_rows, other=0.0)[:, None]
         x *= rstd
+        # x is normed here. The norm takes the mean of d out of the gradient (LayerNorm), and its part along x.
         dweight += d * x
         dbias += d
         d *= gain

@@ -40,7 +40,7 @@ def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, 
     n_others = tl.cdiv(T, BN)
     into, other = tl.program_id(0) // n_others * BM, tl.program_id(0) % n_others * BN
     own = first_own + into
-    if CAUSAL:
+    if CAUSAL:  # all of the tile is hidden
         if (other >= own + BM) if OF_QUERIES else (own >= other + BN):
             return
     first = (first_row + tl.program_id(1)).to(tl.int64) * T
@@ -80,7 +80,7 @@ def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_str
     first = (first_row + tl.program_id(1)).to(tl.int64) * T
     i, j, column = tl.arange(0, BM), tl.arange(0, BK), first_column + tl.arange(0, BE)
     begin, end = 0, T
-    if CAUSAL:
+    if CAUSAL:  # a query reads keys up to itself, a key the queries from itself on
         if OF_QUERIES:
             end = tl.minimum(own + BM, T)
         else:
@@ -127,6 +127,7 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
     n_batch, n_tokens, e = values.shape
     bm, bn, bs, warps, stages = weight_tile(values.dtype)
     own, be, bk, sum_warps, sum_stages = sum_tile(values.dtype)
+    # q and k for queries, k and q for keys; the bias with room for the distances of whole tiles.
     own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
     w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
     n_tiles, n_others = triton.cdiv(n_tokens, bm), triton.cdiv(n_tokens, bn)
