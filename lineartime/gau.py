@@ -172,7 +172,7 @@ class GatedAttentionUnit(ResidualLayer):
         at = inputs.token_position(self.config, cache.kv_BSE.dtype)
         sin_BR, cos_BR = (angle.expand(len(uvz_B1F), -1, -1)[:, 0] for angle in info.rotary)
         out_BE = ops.chunk_decode_step(
-            uvz_B1F[:, 0], self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR,
+            uvz_B1F[:, 0], (self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR),
             cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
             at.first_B, at.weight_B11[:, 0, 0], impl=self.impl)
         if at.full is not None:

@@ -4,8 +4,7 @@
 |---|---|---|---|
 | gated_chunk_attention | FLASH between its two projections | u, v, z `[B, T, 2 E + S]` -> `[B, T, E]` | `mixed_chunk` |
 | gated_head_attention | the same, heads given | u, v `[B, T, 2 E]`, four `[B, T, S]` -> `[B, T, E]` | `mixed_chunk` |
-| chunk_decode_step | one token of the first | `[B, 2 E + S]`, buffers -> `[B, E]` | `decode_step` |
-| head_decode_step | one token of the second | `[B, 2 E]`, `[4, B, S]`, buffers -> `[B, E]` | `decode_step` |
+| chunk_decode_step | one token of either | `[B, 2 E + S]` or `[B, 2 E]`, buffers -> `[B, E]` | `decode_step` |
 | gated_quadratic_attention | FLASH-Quad between its projections | `[B, T, 2 E + S]` -> `[B, T, E]` | `quadratic` |
 | add_norm | x + delta, and the norm of the sum | two `[..., D]` -> two `[..., D]` | `norm` |
 | linear_cross_entropy | the head and the loss | `[N, D]` -> `[N]` | none, by chunks of tokens |
@@ -52,7 +51,6 @@ __all__ = [
     "gated_chunk_attention",
     "gated_head_attention",
     "gated_quadratic_attention",
-    "head_decode_step",
     "linear_cross_entropy",
 ]
 
@@ -131,16 +129,16 @@ def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor
                                             causal=causal, segment_ids_BT=segment_ids_BT)
 
 
-def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
-                      bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
-                      offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *, impl: str | None = None) -> Tensor:
-    """Causal `gated_chunk_attention` of one new token per row: `[B, E]` of uvz's dtype. Buffers hold the past.
+def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tensor, k_quad_BCS: Tensor,
+                      k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor,
+                      weight_B: Tensor, *, impl: str | None = None) -> Tensor:
+    """Causal `gated_chunk_attention`, or `gated_head_attention`, of one new token per row: `[B, E]` of uvz's dtype.
+    Buffers hold the past.
 
     | argument | shape, dtype | meaning |
     |---|---|---|
-    | uvz_BF | `[B, 2 E + S]`, floating | u, v and z of the token, before silu |
-    | gamma_4S, beta_4S | `[4, S]`, floating | as in `gated_chunk_attention` |
-    | sin_BR, cos_BR | `[B, S / 2]`, floating | the angles of the tokens' positions |
+    | uvz_BF | `[B, 2 E + S]` or `[B, 2 E]`, floating | u, v and z, or with made heads u and v, before silu |
+    | heads | `[4, B, S]`, uvz's dtype, or four tensors | the token's heads; or gamma_4S, beta_4S, sin_BR, cos_BR |
     | bias_C | `[C]`, float32 at least | position bias at key minus query position: 1 - C, ..., 0 |
     | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk; the token is written at slot `offset_B` |
     | kv_BSE | `[B, S, E]`, float32 at least | sum of k v over closed chunks |
@@ -153,26 +151,12 @@ def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR:
     required. Otherwise raises as `gated_chunk_attention` does."""
     in_kernels = use_kernels(impl, uvz_BF.device, unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
-    return module.chunk_decode_step(uvz_BF, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE,
-                                    kv_BSE, offset_B, first_B, weight_B)
-
-
-def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
-                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
-                     impl: str | None = None) -> Tensor:
-    """`chunk_decode_step` of precomputed heads.
-
-    uv_BF: `[B, 2 E]`, u and v of the token, before silu. heads_4BS: `[4, B, S]`, uv's dtype, q and k of the quadratic
-    half, then of the linear half. The other arguments and errors are as in `chunk_decode_step`."""
-    in_kernels = use_kernels(impl, uv_BF.device, unsupported_step, k_quad_BCS, v_BCE)
-    module = decode_step if in_kernels else reference
-    return module.head_decode_step(uv_BF, heads_4BS, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
-                                   weight_B)
+    return module.chunk_decode_step(uvz_BF, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
+                                    weight_B)
 
 
 def can_step_in_kernel(uvz: Tensor, k_quad_BCS: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
-    """Whether to call `chunk_decode_step` or `head_decode_step`, which have no gradient: if a kernel runs them, and
-    v_BCE has uvz's dtype.
+    """Whether to call `chunk_decode_step`, which has no gradient: if a kernel runs it, and v_BCE has uvz's dtype.
 
     Raises as `gated_chunk_attention` does."""
     in_kernel = use_kernels(impl, uvz.device, unsupported_step, k_quad_BCS, v_BCE)

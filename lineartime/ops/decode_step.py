@@ -1,5 +1,4 @@
-"""FLASH's attention for one new token per row in one kernel. The references are `reference.chunk_decode_step`, which
-makes the heads, and `reference.head_decode_step`.
+"""FLASH's attention for one new token per row in one kernel. The reference is `reference.chunk_decode_step`.
 
 A program computes some columns of a row's output. Every program of a row computes its heads and scores, which costs
 little compared with reading its columns of the open chunk's values and of the sum over closed chunks. The token's
@@ -12,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
+from lineartime.ops.reference import TokenHeads
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_rows, make_head, silu
 
 SLOTS = 32
@@ -104,7 +104,7 @@ def columns_for(n_rows: int, width: int) -> int:
 def launch(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | None, beta_4S: Tensor | None,
            sin_BR: Tensor | None, cos_BR: Tensor | None, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
            v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """Launch the kernel; arguments as in `ops.chunk_decode_step` or `ops.head_decode_step`, contiguous."""
+    """Launch the kernel, with heads or with what makes them; the rest as in `ops.chunk_decode_step`, contiguous."""
     n_rows, c, e = v_BCE.shape
     out_BE, columns = uvz_BF.new_empty(n_rows, e), columns_for(n_rows, e)
     decode_columns[(triton.cdiv(e, columns), n_rows)](
@@ -124,37 +124,26 @@ def empty_output(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | No
     return uvz_BF.new_empty(v_BCE.shape[::2])
 
 
-def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
-                      bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
-                      offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                      v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
     """`reference.chunk_decode_step` in one kernel, for S = 128: writes a slot of three buffers and returns out_BE.
 
-    uvz_BF and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or float16.
-    kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a gradient,
-    and ValueError for another S, or buffers of another dtype or layout."""
-    return step(uvz_BF, (None, gamma_4S, beta_4S, sin_BR, cos_BR), bias_C, (k_quad_BCS, k_lin_BCS, v_BCE), kv_BSE,
-                offset_B, first_B, weight_B)
-
-
-def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
-                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`reference.head_decode_step` in one kernel; see `chunk_decode_step`. heads_4BS have uv's dtype."""
-    if heads_4BS.dtype != uv_BF.dtype:
-        raise ValueError("heads must be of uv's type")
-    return step(uv_BF, (heads_4BS, None, None, None, None), bias_C, (k_quad_BCS, k_lin_BCS, v_BCE), kv_BSE, offset_B,
-                first_B, weight_B)
-
-
-def step(uvz_BF: Tensor, heads: tuple[Tensor | None, ...], bias_C: Tensor, buffers: tuple[Tensor, Tensor, Tensor],
-         kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """Both steps. heads: heads_4BS, or None and what they are made by."""
-    inputs = uvz_BF, *(x for x in heads if x is not None), bias_C, kv_BSE, weight_B
+    uvz_BF, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or
+    float16. kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a
+    gradient, and ValueError for another S, or heads or buffers of another dtype or layout."""
+    given: tuple[Tensor, ...] = (heads,) if isinstance(heads, Tensor) else heads
+    buffers = k_quad_BCS, k_lin_BCS, v_BCE
+    inputs = uvz_BF, *given, bias_C, kv_BSE, weight_B
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
         raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
     refuse_forward_mode(*inputs, *buffers)
-    if buffers[0].shape[-1] != 2 * HALF.value:
-        raise ValueError(f"keys of width {buffers[0].shape[-1]}; the kernel takes {2 * HALF.value}")
+    if isinstance(heads, Tensor) and heads.dtype != uvz_BF.dtype:
+        raise ValueError("heads must be of uv's type")
+    if k_quad_BCS.shape[-1] != 2 * HALF.value:
+        raise ValueError(f"keys of width {k_quad_BCS.shape[-1]}; the kernel takes {2 * HALF.value}")
     if any(buffer.dtype != uvz_BF.dtype or not buffer.is_contiguous() for buffer in buffers):
         raise ValueError("buffers must be contiguous and of uvz's type")
-    return decode_op(uvz_BF.contiguous(), *(None if x is None else x.contiguous() for x in heads), bias_C.contiguous(),
-                     *buffers, *(x.contiguous() for x in (kv_BSE, offset_B, first_B, weight_B)))
+    given = tuple(x.contiguous() for x in given)
+    made_or_by = (*given, None, None, None, None) if isinstance(heads, Tensor) else (None, *given)
+    return decode_op(uvz_BF.contiguous(), *made_or_by, bias_C.contiguous(), *buffers,
+                     *(x.contiguous() for x in (kv_BSE, offset_B, first_B, weight_B)))

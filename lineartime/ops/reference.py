@@ -471,22 +471,24 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     return total, normed.to(matmul_dtype(total))
 
 
-def chunk_decode_step(uvz_BF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin_BR: Tensor, cos_BR: Tensor,
-                      bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor,
-                      offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """Causal `gated_chunk_attention` of one new token per row: out_BE. Buffers hold the past.
+TokenHeads = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
+"""The heads of one token per row, heads_4BS: q and k of the quadratic half, then of the linear half. Or what makes them
+from z: gamma_4S, beta_4S, sin_BR and cos_BR."""
+
+
+def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                      v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """Causal attention of FLASH for one new token per row: out_BE. Buffers hold the past.
 
     Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS and v_BCE. The token
     sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE. Arguments: see `ops.chunk_decode_step`."""
-    uv_BF, z_BS = uvz_BF.split([2 * v_BCE.shape[-1], k_quad_BCS.shape[-1]], dim=-1)
-    heads_4B1S = make_heads(F.silu(z_BS)[:, None], gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])
-    return head_decode_step(uv_BF, heads_4B1S[:, :, 0], bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
-                            weight_B)
-
-
-def head_decode_step(uv_BF: Tensor, heads_4BS: Tensor, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
-                     v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`chunk_decode_step` of precomputed heads. Arguments: see `ops.head_decode_step`."""
+    uv_BF = uvz_BF[:, : 2 * v_BCE.shape[-1]]
+    if isinstance(heads, Tensor):
+        heads_4BS = heads
+    else:
+        gamma_4S, beta_4S, sin_BR, cos_BR = heads
+        z_B1S = F.silu(uvz_BF[:, None, 2 * v_BCE.shape[-1] :])
+        heads_4BS = make_heads(z_B1S, gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])[:, :, 0]
     c, (u_BE, v_BE) = k_quad_BCS.shape[1], F.silu(uv_BF).chunk(2, dim=-1)
     q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4BS[:, :, None]
     rows, slot_C = torch.arange(len(uv_BF), device=uv_BF.device), torch.arange(c, device=uv_BF.device)

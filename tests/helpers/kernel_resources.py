@@ -150,17 +150,17 @@ def one_token(case: Case) -> Tensor:
     place = torch.zeros(n, dtype=torch.long)
     rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
             torch.zeros(n, S, D_INNER), place, place, torch.zeros(n))
-    if case.op == "head_decode_step":
-        uv_BF, heads_4BS = (torch.zeros(shape, dtype=kind) for shape in ((n, 2 * D_INNER), (4, n, S)))
-        return decode_step.head_decode_step(uv_BF, heads_4BS, *rest)
-    return decode_step.chunk_decode_step(
-        torch.zeros(n, 2 * D_INNER + S, dtype=kind), *(torch.zeros(4, S, dtype=kind) for _ in range(2)),
-        *(torch.zeros(n, S // 2, dtype=kind) for _ in range(2)), *rest)
+    uvz_BF, heads_4BS = torch.zeros(n, 2 * D_INNER + S, dtype=kind), torch.zeros(4, n, S, dtype=kind)
+    if case.op == "chunk_decode_step, made heads":
+        return decode_step.chunk_decode_step(uvz_BF[:, : 2 * D_INNER], heads_4BS, *rest)
+    scale_4S, angle_BR = torch.zeros(4, S, dtype=kind), torch.zeros(n, S // 2, dtype=kind)
+    return decode_step.chunk_decode_step(uvz_BF, (scale_4S, scale_4S, angle_BR, angle_BR), *rest)
 
 
 OPS: dict[str, Callable[[Case], Tensor]] = {
     "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention, "add_norm": add_norm,
-    "add_norm, one type": add_norm, "chunk_decode_step": one_token, "head_decode_step": one_token}
+    "add_norm, one type": add_norm, "chunk_decode_step": one_token,
+    "chunk_decode_step, made heads": one_token}
 
 
 def cases_for(arch: int, everything: bool) -> list[Case]:

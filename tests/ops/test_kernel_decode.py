@@ -20,6 +20,7 @@ from tiny_models import CHUNK, CONFIGS, FLASH, random_ids, random_model, with_en
 S, C, END = 128, 128, 0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BUFFERS = ("k_quad_BCS", "k_lin_BCS", "v_BCE")
+MADE_BY = ("gamma_4S", "beta_4S", "sin_BR", "cos_BR")
 
 
 @pytest.mark.parametrize("config", [with_end(FLASH, END), replace(FLASH, chunk_pooling="sum"),
@@ -40,9 +41,8 @@ def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, .
 
     expected = logits(captured=False)
     monkeypatch.setattr(ops, "can_step_in_kernel", lambda *_: True)
-    op, called = "head_decode_step" if config.is_ablated_gau else "chunk_decode_step", []
-    definition = getattr(reference, op)
-    monkeypatch.setattr(reference, op, lambda *given: called.append(1) or definition(*given))
+    definition, called = reference.chunk_decode_step, []
+    monkeypatch.setattr(reference, "chunk_decode_step", lambda *given: called.append(1) or definition(*given))
     for captured in (False, True):
         assert float((logits(captured) - expected).abs().max() / expected.abs().max()) <= 1e-12
     assert len(called) >= 2 * len(tokens_NB) * len(model.layers)
@@ -73,24 +73,30 @@ def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int 
 def make_head_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int) -> dict[str, Tensor]:
     """`make_inputs` with heads that are made already."""
     inputs = make_inputs(dtype, rows, e)
-    made = {"uv_BF": inputs["uvz_BF"][:, : 2 * e], "heads_4BS": random(4, len(rows), S, seed=8).to(dtype)}
+    made = {"uvz_BF": inputs["uvz_BF"][:, : 2 * e], "heads": random(4, len(rows), S, seed=8).to(dtype)}
     return made | {name: inputs[name] for name in list(inputs)[5:]}
+
+
+def call(op, inputs: dict[str, Tensor]) -> Tensor:
+    """What `op` returns, of made heads or of what makes them."""
+    given = {name: x for name, x in inputs.items() if name not in MADE_BY}
+    return op(**({} if "heads" in given else {"heads": tuple(inputs[name] for name in MADE_BY)}), **given)
 
 
 def run(op, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """What `op` returns, and the buffers afterwards."""
     copies = {name: x.to(dtype) if dtype and x.is_floating_point() else x.clone() for name, x in inputs.items()}
-    return op(**copies), {name: copies[name] for name in BUFFERS}
+    return call(op, copies), {name: copies[name] for name in BUFFERS}
 
 
 def error(a: Tensor, exact: Tensor) -> float:
     return float((a.double() - exact).norm() / exact.norm())
 
 
-def assert_held(inputs: dict[str, Tensor], op: str = "chunk_decode_step") -> None:
+def assert_held(inputs: dict[str, Tensor]) -> None:
     """The output and what is written have at most twice the reference's error; nothing else is written, and nothing is
     read where a row has nothing to see."""
-    (theirs, their_buffers), (exact, exact_buffers) = (run(getattr(reference, op), inputs, dtype)
+    (theirs, their_buffers), (exact, exact_buffers) = (run(reference.chunk_decode_step, inputs, dtype)
                                                        for dtype in (None, torch.float64))
     hidden = {name: x.clone() for name, x in inputs.items()}
     for row, (offset, first, weight) in enumerate(zip(inputs["offset_B"], inputs["first_B"], inputs["weight_B"],
@@ -100,7 +106,7 @@ def assert_held(inputs: dict[str, Tensor], op: str = "chunk_decode_step") -> Non
             hidden[name][row, : max(int(first), 0)] = torch.nan
         if weight == 0:
             hidden["kv_BSE"][row] = torch.nan
-    ours, our_buffers = run(getattr(decode_step, op), hidden)
+    ours, our_buffers = run(decode_step.chunk_decode_step, hidden)
     # Float32 is at its rounding in both, where twice is a matter of luck.
     floor = 1e-6 if ours.dtype == torch.float32 else 0.0
     assert ours.dtype == theirs.dtype
@@ -127,7 +133,7 @@ def test_held_to_float64(rows: list[tuple[int, int]], e: int, pooling: str, dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_made_heads_are_held_to_float64(dtype: torch.dtype) -> None:
-    assert_held(make_head_inputs(dtype, ROWS, 48), "head_decode_step")
+    assert_held(make_head_inputs(dtype, ROWS, 48))
 
 
 @pytest.mark.parametrize("c", [256, 512])
@@ -152,7 +158,7 @@ def test_float32_parameters_and_strides() -> None:
     assert error(plain, run(reference.chunk_decode_step, inputs, torch.float64)[0]) <= 1e-2
     spread = {name: x if name in BUFFERS else torch.stack([x, x], -1)[..., 0] for name, x in inputs.items()}
     assert not any(x.is_contiguous() for name, x in spread.items() if name not in BUFFERS)
-    assert torch.equal(decode_step.chunk_decode_step(**spread), plain)
+    assert torch.equal(call(decode_step.chunk_decode_step, spread), plain)
     assert all(torch.equal(spread[name], buffers[name]) for name in BUFFERS)
 
 
@@ -179,20 +185,20 @@ def test_refused() -> None:
     inputs = make_inputs(torch.float32, ROWS[:2], 16)
     for wrong in ("gamma_4S", "kv_BSE"):
         with pytest.raises(RuntimeError, match="no gradient"):
-            decode_step.chunk_decode_step(**inputs | {wrong: inputs[wrong].clone().requires_grad_()})
+            call(decode_step.chunk_decode_step, inputs | {wrong: inputs[wrong].clone().requires_grad_()})
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
         dual = forward_ad.make_dual(inputs["kv_BSE"], inputs["kv_BSE"])
-        decode_step.chunk_decode_step(**inputs | {"kv_BSE": dual})
+        call(decode_step.chunk_decode_step, inputs | {"kv_BSE": dual})
     with torch.no_grad():
-        decode_step.chunk_decode_step(**inputs | {"gamma_4S": inputs["gamma_4S"].clone().requires_grad_()})
+        call(decode_step.chunk_decode_step, inputs | {"gamma_4S": inputs["gamma_4S"].clone().requires_grad_()})
     for wrong, change in (("v_BCE", torch.Tensor.bfloat16), ("k_lin_BCS", lambda x: x.mT.contiguous().mT)):
         with pytest.raises(ValueError, match="buffers"):
-            decode_step.chunk_decode_step(**inputs | {wrong: change(inputs[wrong])})
+            call(decode_step.chunk_decode_step, inputs | {wrong: change(inputs[wrong])})
     made = make_head_inputs(torch.float32, ROWS[:2], 16)
     with pytest.raises(ValueError, match="heads must be"):
-        decode_step.head_decode_step(**made | {"heads_4BS": made["heads_4BS"].bfloat16()})
+        call(decode_step.chunk_decode_step, made | {"heads": made["heads"].bfloat16()})
     with pytest.raises(ValueError, match="width 64"):
-        decode_step.chunk_decode_step(**inputs | {"k_quad_BCS": inputs["k_quad_BCS"][..., :64].contiguous()})
+        call(decode_step.chunk_decode_step, inputs | {"k_quad_BCS": inputs["k_quad_BCS"][..., :64].contiguous()})
 
 
 def test_what_torch_asks_of_an_op() -> None:

@@ -30,9 +30,9 @@ def run_every_op():
     with torch.no_grad():
         place = torch.zeros(1, dtype=torch.long)
         buffers = [torch.zeros(1, 128, width) for width in (S, S, 64)]
-        decode_step.chunk_decode_step(numbers(1, 2 * 64 + S), numbers(4, S), numbers(4, S), angles[0, :1],
-                                      angles[0, :1], numbers(128), *buffers, numbers(1, S, 64), place, place,
-                                      torch.ones(1))
+        made_by = numbers(4, S), numbers(4, S), angles[0, :1], angles[0, :1]
+        decode_step.chunk_decode_step(numbers(1, 2 * 64 + S), made_by, numbers(128), *buffers, numbers(1, S, 64),
+                                      place, place, torch.ones(1))
 
 
 def test_the_device_of_the_tensors_is_current_at_every_launch(monkeypatch):

@@ -60,11 +60,11 @@ def decode():
     carried = (position - offset - start).clamp(min=0)
     parameters = numbers(4, S, seed=1), numbers(4, S, seed=2), *rotary(position, S, torch.float32)
     made = []
-    for op, given in ((decode_step.chunk_decode_step, (numbers(n, 2 * 96 + S), *parameters)),
-                      (decode_step.head_decode_step, (numbers(n, 2 * 96), numbers(4, n, S, seed=5)))):
+    for given in ((numbers(n, 2 * 96 + S), parameters), (numbers(n, 2 * 96), numbers(4, n, S, seed=5))):
         buffers = [numbers(n, 128, width, seed=width).detach() for width in (S, S, 96)]
-        out = op(*given, numbers(128, seed=3), *buffers, numbers(n, S, 96, seed=4), offset, start - position + offset,
-                 torch.where(carried > 0, 1 / carried.clamp(min=1), 0.0))
+        out = decode_step.chunk_decode_step(
+            *given, numbers(128, seed=3), *buffers, numbers(n, S, 96, seed=4), offset, start - position + offset,
+            torch.where(carried > 0, 1 / carried.clamp(min=1), 0.0))
         made += [out, *buffers]
     return made
 
