@@ -65,7 +65,7 @@ campaign: .venv/installed
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
 # The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.
 gpu:
-	$(PYTHON) tools/gpu.py $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
+	$(PYTHON) -m benchmarks.gpu $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
 
 env: .venv/installed
 

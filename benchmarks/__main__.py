@@ -15,16 +15,13 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")
 VERBS: dict[str, Callable[..., None]] = {
     "step": speed.benchmark_step, "memory": speed.benchmark_memory, "decode": speed.benchmark_decode,
-    "op": speed.benchmark_op, "loss": speed.benchmark_loss, "read": speed.benchmark_read,
-    "run": speed.benchmark_run, "reproduce": reproduce.reproduce, "recall": recall.recall,
+    "op": speed.benchmark_op, "run": speed.benchmark_run, "reproduce": reproduce.reproduce, "recall": recall.recall,
     "recurrence": recurrence.recurrence, "report": report.report}
 EXAMPLES = {
     "step": ["step flash:compile transformer++ --contexts 512,2048,8192"],
     "memory": ["memory flash transformer++ --contexts 2048,4096"],
     "decode": ["decode flash transformer++ --lengths 2048,8192"],
-    "op": ["op gated_chunk_attention --contexts 2048"],
-    "loss": ["loss --tokens 4096"],
-    "read": ["read flash --tokens 100000"],
+    "op": ["op gated_chunk_attention --contexts 2048", "op linear_cross_entropy --contexts 4096"],
     "run": ["run bench --json out/bench.jsonl"],
     "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS", "reproduce --plan"],
     "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],
@@ -41,7 +38,7 @@ add_examples(app, PROGRAM, EXAMPLES)
 def options(context: typer.Context,
             debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
     """The options before the verb."""
-    if launched().size > 1 and context.invoked_subcommand not in ("step", "recurrence"):
+    if launched().size > 1 and context.invoked_subcommand != "recurrence":
         raise UsageError("this verb runs in one process", context.invoked_subcommand, "leave out torchrun")
 
 

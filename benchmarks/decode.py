@@ -1,13 +1,10 @@
-"""Time per generated token after contexts of different lengths, and memory while a long prompt is read."""
+"""Time per generated token after contexts of different lengths."""
 
 import statistics
-import time
-from array import array
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +16,8 @@ from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, 
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import decode_step, prefill
 from lineartime.generation.onednn import packed_weights
-from lineartime.info import decoding_bytes, mib
+from lineartime.info import decoding_bytes
 from lineartime.model import LanguageModel
-from lineartime.release.provenance import provenance
 from lineartime.runtime import choose_settings, peak_bytes
 from lineartime.settings import require
 
@@ -203,44 +199,3 @@ def row_of(case: DecodeCase) -> Row:
             "state_bytes": decoding_bytes(model.config, weight.dtype).at(case.context),
             "allocated_state_bytes": case.state.n_bytes // batch_size, "peak_mib": peak_bytes(weight.device) / 2**20,
             "check": case.check}
-
-
-def benchmark_read(config: ModelConfig, n_tokens: int = 1_000_000, *, threads: int = 1, device: str = "cpu",
-                   seed: int = 0, progress: Progress = ignore) -> Row:
-    """Memory and time while a prompt of `n_tokens` is read by a model with random weights, in a process of its own.
-
-    The row has the most memory the process has had, whenever a tenth of the prompt has been read: what a model with a
-    state of constant size needs does not grow after the first. Raises ResourceError where the process dies."""
-    measure.require_measurable(tokens=n_tokens, threads=threads)
-    progress(f"reading {n_tokens:,} tokens")
-    asked = {"config": to_dict(config), "n_tokens": n_tokens, "threads": threads, "device": device, "seed": seed}
-    answer = measure.measured_alone(read_prompt, asked, "reading the prompt", f"{n_tokens:,} tokens")
-    return {"benchmark": "read", "prompt_tokens": n_tokens, **answer, "threads": threads, "device": device,
-            "dtype": "float32", "config": to_dict(config), **provenance()}
-
-
-def read_prompt(config: Row, n_tokens: int, threads: int, device: str, seed: int) -> Generator[Row, Row, None]:
-    """One process's part of `benchmark_read`."""
-    on, _ = measure.set_up(threads, device, seed)
-    model = LanguageModel(ModelConfig(**config)).to(on).eval()
-    prompt = array("q")  # eight bytes a token: a list of them would take room that hides what the reading takes
-    prompt.frombytes(np.random.default_rng(seed).integers(model.config.vocab_size, size=n_tokens).tobytes())
-    tenths: list[Row] = []
-    started = time.perf_counter()
-
-    def sample(n_read: int) -> None:
-        if n_read * 10 >= n_tokens * (len(tenths) + 1):
-            peak_mib = peak_bytes(on) / 2**20
-            tenths.append({"tokens": n_read, "peak_mib": peak_mib, "seconds": time.perf_counter() - started})
-
-    _, state = prefill(model, [prompt], sample)
-    yield {"wall_seconds": tenths[-1]["seconds"], "tenths": tenths,
-           "growth_mib": tenths[-1]["peak_mib"] - tenths[0]["peak_mib"], "state_bytes": state.n_bytes}
-
-
-def print_read(row: Row) -> None:
-    """Print `benchmark_read`'s row."""
-    print(f"{row['prompt_tokens']:,} tokens read in {row['wall_seconds']:,.0f} s; peak memory grew by "
-          f"{row['growth_mib']:,.1f} MiB after the first tenth; the state is {mib(row['state_bytes'])}")
-    for tenth in row["tenths"]:
-        print(f"{tenth['tokens']:>12,} tokens  {tenth['peak_mib']:>10,.1f} MiB  {tenth['seconds']:>8,.1f} s")

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from benchmarks import Row
 from lineartime.atomic_io import append_json_lines, read_json_lines
-from lineartime.errors import LineartimeError, NumericsError, ResourceError
+from lineartime.errors import LineartimeError, NumericsError
 from lineartime.info import table
 from lineartime.release.provenance import commit, provenance
-from lineartime.runtime import choose_settings, peak_bytes, peak_rss_bytes, rss_bytes
+from lineartime.runtime import choose_settings, peak_bytes
 from lineartime.settings import require, require_name
 from lineartime.training import out_of_memory
 
@@ -88,15 +88,6 @@ def in_turn(cases: Sequence[T], rounds: Iterable[int]) -> Iterator[tuple[int, T]
             yield number, case
 
 
-def peak_of(work: Callable[[], object], device: torch.device) -> Row:
-    """A row's memory: the most there was while `work` was done, in all and above what there was before."""
-    release_memory(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else rss_bytes() or peak_rss_bytes()
-    forget_peak(device)
-    work()
-    return peak_since(before, device)
-
-
 def peak_since(before: int, device: torch.device) -> Row:
     """A row's memory: the most there has been, in all and above the bytes there were before."""
     peak = peak_bytes(device)
@@ -116,13 +107,6 @@ def check(errors: Mapping[str, float], limit: float, what: str, *, otherwise: st
     if not errors[worst] <= limit:
         raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
     return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
-
-
-def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float) -> Row:
-    """A row's "check" of tensors by name against float64. Raises NumericsError as `check` does."""
-    errors = {name: relative_error(found[name], x) for name, x in expected.items()}
-    return check(errors, limit, "output and gradients against the reference in float64", label=f"{label}, ",
-                 otherwise="not what the reference gives")
 
 
 Times = dict[str, list[float]]
@@ -177,10 +161,9 @@ def compared_ms(row: Row) -> Row:
 
 
 COLUMNS = {"": "{label}", "type": "{dtype}", "context": "{context_tokens:,}", " ": "{context}",
-           "tokens": "{tokens_per_step:,}", "ranks": "{ranks}", "ms": "{ms[median]:,.2f}",
+           "tokens": "{tokens_per_step:,}", "ms": "{ms[median]:,.2f}",
            "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}", "tokens/s": "{tokens_per_s:,.0f}",
            "slowest": "{slowest_token_ms[max]:,.2f}", "peak MiB": "{peak_mib:,.0f}", "above": "{above_import_mib:,.0f}",
-           "sent a layer": "{sent_per_layer_bytes:,.0f}",
            "state": "{state_bytes:,}", "error": "{check[error]:.1g}"}
 """What is printed: by heading the format of a row's values, "ms" being its times by the clock that is compared."""
 
@@ -223,7 +206,7 @@ def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]
 class Worker:
     """A job, which is a generator, in a process of its own; it goes on when it is told.
 
-    The process is started at once, so that several can import together, and does nothing before `ask`."""
+    The process starts at once, so that several can import together, and does nothing before `ask`."""
 
     def __init__(self, job: Job, arguments: Row):
         spawn = multiprocessing.get_context("spawn")
@@ -234,21 +217,20 @@ class Worker:
         self.failed: Row | None = None
 
     def ask(self, order: Row | None = None) -> Row:
-        """The next answer to an order, of which the first is arguments; {"failed": why} where the process has died, and
-        from then on."""
-        if self.failed is None:
-            try:
-                self.pipe.send(order or {})
-                answer = self.pipe.recv()
-            except (EOFError, OSError):
-                self.process.join()
-                killed = self.process.exitcode == -signal.SIGKILL
-                answer = {"failed": "killed, most likely for want of memory" if killed else
-                          f"exit code {self.process.exitcode}"}
-            if "failed" not in answer:
-                return answer
+        """The next answer to an order; {"failed": why} once the process has died. The first order adds arguments."""
+        if self.failed is not None:
+            return self.failed
+        try:
+            self.pipe.send(order or {})
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            code = self.process.exitcode
+            answer = {"failed": "killed, most likely for want of memory" if code == -signal.SIGKILL else
+                      f"exit code {code}"}
+        if "failed" in answer:
             self.failed = answer
-        return self.failed
+        return answer
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -258,7 +240,7 @@ class Worker:
 
 
 def serve(pipe: Connection, job: Job, arguments: Row) -> None:
-    """In its process: what a job yields, each when it is asked for; or why it failed."""
+    """In the process of a worker: send what the job yields, each when it is asked for, or why it failed."""
     os.dup2(2, 1)  # what a library prints is no result
     try:
         answers = job(**arguments, **pipe.recv())
@@ -274,17 +256,9 @@ def serve(pipe: Connection, job: Job, arguments: Row) -> None:
 
 
 def in_own_process(job: Job, arguments: Row) -> Row:
-    """A job's first answer in a fresh Python; {"failed": why} where it dies."""
+    """The first answer of a job in a fresh Python; {"failed": why} where it dies."""
     with closing(Worker(job, arguments)) as worker:
         return worker.ask()
-
-
-def measured_alone(job: Job, arguments: Row, what: str, where: str) -> Row:
-    """As `in_own_process`; raises ResourceError where it dies."""
-    answer = in_own_process(job, arguments)
-    if "failed" in answer:
-        raise ResourceError(f"{what} failed", where, answer["failed"])
-    return answer
 
 
 def forget_peak(device: torch.device) -> None:

@@ -16,20 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import Row, measure
-from benchmarks.loss import Loss, counted_bytes, head_inputs, losses
 from benchmarks.measure import OnRows, Progress, Times, ignore
 from benchmarks.peers import attention_backend, softmax_attention
 from lineartime.config import ModelConfig, to_dict
+from lineartime.errors import ResourceError
 from lineartime.ops import reference
+from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import rotary
+from lineartime.runtime import peak_rss_bytes, rss_bytes
 from lineartime.settings import require_name
 
 LIMITS = {"float32": 1e-4, "bfloat16": 0.06}
 """Largest relative error of the output and of any gradient that is let pass, against the reference in float64."""
 
-HEAD_LIMITS, CHECKED_TOKENS, MANY_TOKENS = {"float32": 1e-5, "bfloat16": 0.02}, 512, 2**18
-"""Of the head with the loss: its limits; its tokens that are compared, as logits in float64 may not fit; and those of
-which memory is counted and nothing computed."""
+HEAD_LIMITS, CHECKED_TOKENS = {"float32": 1e-5, "bfloat16": 0.02}, 512
+"""Of the head with the loss: its limits, and its tokens that are compared, as logits in float64 may not fit."""
 
 KERNEL = "triton"
 """What an implementation is called that runs on a GPU only."""
@@ -51,7 +53,7 @@ class Op:
     fixed: tuple[str, ...] = ()
     """Inputs that have no gradient."""
     head: bool = False
-    """Whether it is the head with the loss: called under autocast as in a step, and with memory counted too."""
+    """Whether it is the head with the loss, which is called under autocast as in a step."""
 
 
 def side_by_side(settings: Mapping[str, str],
@@ -74,9 +76,36 @@ def in_kernels(module: str, name: str) -> Implementation:
     return kernel
 
 
-def mean(loss: Loss) -> Implementation:
-    """The mean loss, as a training step takes it."""
-    return lambda x, weight, bias, targets: loss(x, weight, bias, targets).sum() / len(targets)
+def plain_loss(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
+    """The mean loss of a training step with all logits in memory."""
+    return F.cross_entropy(at_least_float32(F.linear(x_ND, weight_VD, bias_V)), targets_N)
+
+
+def loss_by_chunks(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
+    """Ours, which never holds all logits."""
+    return linear_cross_entropy(x_ND, weight_VD, bias_V, targets_N).mean()
+
+
+def torch_loss(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor) -> Tensor:
+    """PyTorch's `F.linear_cross_entropy`. Autocast does not reach it, so its inputs are cast before."""
+    device = x_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
+    x_ND, weight_VD, bias_V = (x.to(dtype) for x in (x_ND, weight_VD, bias_V))
+    return at_least_float32(F.linear_cross_entropy(
+        x_ND, weight_VD, targets_N, linear_bias=bias_V, options=torch.nn.LinearCrossEntropyOptions()))
+
+
+def losses(_: ModelConfig) -> dict[str, Implementation]:
+    """The head with the loss by name; PyTorch's own where this version has it."""
+    found: dict[str, Implementation] = {"plain": plain_loss, "by chunks": loss_by_chunks}
+    return found | ({"torch": torch_loss} if hasattr(torch.nn, "LinearCrossEntropyOptions") else {})
+
+
+def head_inputs(config: ModelConfig, n_rows: int) -> Inputs:
+    """Of the head and the loss: logits are of about 1."""
+    n_tokens, v, d = n_rows * config.context, config.vocab_size, config.d_model
+    return {"x": torch.randn(n_tokens, d), "weight": torch.randn(v, d) / d**0.5, "bias": torch.randn(v),
+            "targets": torch.randint(v, (n_tokens,))}
 
 
 def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
@@ -120,10 +149,7 @@ OPS: dict[str, Op] = {
         {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
         ("weight", "bias")),
     "softmax_attention": Op(row_inputs, side_by_side(CAUSAL, unfused=softmax_attention, fused=fused_softmax)),
-    "linear_cross_entropy": Op(
-        lambda config, n: head_inputs(n * config.context, config.vocab_size, config.d_model),
-        lambda config: {name: mean(loss) for name, loss in losses().items()},
-        ("x", "weight", "bias"), head=True),
+    "linear_cross_entropy": Op(head_inputs, losses, ("x", "weight", "bias"), head=True),
 }
 
 MODEL_OF = {"gated_quadratic_attention": "flash-quad", "softmax_attention": "transformer++"}
@@ -145,9 +171,11 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
     for precision, config in itertools.product(precisions, configs):
         n_rows, where = max(tokens // config.context, 1), f"context {config.context:,}, {precision}"
         progress(f"{name}, {where}")
-        answer = measure.measured_alone(measure_op, {
+        answer = measure.in_own_process(measure_op, {
             "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "repeats": repeats,
-            "threads": threads, "device": device, "seed": seed}, name, where)
+            "threads": threads, "device": device, "seed": seed})
+        if "failed" in answer:
+            raise ResourceError(f"{name} failed", where, answer["failed"])
         n_tokens = n_rows * config.context
         shared = {"benchmark": "op", "cell": None, "model": name, "config": to_dict(config), "n_parameters": 0,
                   "context_tokens": config.context, "batch_size": n_rows, "tokens_per_step": n_tokens,
@@ -181,20 +209,26 @@ def measure_op(name: str, config: Row, n_rows: int, precision: str, repeats: int
         few = typed(op, few, on, dtype)
         cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, few), strict=True)]
         for each, function in chosen.items():
-            checked = measure.compare(each, value_and_gradients(function, few, cotangents), expected,
-                                      (HEAD_LIMITS if op.head else LIMITS)[precision])
-            memory = measure.peak_of(functools.partial(value_and_gradients, function, inputs, cotangents), on)
-            found[each] = {"check": checked, **memory}
-            if op.head:
-                n_bytes = counted_bytes(each, {"n_tokens": MANY_TOKENS, "vocab_size": fields.vocab_size,
-                                               "d_model": fields.d_model}, precision)
-                found[each]["many_tokens"] = {"tokens": MANY_TOKENS, "counted_mib": n_bytes and n_bytes / 2**20}
+            checked = compare(each, value_and_gradients(function, few, cotangents), expected,
+                              (HEAD_LIMITS if op.head else LIMITS)[precision])
+            measure.release_memory(on)
+            before = torch.cuda.memory_allocated(on) if on.type == "cuda" else rss_bytes() or peak_rss_bytes()
+            measure.forget_peak(on)
+            value_and_gradients(function, inputs, cotangents)
+            found[each] = {"check": checked, **measure.peak_since(before, on)}
         del expected
         for each, (both, *parts) in times_in_turn(chosen, inputs, cotangents, repeats, on).items():
             apart = {part: {"ms": measure.compared_ms(measure.spreads(times, n_tokens))}
                      for part, times in zip(("forward", "backward"), parts, strict=True)}
             found[each] |= measure.spreads(both, n_tokens) | apart
     yield {"settings": settings, "found": found}
+
+
+def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float) -> Row:
+    """A row's "check" of tensors by name against float64. Raises NumericsError as `measure.check` does."""
+    errors = {name: measure.relative_error(found[name], x) for name, x in expected.items()}
+    return measure.check(errors, limit, "output and gradients against the reference in float64", label=f"{label}, ",
+                         otherwise="not what the reference gives")
 
 
 def times_in_turn(functions: Mapping[str, Implementation], inputs: Inputs, cotangents: Sequence[Tensor], repeats: int,

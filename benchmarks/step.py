@@ -1,12 +1,10 @@
 """Time and memory of whole training steps, the models in turn: forward, loss, backward, clipping, optimizer."""
 
 import math
-import os
 import re
 import tempfile
 import uuid
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -116,38 +114,26 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
     """Each case's answers, the last of which has all times, or its failure.
 
     machine: threads, device and seed of a process. references: what steps are compared with; missing ones are added."""
-    on_cpu = machine["device"] == "cpu"
     workers = [measure.Worker(training_steps, {
         "label": case.label.text, "config": to_dict(case.config), "n_rows": case.n_rows, "precision": case.precision,
         **machine}) for case in cases]
-
-    def make_reference(case: StepCase) -> Row:
-        model, path, (n_rows, n_tokens) = case.label.model, str(folder / uuid.uuid4().hex), case.checked_shape
-        progress(f"{model}, context {case.config.context:,}: eager float32, to compare with")
-        return {"path": path, **measure.in_own_process(reference, {
-            "label": model, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens, "path": path,
-            **machine})}
-
-    def prepare(case: StepCase, worker: measure.Worker) -> Row:
-        progress(f"{case.text}: check and warm-up")
-        wanted = references[case.reference]
-        return wanted if "failed" in wanted else worker.ask({"wanted": wanted})
-
     try:
-        missing = {case.reference: case for case in cases if case.reference not in references}
-        if missing.pop(cases[0].reference, None):
-            references[cases[0].reference] = make_reference(cases[0])
-        answers = [prepare(cases[0], workers[0])]
-        # What follows is not timed: on a processor with cores to spare, several at once where memory is ample.
-        ample = 4 * answers[0].get("above_import_mib", math.inf) * 2**20 < (available_bytes() or 0)
-        at_once = max((os.cpu_count() or 1) // machine["threads"], 1) if on_cpu and ample else 1
-        with ThreadPoolExecutor(at_once) as pool:
-            references |= zip(missing, pool.map(make_reference, missing.values()), strict=True)
-            answers += pool.map(prepare, cases[1:], workers[1:])
+        # Check every case, which is its first step. Cases of one model share what they are compared with.
+        answers = []
+        for case, worker in zip(cases, workers, strict=True):
+            if case.reference not in references:
+                progress(f"{case.label.model}, context {case.config.context:,}: eager float32, to compare with")
+                references[case.reference] = make_reference(case, folder, machine)
+            progress(f"{case.text}: check and warm-up")
+            wanted = references[case.reference]
+            answers.append(wanted if "failed" in wanted else worker.ask({"wanted": wanted}))
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
-        hold = on_cpu and sum(answers[i]["above_import_mib"] for i in alive) * 2**20 < 0.8 * (available_bytes() or 0)
+        # On a processor all keep their memory between steps if it is enough for all.
+        needed, on_cpu = sum(answers[i]["above_import_mib"] for i in alive) * 2**20, machine["device"] == "cpu"
+        hold = on_cpu and needed < 0.8 * (available_bytes() or 0)
         if on_cpu and not hold:
             progress("too little memory for all at once: each gives it back after its step, and takes one more before")
+        # Who holds its memory warms up in a round of its own, before the first that is timed.
         for number, i in measure.in_turn(alive, range(-1 if hold else 0, repeats)):
             progress(f"round {number + 1} of {repeats}: {cases[i].text}")
             answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
@@ -159,6 +145,14 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
         if "failed" not in answers[i]:
             answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
     return answers
+
+
+def make_reference(case: StepCase, folder: Path, machine: Row) -> Row:
+    """What a case is compared with: the loss, the shape of the step, and the file of the gradients."""
+    path, (n_rows, n_tokens) = str(folder / uuid.uuid4().hex), case.checked_shape
+    return {"path": path, **measure.in_own_process(reference, {
+        "label": case.label.model, "config": to_dict(case.config), "n_rows": n_rows, "n_tokens": n_tokens,
+        "path": path, **machine})}
 
 
 def step_row(case: StepCase, answer: Row) -> Row:

@@ -85,7 +85,7 @@ SIZES: dict[str, dict[str, Any]] = {
 """Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop, "small" hours; "base"
 is for one GPU; "paper" is the preset of the task, with the steps and rates of Tables 6-10."""
 HALF_RATE = ("transformer", "transformer+", "transformer++", "combiner")
-"""Presets that take half of a size's learning rate, by the search at "tiny" in studies/size_rates.py."""
+"""Presets that take half of a size's learning rate, by the search at "tiny" in docs/results.md."""
 PAIRS = {"clip": 1.0, "clip_scope": "global", "adam_beta2": 0.95}
 """What suits pairs of attention and FFN better than the paper's values, by the same search."""
 SHAPE_FIELDS = ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "chunk_size")

@@ -13,7 +13,6 @@ from lineartime.atomic_io import append_json_lines
 from lineartime.cli.arguments import Device, Setting, Task, pick_device, whole_numbers
 from lineartime.cli.terminal import note
 from lineartime.config import PRESETS
-from lineartime.distributed.ranks import launched
 from lineartime.errors import ResourceError
 
 DEFAULT = ["flash", "transformer++"]
@@ -75,20 +74,14 @@ def benchmark_step(
     threads: Threads = 1,
     device: Device = None,
     rows: Rows = None,
-    context_parallel: Annotated[int, typer.Option(
-        min=1, max=2**16, help="Under torchrun: processes that share each row.")] = 1,
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
-    Any --set applies to every model that has the field. Under torchrun a step is that of all its processes."""
+    Any --set applies to every model that has the field."""
     lengths, fields = whole_numbers(contexts), shape_named(shape)
-    from benchmarks import ranks, step
+    from benchmarks import step
 
     chosen = step.step_cases(labels or DEFAULT, lengths, precision.split(","), tokens=tokens,
                              config_of=lambda preset: shaped_config(preset, task, fields, settings or []))
-    if launched().size > 1 or context_parallel > 1:
-        ranks.benchmark_ranks(chosen, context_parallel=context_parallel, repeats=repeats,
-                              on_rows=partial(show_and_keep, rows), **place(threads, device))
-        return
     step.benchmark_step(chosen, repeats=repeats, together=together, on_rows=partial(show_and_keep, rows),
                         **place(threads, device))
 
@@ -123,40 +116,6 @@ def benchmark_op(
     config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
     ops.benchmark_op(op, [replace(config, context=n) for n in lengths], tokens=tokens, precisions=precision.split(","),
                      repeats=repeats, on_rows=partial(show_and_keep, rows), **place(threads, device))
-
-
-def benchmark_loss(
-    tokens: Annotated[int, typer.Option(help="Tokens in a call that is timed.")] = 8192,
-    precision: Precision = "float32,bfloat16",
-    settings: Setting = None,
-    repeats: Repeats = 3,
-    threads: Threads = 1,
-    device: Device = None,
-    rows: Rows = None,
-) -> None:
-    """Time and memory of the head and the loss: with all logits, without them, and PyTorch's own where it has it.
-    It is `op linear_cross_entropy` of one row."""
-    benchmark_op("linear_cross_entropy", str(tokens), precision, tokens, settings=settings, repeats=repeats,
-                 threads=threads, device=device, rows=rows)
-
-
-def benchmark_read(
-    model: Annotated[str, typer.Argument(help=f"A model: {', '.join(PRESETS)}.")] = "flash",
-    tokens: Annotated[int, typer.Option(help="Tokens in the prompt.")] = 1_000_000,
-    task: Task = "wiki40b",
-    settings: Setting = None,
-    threads: Threads = 1,
-    device: Device = None,
-    rows: Rows = None,
-) -> None:
-    """Memory while a long prompt is read: the most a process has had after each tenth of it."""
-    config = shaped_config(model, task, settings=settings or [])
-    from benchmarks import decode
-
-    measured = decode.benchmark_read(config, tokens, **place(threads, device))
-    decode.print_read(measured)
-    if rows is not None:
-        append_json_lines(rows, [measured])
 
 
 def benchmark_run(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks import measure
-from benchmarks.decode import benchmark_read, print_read, read_prompt
 from benchmarks.measure import (
     Worker,
     add_times,
@@ -19,16 +18,11 @@ from benchmarks.measure import (
     spread,
     spreads,
 )
+from benchmarks.step import training_steps
 from lineartime.atomic_io import append_json_lines
-from lineartime.config import model_config, to_dict
-from lineartime.errors import ResourceError
-from lineartime.info import describe
 from lineartime.runtime import peak_bytes, peak_rss_bytes
 
 CPU = torch.device("cpu")
-TINY = {"d_model": 32, "n_layers": 2, "vocab_size": 64, "context": 512}
-FLASH = model_config("flash", query_key_dim=16, chunk_size=16, **TINY)
-QUAD = model_config("flash-quad", query_key_dim=16, **TINY)
 
 
 def test_spread_has_quartiles():
@@ -61,33 +55,12 @@ def test_rows_are_printed_with_the_columns_that_they_have(capsys):
     assert lines[1].split() == ["flash:compiled", "4,096"] and lines[2] == "flash:compiled failed: out of memory"
 
 
-def test_a_job_goes_on_when_it_is_told_and_says_why_it_died():
-    asked = {"config": to_dict(FLASH), "n_tokens": 64, "threads": 1, "device": "cpu", "seed": 0}
-    worker = Worker(read_prompt, asked)
-    assert worker.ask()["wall_seconds"] > 0
-    failed = worker.ask()  # there is no second answer
-    assert "failed" in failed and worker.ask() == failed
-    worker.close()
-    assert "unexpected keyword argument 'colour'" in in_own_process(read_prompt, {"colour": 1})["failed"]
-    killed = Worker(read_prompt, {})
+def test_a_process_that_dies_says_why():
+    assert "unexpected keyword argument 'colour'" in in_own_process(training_steps, {"colour": 1})["failed"]
+    killed = Worker(training_steps, {})
     killed.process.kill()
-    assert "memory" in killed.ask()["failed"]
+    assert "memory" in killed.ask()["failed"] and "memory" in killed.ask()["failed"]
     killed.close()
-
-
-def test_a_prompt_that_cannot_be_read_is_an_error(monkeypatch):
-    monkeypatch.setattr("benchmarks.measure.in_own_process", lambda job, arguments: {"failed": "no memory"})
-    with pytest.raises(ResourceError, match="no memory"):
-        benchmark_read(FLASH, 100)
-
-
-def test_reading_takes_memory_that_grows_only_with_a_cache(capsys):
-    flash, quad = (benchmark_read(config, 8192) for config in (FLASH, QUAD))
-    assert [now["tokens"] for now in flash["tenths"]] == [2048, 4096, 6144, 8192]
-    assert flash["growth_mib"] < 8 and flash["state_bytes"] == describe(FLASH).decoding.constant
-    assert quad["growth_mib"] > 80
-    print_read(flash)
-    assert "8,192 tokens read" in capsys.readouterr().out
 
 
 def test_provenance_names_what_a_number_needs():

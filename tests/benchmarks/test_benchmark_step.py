@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import time
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import measure, peers, step
 from benchmarks.__main__ import app
 from benchmarks.cells import named_calls, read_cells, shape_named, shaped_config
-from benchmarks.peers import WINDOW_TOKENS, Peer, build, parse_label
+from benchmarks.peers import WINDOW_TOKENS, build, parse_label
 from benchmarks.step import benchmark_step, random_batch, step_cases
 from benchmarks.verbs import speed as cli
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
@@ -60,13 +59,6 @@ def test_a_label_is_a_model_and_how_it_runs():
             parse_label(wrong)
 
 
-def test_a_peer_that_is_not_installed_is_one_line_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"not installed: flash-pytorch; pip install 'FLASH-pytorch"):
-        build(parse_label("flash-pytorch"), tiny("flash"))
-    build(parse_label("flash"), tiny("flash"))
-
-
 @pytest.mark.parametrize("task", ["wiki40b", "c4"])
 def test_unfused_attention_is_the_same_function(task):
     config, gradients = tiny("transformer++", task), []
@@ -81,17 +73,6 @@ def test_unfused_attention_is_the_same_function(task):
         gradients.append([out, *(p.grad for p in model.parameters())])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_unfused_attention_is_where_it_is_asked_for(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("fused")
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
-    ids_BT = torch.zeros(1, 8, dtype=torch.long)
-    build(parse_label("transformer:unfused"), tiny("transformer"))(ids_BT)
-    with pytest.raises(AssertionError, match="fused"):
-        build(parse_label("transformer"), tiny("transformer"))(ids_BT)
 
 
 @pytest.mark.parametrize("text", ["flash", "transformer++", "flash-pytorch", "performer", "combiner"])
@@ -128,17 +109,6 @@ def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
     torch.testing.assert_close(losses, -log_p_BTV.gather(-1, ids_BT[..., None])[..., 0])
     step.check_causal(peer, torch.randint(64, (1, 40)))
     assert not any(layer.shift_tokens for layer in peer.body.layers)  # work that FLASH has not
-
-
-def test_what_is_compiled(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    monkeypatch.setattr(torch, "compile", lambda method: compiled.append(method.__self__) or method)
-    ours, peer = (build(parse_label(text), tiny("flash")) for text in ("flash", "flash-pytorch"))
-    ours.compile_layers()
-    assert isinstance(ours, LanguageModel) and compiled == list(ours.layers)
-    peer.compile_layers()
-    assert isinstance(peer, Peer) and compiled[-1] is peer.body
 
 
 def test_rows_say_what_was_measured(here):
@@ -183,34 +153,6 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     assert [order for _, order in here if order and "warm" in order] == [
         {"warm": 1, "release": True, "timed": True}] * 4
     assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
-
-
-@pytest.mark.parametrize(("available", "at_once"), [(4e9, 2), (1e6, 1)])
-def test_what_is_not_timed_is_done_at_once_where_there_is_room(monkeypatch, available, at_once):
-    busy, most, timed = [], [], []
-
-    class Slow:
-        def __init__(self, job, arguments):
-            self.label = arguments["label"]
-
-        def ask(self, order):
-            (timed if "warm" in order else busy).append(self.label)
-            most.append((len(timed) > 0, len(busy) + len(timed)))
-            time.sleep(0.05)
-            (timed if "warm" in order else busy).remove(self.label)
-            return {"above_import_mib": 10.0, "peak_mib": 20.0, "check": {}, "settings": {}, "n_parameters": 1,
-                    "times": {"cpu_ms": [1.0], "wall_ms": [1.0]}}
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(measure, "Worker", Slow)
-    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Slow(job, arguments).ask({}))
-    monkeypatch.setattr(step.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(step, "available_bytes", lambda: available)
-    rows = benchmark_step(cells("flash", "performer", "combiner", "transformer"), repeats=2)
-    assert max(n for during, n in most if not during) == at_once
-    assert {n for during, n in most if during} == {1} and len(rows) == 4
 
 
 def test_together_measures_all_contexts_of_a_type_side_by_side(here):
@@ -262,17 +204,6 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name, fac
     config = dataclasses.replace(tiny("flash"), **gated)
     (row,) = benchmark_step(cells("flash", config_of=lambda _: config), repeats=1)
     assert said in row["failed"]
-
-
-def test_a_masked_model_is_not_shown_what_it_is_asked_for():
-    """New weights copy what they see, the more the larger their initial values."""
-    config = dataclasses.replace(tiny("flash", "c4"), init_std=0.07, vocab_size=1000, d_model=64, context=256)
-    task, batch = random_batch(config, 4, 256, 0, torch.device("cpu"))
-    ids_BT, targets_BT = (part.numpy() for part in batch)
-    asked_BT = targets_BT >= 0
-    assert 0.1 < asked_BT.mean() < 0.2 and (ids_BT[asked_BT] == 0).all() and (ids_BT[~asked_BT] > 0).mean() > 0.99
-    loss, _ = compute_gradient(build(parse_label("flash"), config), task, batch, 4, TrainConfig(clip=None))
-    assert loss == pytest.approx(math.log(1000), abs=0.5)
 
 
 def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkeypatch):

@@ -1,4 +1,4 @@
-"""tools/gpu.py without a GPU, and how calls are made: each is one the command line knows, ends in time, dies whole."""
+"""benchmarks/gpu.py without a GPU, and how calls are made: each is one that exists, ends in time, dies whole."""
 
 import itertools
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from benchmarks import gpu
 from benchmarks.__main__ import app
 from benchmarks.cells import DONE, SAVED, STOPPED, measure_call, named_calls, run, run_calls
 from benchmarks.op import OPS
@@ -19,18 +20,14 @@ from benchmarks.paper.scales import cells_of
 from benchmarks.paper.tables import TABLES
 from benchmarks.peers import parse_label
 from lineartime.atomic_io import append_json_lines, read_json_lines
-from scripts import loaded
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tools" / "gpu.py"
-
-gpu = loaded("tools", "gpu")
 MEASURED = ("kernels", "step", "decode")
 
 
 def script(*arguments, cwd=None, **environment):
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, cwd=cwd,
-                          env={**os.environ, **environment})
+    return subprocess.run([sys.executable, "-m", "benchmarks.gpu", *arguments], capture_output=True, text=True,
+                          cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
 
 
 def test_every_cell_is_one_that_the_benchmark_knows():
@@ -54,31 +51,10 @@ def test_every_table_is_made_and_the_most_telling_first():
     assert [(cell.row, cell.column) for cell in first] == [("FLASH", "8192"), ("Transformer++", "8192")]
 
 
-def test_the_most_telling_comes_first():
-    name, words = next(iter(gpu.calls_of("step").items()))
-    assert name == "gpu/2048-bfloat16" and words[:6] == [
-        "step", "flash:compiled", "flash", "flash:reference:compiled", "flash:reference", "transformer++:compiled"]
-    assert [next(iter(gpu.calls_of(stage))) for stage in ("kernels", "decode")] == [
-        "gpu-op/gated_chunk_attention-8192", "gpu-decode-captured/64"]
-
-
-def test_a_peer_is_measured_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(gpu, "absent", lambda packages: [])
-    assert "gpu-peers/2048-bfloat16" in gpu.calls_of("step")
-    monkeypatch.setattr(gpu, "absent", lambda packages: list(packages))
-    assert not [name for name in gpu.calls_of("step") if "peers" in name]
-
-
 def test_without_a_gpu_it_is_an_error_of_one_line(tmp_path):
     done = script("step", "--out", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "out").exists()
     assert done.stderr == "error: no CUDA device here; --device cpu --tiny tries this script without one\n"
-
-
-def test_an_unknown_stage_is_an_error_of_one_line():
-    done = script("stpe")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: unknown stage: stpe; it is one of tests, kernels")
 
 
 def test_a_dry_run_measures_and_the_next_one_goes_on(tmp_path):
@@ -127,21 +103,6 @@ def test_nothing_is_started_when_too_little_time_is_left(tmp_path):
     assert well and made == [] and told[0].endswith("and a call may take 10; the same command goes on with a, b")
 
 
-@pytest.mark.parametrize(("tiny", "ended"), [(False, "= 1 failed, 6 passed in 1.0s ="), (False, DONE), (True, DONE)])
-def test_what_fails_of_the_tests_is_said(tmp_path, monkeypatch, capsys, tiny, ended):
-    given = []
-
-    def fake_run(command, seconds, output):
-        given.extend(command)
-        output.write_text("[gw0] FAILED tests/a.py::test_b\nFAILED tests/a.py::test_b - why\n= 1 failed, 6 passed =\n")
-        return ended
-
-    monkeypatch.setattr(gpu.cells, "run", fake_run)
-    assert gpu.run_tests(tmp_path, tiny, 100) == (ended == DONE)
-    assert capsys.readouterr().out == "tests: FAILED tests/a.py::test_b - why\ntests: 1 failed, 6 passed\n"
-    assert ("--collect-only" in given) == tiny and ("-n" in given) != tiny
-
-
 def test_tests_that_have_passed_are_not_run_again(tmp_path, monkeypatch, capsys):
     """Names with spaces too."""
     said = iter(["[gw0] [ 1%] PASSED tests/a.py::test_b[x y] \n[gw1] [ 2%] PASSED tests/a.py::test_c \n"
@@ -160,12 +121,6 @@ def test_tests_that_have_passed_are_not_run_again(tmp_path, monkeypatch, capsys)
     assert "tests: 2 had passed before" in capsys.readouterr().out
 
 
-def test_a_dry_run_collects_the_tests(tmp_path):
-    done = script("tests", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
-    assert done.returncode == 0 and "tests collected" in done.stdout
-    assert "- tests: " in (tmp_path / "out" / "summary.md").read_text()
-
-
 def test_a_dry_run_plans_the_tables(tmp_path):
     done = script("tables", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
     assert done.returncode == 0 and "tiny-plan: done (" in done.stdout, done.stdout
@@ -174,65 +129,6 @@ def test_a_dry_run_plans_the_tables(tmp_path):
     assert "- tables: 1 of 1 done" in (tmp_path / "out" / "summary.md").read_text()
     again = script("tables", "--out", "out", "--device", "cpu", "--tiny", cwd=tmp_path)
     assert again.returncode == 0 and "tiny-plan" not in again.stdout
-
-
-@pytest.fixture
-def tables(tmp_path, monkeypatch):
-    """The stage with a verb that ends as the test says, and adds a row; what it returns and what it called."""
-    monkeypatch.setattr(gpu, "COMMITTED_ROWS", tmp_path / "committed.jsonl")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "committed.jsonl").write_text('{"scale": "cpu", "table": 0}\n')
-    out = tmp_path / "out"
-    out.mkdir()
-
-    def make(ends, guess_s=1.0, texts="texts"):
-        called = []
-
-        def fake_run(command, seconds, log, save_s):
-            table = command[command.index("reproduce") + 1]
-            called.append(table)
-            append_json_lines(out / "tables.jsonl", [{"scale": "gpu", "table": table}])
-            return ends.get(table, DONE)
-
-        monkeypatch.setattr(gpu.cells, "run", fake_run)
-        calls = dict(itertools.islice(gpu.calls_of("tables").items(), 3))
-        well = gpu.run_stage("tables", calls, out, "cuda", time.monotonic() + 60, guess_s, tmp_path / texts)
-        return well, called
-
-    make.out = out
-    return make
-
-
-def test_tables_are_made_in_order_and_go_on_where_they_stopped(tables):
-    stopped = {"lm_pg19": SAVED}
-    assert tables(stopped) == (True, ["lm_pg19", "flash_ablation", "gap"])
-    assert tables(stopped) == (True, ["lm_pg19"])
-    assert tables({}) == (True, ["lm_pg19"]) and tables({}) == (True, [])
-    assert [row["table"] for row in gpu.rows_in(tables.out / "tables.jsonl")] == [
-        0, "lm_pg19", "flash_ablation", "gap", "lm_pg19", "lm_pg19"]
-
-
-def test_a_table_that_failed_is_said_and_tried_again_after_the_others(tables, capsys):
-    assert tables({"lm_pg19": "error: no text", "flash_ablation": SAVED})[0] is False
-    assert "lm_pg19: error: no text (" in capsys.readouterr().out
-    assert tables({}) == (True, ["flash_ablation", "lm_pg19"])
-
-
-def test_no_table_is_begun_without_its_text_or_with_too_little_time(tables, monkeypatch, capsys):
-    assert tables({}, guess_s=100.0) == (True, []) and "goes on with lm_pg19" in capsys.readouterr().out
-    assert tables({}, texts="elsewhere") == (False, []) and "--texts names the folder" in capsys.readouterr().out
-    monkeypatch.setattr(gpu, "absent", lambda packages: list(packages))
-    assert tables({}) == (False, []) and "pyarrow is missing here" in capsys.readouterr().out
-
-
-def test_a_line_that_a_kill_cut_off_is_dropped_and_the_rest_stays(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    append_json_lines(rows, [{"cell": "a"}, {"cell": "b"}])
-    with rows.open("a") as file:
-        file.write('{"cell": "c", "mo')
-    assert gpu.done_in(tmp_path) == {"a", "b"}
-    append_json_lines(rows, [{"cell": "d"}])
-    assert [row["cell"] for row in gpu.rows_in(rows)] == ["a", "b", "d"]
 
 
 def test_rows_of_a_call_are_written_together_or_not_at_all(tmp_path, monkeypatch):
@@ -294,7 +190,7 @@ def test_a_command_is_asked_to_save_before_it_is_killed(tmp_path):
 @pytest.mark.parametrize(("number", "save_s"), [(signal.SIGTERM, 0), (signal.SIGKILL, 0), (signal.SIGTERM, 20),
                                                 (signal.SIGKILL, 20)])
 def test_what_runs_dies_with_the_script(tmp_path, number, save_s):
-    code = (f"import sys, signal; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu, pathlib\n"
+    code = (f"import sys, signal; sys.path.insert(0, {str(ROOT)!r}); from benchmarks import gpu; import pathlib\n"
             "signal.signal(signal.SIGTERM, gpu.stop)\n"
             f"gpu.cells.run(['sleep', '301'], 300, pathlib.Path({str(tmp_path / 'log')!r}), {save_s})")
     with subprocess.Popen([sys.executable, "-c", code]) as parent:

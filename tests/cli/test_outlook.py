@@ -20,7 +20,7 @@ from lineartime import plan
 from lineartime.cli import outlook
 from lineartime.cli.outlook import Pace
 from lineartime.cli.terminal import Terminal, duration
-from lineartime.config import PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config
+from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data import run_settings
 from lineartime.data.run_settings import fitting_size, sized_config, stored_sizes
 from lineartime.data.tokens import read_manifest
@@ -28,12 +28,10 @@ from lineartime.errors import UsageError
 from lineartime.info import describe
 from lineartime.run_config import SIZES, run_config
 from lineartime.training import StopSignal
-from scripts import loaded
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 ROOT = Path(__file__).parents[2]
 PLACE = {"data": "D", "out": "R"}
-size_rates = loaded("studies", "size_rates")
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +57,19 @@ def test_the_sizes_of_every_model_rise_and_are_alike(model: str) -> None:
         assert config.model.d_model == 192 and config.model.init_std == 0.04
 
 
-@pytest.mark.parametrize("model", size_rates.SEARCHES)
+@pytest.mark.parametrize("model", PRESETS)
 def test_a_size_has_the_recipe_that_was_best_for_the_model(model: str) -> None:
-    """After new rows: python studies/size_rates.py --into docs/results.md."""
-    config = run_config({"model": model, "size": "tiny", "steps": size_rates.STEPS, **PLACE})
-    best = size_rates.recipe_of(size_rates.best(model))
-    assert best == {name: getattr(config.train if name in TRAIN_FIELDS else config.model, name) for name in best}
-    assert size_rates.table() in (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    """The table of docs/results.md, "The recipes of the sizes"."""
+    config = run_config({"model": model, "size": "tiny", "steps": 120, **PLACE})
+    train = config.train
+    gau = model in ("flash", "flash+", "flash-quad")
+    found = (train.learning_rate, train.warmup_steps, train.clip, train.clip_scope, train.adam_beta2)
+    if gau:
+        assert found == (8e-3, 6, 0.1, "local", 0.999)
+    else:
+        fast = model in ("mc-tfm++", "performer", "performer-matmul")
+        assert found == (8e-3 if fast else 4e-3, 24, 1.0, "global", 0.95)
+    assert config.model.init_std == 0.04
 
 
 def test_what_is_set_stands_and_the_rest_fits_it() -> None:

@@ -13,7 +13,7 @@ from lineartime.atomic_io import read_json_lines
 from lineartime.errors import UsageError
 from scripts import ROOT, loaded
 
-listops, retrieval, throughput = (loaded("studies", name) for name in ("listops", "retrieval", "throughput"))
+listops, retrieval = (loaded("studies", name) for name in ("listops", "retrieval"))
 
 
 def value_of(symbols: list[str]) -> int:
@@ -155,7 +155,7 @@ def test_an_error_of_a_study_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (3, f"error: cannot read the page: {page}; No such file or directory\n")
 
 
-@pytest.mark.parametrize("study", [listops, retrieval, throughput], ids=["listops", "retrieval", "throughput"])
+@pytest.mark.parametrize("study", [listops, retrieval], ids=["listops", "retrieval"])
 def test_the_page_shows_the_rows(study) -> None:
     """After new rows: python studies/listops.py --into docs/guides/documents.md, and so for the others."""
     page = (ROOT / "docs/guides/documents.md").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import numbers_sent
 from lineartime import layers, memory
 from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states, with_neighbours
@@ -24,6 +23,7 @@ from lineartime.errors import Stopped
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel, masked_token_losses, part_of_rows, token_losses
 from lineartime.ops import reference
+from lineartime.plan import numbers_sent
 from lineartime.training import Division, StopSignal, compute_gradient, train
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS, what_is_left

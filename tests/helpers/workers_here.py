@@ -1,6 +1,6 @@
 """A benchmark's workers in the test's own process: generators in place of processes that import everything first."""
 
-from benchmarks import measure, step
+from benchmarks import measure
 from lineartime.errors import NumericsError, UsageError
 
 
@@ -25,7 +25,6 @@ def work_here(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(step.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(measure, "Worker", Here)
     monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
     monkeypatch.setattr(measure, "choose_settings", lambda device: {"chosen": "here"})

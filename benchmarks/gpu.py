@@ -1,4 +1,4 @@
-"""Tests and measurements on one GPU, from a checkout without an installation: `python3 tools/gpu.py STAGE...`.
+"""Tests and measurements on one GPU, from a checkout without an installation: `python3 -m benchmarks.gpu STAGE...`.
 
 A stage ends by itself within its minutes: nothing is started for which the time left is too short, and what runs at the
 end is stopped. The same command goes on where it stopped: calls whose rows are in OUT/rows.jsonl are left out. The most
@@ -20,11 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import cells  # noqa: E402
-from lineartime.atomic_io import read_json_lines, write_atomically  # noqa: E402
+from benchmarks import ROOT, Row, cells
+from lineartime.atomic_io import read_json_lines, write_atomically
 
 CALLS = Path(__file__).with_name("gpu.toml")
 COMMITTED_ROWS = ROOT / "benchmarks" / "rows" / "quality.jsonl"
@@ -47,7 +44,7 @@ def calls_of(stage: str, tiny: bool = False) -> dict[str, list[str]]:
     return {name: words for name, words in calls.items() if not name.startswith("gpu-peers/") or not absent(FOR_PEERS)}
 
 
-def rows_in(path: Path) -> list[dict]:
+def rows_in(path: Path) -> list[Row]:
     """The rows of a file; a last line that was cut off is none."""
     return read_json_lines(path, dict, "a row") if path.exists() else []
 
@@ -108,7 +105,7 @@ def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
 
 def summarise(out: Path, tiny: bool) -> None:
     """Write the summary anew: what is done, what is left, what the rows give."""
-    done, lines = done_in(out), ["# Measured by tools/gpu.py", ""]
+    done, lines = done_in(out), ["# Measured by benchmarks/gpu.py", ""]
     for stage in STAGES[1:]:
         calls = calls_of(stage, tiny)
         left = [name for name in calls if name not in done]
