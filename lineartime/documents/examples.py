@@ -343,20 +343,10 @@ def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """The first line, for errors, and the columns of each row of a `.csv` whose first row names them. A last line
     without an end is a warning: the file may have been cut inside of a field. Raises DataError."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    line, where = "", f"{path}:1"
-
-    def lines(file: Iterable[str]) -> Iterator[str]:
-        nonlocal line
-        for number, line in enumerate(file, 1):
-            if "\0" in line:
-                raise DataError("a NUL byte: this is no text", f"{path}:{number}")
-            if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
-                raise DataError("not valid UTF-8", f"{path}:{number}", AS_UTF8)
-            yield line
-
+    where = f"{path}:1"
     # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
     with opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(lines(file), strict=True)
+        rows = csv.reader(checked_lines(file, path), strict=True)
         try:
             names = next(rows, [])
             if len({*names}) < len(names):
@@ -370,8 +360,19 @@ def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
                 where = f"{path}:{rows.line_num + 1}"
         except csv.Error as e:
             raise DataError("not valid CSV", where, str(e)) from None
+
+
+def checked_lines(file: Iterable[str], path: Path) -> Iterator[str]:
+    """The lines of a `.csv` that is open. Warns of a last line without an end. Raises DataError for what is no text."""
+    number, line = 0, ""
+    for number, line in enumerate(file, 1):
+        if "\0" in line:
+            raise DataError("a NUL byte: this is no text", f"{path}:{number}")
+        if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
+            raise DataError("not valid UTF-8", f"{path}:{number}", AS_UTF8)
+        yield line
     if line and not line.endswith(("\n", "\r")):
-        warn_once(f"the last line has no end, so the file may be cut: {path}:{rows.line_num}: {line!r:.80}")
+        warn_once(f"the last line has no end, so the file may be cut: {path}:{number}: {line!r:.80}")
 
 
 @functools.cache

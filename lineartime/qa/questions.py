@@ -99,7 +99,7 @@ def _read_file(path: Path, evidence: Path | None) -> Iterator[Question]:
     raise DataError("no field 'Data' (TriviaQA) or 'data' (SQuAD)", path)
 
 
-NAMES: dict[type, str] = {str: "a string", int: "a whole number", list: "a list", dict: "an object",
+NAMES: dict[type, str] = {str: "a string", int: "a whole number", list: "a list", dict: "a JSON object",
                           bool: "true or false", type(None): "null", float: "a number"}
 PAGE: dict[str, Any] = {"Filename": str}
 TRIVIAQA: dict[str, Any] = {"QuestionId": str, "Question": str, "EntityPages?": [PAGE], "SearchResults?": [PAGE],
@@ -118,25 +118,29 @@ VERIFIED: dict[str, Any] = {"QuestionPartOfVerifiedEval": bool}
 def check_record(value: Any, kind: Any, where: str, name: str = "") -> None:
     """Raise DataError, with its place, unless a JSON value has the fields of a table such as TRIVIAQA, each of its
     type. There may be more. name: of the field that has the value."""
-    wanted: Any = kind if isinstance(kind, type) else type(kind)
-    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        is_not = (f"field {name!r} is not {NAMES[wanted]}" if name else
-                  "not a JSON object" if wanted is dict else f"not {NAMES[wanted]}")
-        raise DataError(is_not, where, f"it is {NAMES.get(type(value), type(value).__name__)}")
+    require_type(value, kind if isinstance(kind, type) else type(kind), where, name)
     inside = f"{where}.{name}" if name else where
-    if wanted is str:
+    if isinstance(value, str):
         check_text(value, f"field {name!r}" if name else "it", where)
     elif isinstance(kind, list):
         for i, each in enumerate(value):
             check_record(each, kind[0], f"{inside}[{i}]")
     elif isinstance(kind, dict):
         for field, each in kind.items():
-            field, is_optional = field.removesuffix("?"), field.endswith("?")
-            if field in value:
-                check_record(value[field], each, inside, field)
-            elif not is_optional:
+            key = field.removesuffix("?")
+            if key in value:
+                check_record(value[key], each, inside, key)
+            elif key == field:  # it may not be missing
                 there = ", ".join(map(repr, list(value)[:8])) or "none"
-                raise DataError(f"no field {field!r}", inside, f"it has {there}")
+                raise DataError(f"no field {key!r}", inside, f"it has {there}")
+
+
+def require_type(value: Any, wanted: type, where: str, name: str) -> None:
+    """Raise DataError unless a JSON value is of this type; true and false are no whole numbers."""
+    if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
+        return
+    is_not = f"field {name!r} is not {NAMES[wanted]}" if name else f"not {NAMES[wanted]}"
+    raise DataError(is_not, where, f"it is {NAMES.get(type(value), type(value).__name__)}")
 
 
 def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Question]:

@@ -241,7 +241,7 @@ def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
     assert list(read_questions(["hub:rc.wikipedia/train"])) == [expected]
     assert hub.asked == [("mandarjoshi/trivia_qa", "rc.wikipedia")] and hub.bars
     for path, error, message in [
-            ("hub:rc.wikipedia/validation", DataError, "field 'answer' is not an object: hub:.*validation, question 0"),
+            ("hub:rc.wikipedia/validation", DataError, "'answer' is not a JSON object: hub:.*validation, question 0"),
             ("hub:rc.wikipedia/test", DataError, "no field 'entity_pages' or .*: hub:.*/test, question 0"),
             ("hub:rc.wikipedia", UsageError, "say hub:rc.wikipedia/train"), ("hub:/train", UsageError, "no such"),
             ("hub:rc.web/dev", UsageError, "no such questions on the hub: hub:rc.web/dev")]:
@@ -270,7 +270,7 @@ ANSWER = {"Value": "x", "Aliases": ["x"], "NormalizedAliases": ["x"]}
     ({"QuestionId": None}, r"no field 'QuestionId': .*Data\[0\]"),
     ({"Question": 3}, "field 'Question' is not a string.*a whole number"),
     ({"Question": "\ud800"}, "a lone surrogate"),
-    ({"EntityPages": {}}, "field 'EntityPages' is not a list.*an object"),
+    ({"EntityPages": {}}, "field 'EntityPages' is not a list.*a JSON object"),
     ({"EntityPages": ["x"]}, r"not a JSON object: .*EntityPages\[0\]"),
     ({"EntityPages": [{"Title": "x"}]}, r"no field 'Filename': .*EntityPages\[0\]"),
     ({"EntityPages": [{"Filename": "../secret.txt"}]}, "not the name of a file of evidence"),
