@@ -1,6 +1,7 @@
 """Files of JSON lines: added to, cut off by a kill, read while they grow."""
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import pytest
 from lineartime.atomic_io import (
     _hidden,
     append_json_lines,
+    locked,
     read_json_lines,
     remove_leftovers,
     replaced,
@@ -147,6 +149,22 @@ def test_a_link_is_not_followed_out_of_the_folder(tmp_path):
     with pytest.raises(ResourceError, match="cannot write"):
         write_atomically(folder / "a.json", "text")
     assert os.listdir(outside) == ["precious"] and (outside / "precious").read_text() == "kept"
+
+
+def test_a_file_that_was_renamed_while_it_was_waited_for_is_not_locked(tmp_path, monkeypatch):
+    """Else two processes that replace a file at once would write over what the first has just put there."""
+    path, lock, calls = tmp_path / "aside", fcntl.flock, []
+
+    def flock(descriptor, how):
+        calls.append(descriptor)
+        if len(calls) == 1:  # who had the lock ends now
+            os.replace(path, tmp_path / "file")
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    descriptor = locked(path, wait=True)
+    assert len(calls) == 2 and os.path.samestat(os.fstat(descriptor), path.stat())
+    os.close(descriptor)
 
 
 def test_a_folder_that_another_process_writes_is_refused(tmp_path):
