@@ -29,7 +29,6 @@ UNITS = {"classify": "nats per label", "embed": "nats per text of a pair"}
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
 """Told apart by people with any colour vision (Okabe and Ito, and a red of Tol's)."""
-LACKING = "□"
 DASHED: dict[str, Any] = {"color": "#555555", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
 
 
@@ -55,9 +54,8 @@ class Panel:
     dots: tuple[tuple[str, tuple[float, ...], str], ...] = ()
     """Of each name the numbers of its seeds, perhaps none, and what is written at the right."""
     heat: tuple[tuple[str, tuple[float | None, ...]], ...] = ()
-    """Of each name, from the top, shares between 0 and 1 from left to right: a heat map. None is left white."""
-    heat_columns: tuple[str, ...] = ()
-    """The names of its columns; by default it goes from begin to end."""
+    """Of each name, from the top, shares between 0 and 1 from left to right, from begin to end: a heat map. None is
+    left white."""
     x_scale: Literal["linear", "log", "positions"] = "linear"
     """"positions" are powers of two."""
     contexts: tuple[tuple[int, str], ...] = ()
@@ -79,7 +77,7 @@ class Picture:
 def digest(picture: Picture) -> str:
     """A hash of all that a picture is drawn from; the file carries it, so that one of older rows is found out."""
     def drawn(fields: list[tuple[str, Any]]) -> dict[str, Any]:  # older pictures know no heat maps
-        return {name: value for name, value in fields if name not in ("heat", "heat_columns") or value}
+        return {name: value for name, value in fields if name != "heat" or value}
 
     return hashlib.sha256(json.dumps(asdict(picture, dict_factory=drawn)).encode()).hexdigest()
 
@@ -95,16 +93,6 @@ def draw(picture: Picture, path: Path) -> None:
         figure_of(picture).savefig(file, format="png", facecolor="white", metadata={"Rows": digest(picture)})
 
 
-def drawable(text: str) -> str:
-    """Text with LACKING for each character that the font of pictures lacks, of which matplotlib would warn."""
-    if text.isascii():
-        return text
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    known = get_font(findfont(FontProperties())).get_charmap()
-    return "".join(each if ord(each) in known else LACKING for each in text)
-
-
 def figure_of(picture: Picture) -> "Figure":
     """Panels beside each other, in at most three columns, and one legend for all of them below."""
     from matplotlib.figure import Figure
@@ -113,8 +101,7 @@ def figure_of(picture: Picture) -> "Figure":
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
     n_rows = math.ceil(len(panels) / n_columns)
     width = max(0.3 + 4.2 * n_columns, 8)
-    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else
-                                max(3.2, 2.0 + 0.3 * len(panel.heat_columns)) for panel in panels)
+    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in panels)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
@@ -189,10 +176,7 @@ def draw_heat(axes: "Axes", panel: Panel) -> None:
                 axes.text(column, row, f"{share:.2f}".replace("0.", "."), ha="center", va="center", fontsize=8.5,
                           color="white" if share > 0.6 else "#333333")
     axes.set_yticks(range(len(names)), names)
-    if panel.heat_columns:
-        axes.set_xticks(range(len(panel.heat_columns)), panel.heat_columns, rotation=45, ha="right")
-    else:
-        axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
+    axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
     axes.grid(visible=False)
 
 
