@@ -133,17 +133,21 @@ def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_
     gradient, and ValueError for another S, or heads or buffers of another dtype or layout."""
     given: tuple[Tensor, ...] = (heads,) if isinstance(heads, Tensor) else heads
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
-    inputs = uvz_BF, *given, bias_C, kv_BSE, weight_B
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
-        raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
-    refuse_forward_mode(*inputs, *buffers)
+    check_step((uvz_BF, *given, bias_C, kv_BSE, weight_B), buffers)
     if isinstance(heads, Tensor) and heads.dtype != uvz_BF.dtype:
         raise ValueError("heads must be of uv's type")
-    if k_quad_BCS.shape[-1] != 2 * HALF.value:
-        raise ValueError(f"keys of width {k_quad_BCS.shape[-1]}; the kernel takes {2 * HALF.value}")
-    if any(buffer.dtype != uvz_BF.dtype or not buffer.is_contiguous() for buffer in buffers):
-        raise ValueError("buffers must be contiguous and of uvz's type")
     given = tuple(x.contiguous() for x in given)
     made_or_by = (*given, None, None, None, None) if isinstance(heads, Tensor) else (None, *given)
     return decode_op(uvz_BF.contiguous(), *made_or_by, bias_C.contiguous(), *buffers,
                      *(x.contiguous() for x in (kv_BSE, offset_B, first_B, weight_B)))
+
+
+def check_step(inputs: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
+    """Raise as `chunk_decode_step` does. The first input is uvz, the first buffer k_quad."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
+        raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
+    refuse_forward_mode(*inputs, *buffers)
+    if buffers[0].shape[-1] != 2 * HALF.value:
+        raise ValueError(f"keys of width {buffers[0].shape[-1]}; the kernel takes {2 * HALF.value}")
+    if any(buffer.dtype != inputs[0].dtype or not buffer.is_contiguous() for buffer in buffers):
+        raise ValueError("buffers must be contiguous and of uvz's type")

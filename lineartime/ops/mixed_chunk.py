@@ -81,6 +81,17 @@ def load_values(x, x_stride, uvz, here, token, column, n_here, F, BACKWARD: tl.c
 
 
 @triton.jit
+def enter_chunk(running, scale, state, size, column, begins, ends, here, start, E, C: tl.constexpr,
+                BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Store the state that enters a chunk, and return what of its sum goes on behind the chunk: nothing, unless its
+    document crosses the whole chunk."""
+    store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
+    if DOCUMENTS:
+        running = tl.where(crosses_chunk(begins, ends, here, start, C), running, 0.0)
+    return running
+
+
+@triton.jit
 def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_out, states, n_tokens, n_chunks, E, F,
                 C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
                 DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
@@ -104,11 +115,10 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
         g = chunk_of_step(step, place, n_chunks, R, BACKWARD, WHOLE)
         here, n_here = b.to(tl.int64) * n_tokens + g * C, tl.minimum(n_tokens - g * C, C)
         scale = tl.load(scales + b * n_chunks + g)
-        if WHOLE:  # store what enters the chunk; it ends here unless its document crosses the whole chunk
+        if WHOLE:
             state = states + (b.to(tl.int64) * n_chunks + g) * SIZE * E
-            store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
-            if DOCUMENTS:
-                running = tl.where(crosses_chunk(begins, ends, here, g * C, C), running, 0.0)
+            running = enter_chunk(running, scale, state, size, column, begins, ends, here, g * C, E, C, BACKWARD,
+                                  DOCUMENTS)
         own = tl.zeros([SIZE, BE], tl.float32)
         for start in range(0, C, BC):  # add k v of the tokens whose document leaves the chunk
             token = start + tl.arange(0, BC)
@@ -161,14 +171,15 @@ def read_state(a, state_tile, a_rows, row, n_rows, state, column, E, acc, BS: tl
 
 
 @triton.jit
-def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, each, per_head, C: tl.constexpr,
+def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, each, here, per_head, C: tl.constexpr,
                BS: tl.constexpr, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr):
     """The weights of a tile of a chunk, exactly 0 where not visible. OF_QUERIES: of queries, one a row of the tile, for
     the keys from index `at` on. Otherwise of keys, one a row, for queries. When not causal a weight has the linear
     half of the own chunk too: relu(q k^T / n + b)^2 + share q_lin k_lin^T.
 
     own_rows, other_rows: pointers to row 0 of both heads of the quadratic half; those of the linear half are two heads
-    further. first, last: the range that each row sees. each: the share of each query."""
+    further. first, last: the range that each row sees. each: the share of each query, that of the chunk's first token
+    at `here`."""
     index = at + other[None, :]
     visible = (index >= first) & (index <= last)
     distance = index - own[:, None] if OF_QUERIES else own[:, None] - index  # key minus query
@@ -176,9 +187,9 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
     weight *= weight
     if not CAUSAL:
         if OF_QUERIES:
-            share = tl.load(each + own, mask=own < n_here, other=1.0)[:, None]
+            share = tl.load(each + here + own, mask=own < n_here, other=1.0)[:, None]
         else:
-            share = tl.load(each + index, mask=index < n_here, other=1.0)
+            share = tl.load(each + here + index, mask=index < n_here, other=1.0)
         # The product accumulates onto the weight, which is divided before and multiplied after for that.
         weight = head_product(own_rows + 2 * per_head, own, n_here, other_rows + 2 * per_head, other, n_here - at,
                               weight / share, BS)
@@ -187,13 +198,13 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
 
 
 @triton.jit
-def gate_factor(uvz_row, dout_row, query, column, n_here, E, F, BACKWARD: tl.constexpr):
+def gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD: tl.constexpr):
     """silu(u), which multiplies what attention returns; BACKWARD: what multiplies it for the gradient of u.
 
     Backward, u and dout are loaded a second time here: keeping them would take too many registers."""
-    u = load_tile(uvz_row, query, column, n_here, F).to(tl.float32)
+    u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
     if BACKWARD:
-        by = load_tile(dout_row, query, column, n_here, E).to(tl.float32) * silu_slope(u)
+        by = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32) * silu_slope(u)
     else:
         by = silu(u)
     return by
@@ -232,11 +243,10 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
     query = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = visible_range(begins, ends, here, query, n_here, start, True, CAUSAL, DOCUMENTS)
     # The weights of all tiles of keys of this round, in registers.
-    each_here = each + here if not CAUSAL else each
     weights = ()
     for j in tl.static_range(ROUND * KEPT, ROUND * KEPT + N):
         weight = weigh_tile(head, query, n_here, head + per_head + j * BN * SIZE, other, j * BN, first, last, w,
-                            each_here, per_head, C, BS, True, CAUSAL)
+                            each, here, per_head, C, BS, True, CAUSAL)
         weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
     # The first rounds also read the linear half's state, a direction each.
@@ -264,7 +274,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         for j in tl.static_range(N):
             tile = (ROUND * KEPT + j) * BN
             acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
-        by = gate_factor(uvz + here * F, dout + here * E if BACKWARD else dout, query, column, n_here, E, F, BACKWARD)
+        by = gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD)
         store_tile(result + here * width, query, column, n_here, width, tl.where(finish, acc * by, acc))
     if BACKWARD and DIRECTED:
         dq = tl.where(read, dq, 0.0)
@@ -302,11 +312,10 @@ def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duv
     first, last = visible_range(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
     AT: tl.constexpr = C // BN - ROUND * KEPT - N
     # The weights of all tiles of queries of this round, in registers.
-    each_here = each + here if not CAUSAL else each
     weights = ()
     for i in tl.static_range(AT, AT + N):
         weight = weigh_tile(head + per_head, key, n_here, head + i * BN * SIZE, other, i * BN, first, last, w,
-                            each_here, per_head, C, BS, False, CAUSAL)
+                            each, here, per_head, C, BS, False, CAUSAL)
         weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
     # The first rounds also read the linear half's state, a direction each.

@@ -269,7 +269,7 @@ def test_bfloat16_is_near(name: str) -> None:
         found_BTV = model.bfloat16()(ids_BT, segment_ids_BT)
         assert found_BTV.dtype == torch.bfloat16
         assert (found_BTV.float() - wanted_BTV).norm() / wanted_BTV.norm() < 0.05
-        if config.causal:
+        if config.decodes:
             state = model.decoding_state(2)
             whole = model.hidden(ids_BT)
             pieces = [model.extend(ids_BT[:, :21], torch.tensor([21, 21]), state)]

@@ -104,7 +104,7 @@ def test_a_model_of_large_heads(name: str) -> None:
     with torch.no_grad():
         expected = exact(ids)
         assert error(half(ids), expected) < 3e-3
-    if config.causal:
+    if config.decodes:
         logits, state = prefill(half, ids[:, :6].tolist())
         for n in range(6, 11):
             assert error(logits, expected[:, n - 1]) < 3e-3
