@@ -1,7 +1,7 @@
 """What labels and vectors of documents are worth, by length: beside TF-IDF with logistic regression.
 
     python studies/documents.py --texts TEXTS --frozen small --model small [--model NAME=RUN ...]   resumable
-    python studies/documents.py --into docs/guides/documents.md                     writes the tables and the picture
+    python studies/documents.py --into benchmarks/tables/documents.md  writes the tables and the picture
 
 A model is fine-tuned (`--model`), or its vectors, as `lineartime embed` gives them, go into a logistic regression
 (`--frozen`).
@@ -432,7 +432,7 @@ def main() -> None:
         measure(given.texts, given.out, models, frozen, given.task or TASKS, given.tokens, given.rows)
     if given.into:
         rows = read_json_lines(given.rows, dict, "a row")
-        image = ROOT / "docs" / "images" / "documents.png"
+        image = ROOT / "benchmarks" / "tables" / "images" / "documents.png"
         draw(picture(rows), image)
         text = f"{tables(rows)}\n\n![Accuracy by length]({os.path.relpath(image, given.into.parent)})"
         fill_place(given.into, "documents", text)

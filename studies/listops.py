@@ -1,7 +1,7 @@
 """ListOps of the Long Range Arena (Tay et al., 2020): expressions of 500 to 2,000 symbols, each to its value, a digit.
 
     python studies/listops.py --out out/listops                     trains from nothing and tests; resumable
-    python studies/listops.py --into docs/guides/documents.md       writes the table
+    python studies/listops.py --into benchmarks/tables/documents.md       writes the table
 
 Expressions are drawn by the published rule: an argument is an operator with probability 0.25 and else a digit, to depth
 10; an operator (the least, the greatest, the median rounded down, the sum modulo 10) takes 2 to 10 arguments. As there,

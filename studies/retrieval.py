@@ -1,7 +1,7 @@
 """Which text is the other half of a document, among 1,000: vectors of a model beside TF-IDF, by length.
 
     python studies/retrieval.py --texts TEXTS --model small [--model NAME=RUN ...]   reads what has no row
-    python studies/retrieval.py --into docs/guides/documents.md                      writes the table
+    python studies/retrieval.py --into benchmarks/tables/documents.md                      writes the table
 
 A document is a passage of a book, of 4,096 tokens. Its halves are cut to the first 128, 512 or 2,048 tokens; a first
 half asks for its second among those of all documents, by cosine. A book has two or three documents, so that some of the

@@ -1,7 +1,7 @@
 """Multi-query associative recall at the sizes that Zoology publishes (Arora et al., 2023).
 
     python studies/zoology.py --measure              trains and asks what has no row; an hour and a half of one core
-    python studies/zoology.py --into docs/memory.md  writes the table
+    python studies/zoology.py --into benchmarks/tables/memory.md  writes the table
 
 Its five training sets, each step of one of them, drawn as often as their tokens are many there; its seven test sets of
 1,000 rows. Models, and training but for the length of it, are those of `python -m benchmarks recall`. There are far

@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 SOURCES = sorted(path for folder in ("tests", "lineartime", "benchmarks", "tools")
                  for path in (ROOT / folder).rglob("*.py"))
 LINK = re.compile(r"\[(?P<label>`[^`]+`|[^\]\[]+)\](?:\((?P<target>[^)\s]+)\)|\[(?P<key>\w+)\])")

@@ -29,7 +29,7 @@ def report(
     into: Annotated[list[Path] | None, typer.Option(
         help="Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, <!-- speed: begin --> or "
              "<!-- recall pairs: begin -->; may be given again.")] = None,
-    images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("docs/images"),
+    images: Annotated[Path, typer.Option(help="Folder for the pictures of --into.")] = Path("benchmarks/tables/images"),
 ) -> None:
     """The paper's numbers beside ours, as Markdown; or `speed`, or `recall`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""

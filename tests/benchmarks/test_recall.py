@@ -379,9 +379,9 @@ def test_the_noise_is_noise():
 
 
 def test_the_page_shows_the_rows():
-    """After new rows: python -m benchmarks report recall --into docs/memory.md."""
-    page = ROOT / "docs/memory.md"
-    text, images = page.read_text(encoding="utf-8"), ROOT / "docs/images"
+    """After new rows: python -m benchmarks report recall --into benchmarks/tables/memory.md."""
+    page = ROOT / "benchmarks/tables/memory.md"
+    text, images = page.read_text(encoding="utf-8"), ROOT / "benchmarks/tables/images"
     made, drawn = filled(text, page, images, "recall", study.read_rows(study.ROWS))
     assert made == text
     for name, picture in drawn.items():

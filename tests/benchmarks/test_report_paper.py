@@ -472,14 +472,14 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
 
 
 def test_the_projects_pages_are_what_its_rows_give():
-    """After new rows: python -m benchmarks report --into docs/results.md, and so for each page with a place."""
+    """After new rows: python -m benchmarks report --into benchmarks/tables/results.md, and so for each page."""
     records = read_records(ROOT / "benchmarks/rows/quality.jsonl")
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "benchmarks" / "tables").glob("*.md")]:
         if "<!-- table " in (text := page.read_text()):
-            made, drawn = filled(text, page, ROOT / "docs" / "images", "table", records)
+            made, drawn = filled(text, page, ROOT / "benchmarks" / "tables" / "images", "table", records)
             assert made == text
             for name, picture in drawn.items():
-                with Image.open(ROOT / "docs" / "images" / name) as file:
+                with Image.open(ROOT / "benchmarks" / "tables" / "images" / name) as file:
                     assert file.text["Rows"] == digest(picture), name
 
 

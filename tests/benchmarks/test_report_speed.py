@@ -22,6 +22,7 @@ from lineartime.plot import digest
 from rendered_markdown import ODD, rendered
 
 ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "benchmarks" / "tables" / "images"
 FACTS = {"commit": "0123456789abcdef", "command": "python -m benchmarks run made-up", "cpu": "Made-up CPU", "cores": 2,
          "memory_gib": 23.6, "gpu": None, "load_average": 0.25, "torch": "2.13.0", "time": "2026-01-01T00:00:00Z"}
 
@@ -335,15 +336,15 @@ def test_numbers_have_three_figures(x, text):
     assert number(x) == text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/tables/speed.md"])
 def test_the_projects_pages_are_what_its_rows_give(page):
-    """After new rows: python -m benchmarks report speed --into README.md --into docs/speed.md."""
+    """After new rows: python -m benchmarks report speed --into README.md --into benchmarks/tables/speed.md."""
     cells = read_rows(ROOT / "benchmarks/rows/speed.jsonl")
     text = (ROOT / page).read_text()
-    made, drawn = filled(text, ROOT / page, ROOT / "docs" / "images", "speed", cells)
+    made, drawn = filled(text, ROOT / page, IMAGES, "speed", cells)
     assert made == text
     for name, picture in drawn.items():
-        assert header(ROOT / "docs" / "images" / name) == digest(picture), name
+        assert header(IMAGES / name) == digest(picture), name
 
 
 def command(*arguments):

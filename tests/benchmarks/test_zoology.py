@@ -34,8 +34,8 @@ def test_a_seed_repeats_its_rows():
 
 
 def test_the_page_shows_the_rows():
-    """After new rows: python studies/zoology.py --into docs/memory.md."""
+    """After new rows: python studies/zoology.py --into benchmarks/tables/memory.md."""
     rows = read_json_lines(zoology.ROWS, dict, "a row")
-    assert zoology.table(rows) in (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    assert zoology.table(rows) in (ROOT / "benchmarks/tables/memory.md").read_text(encoding="utf-8")
     for row in rows:
         assert row["test"].keys() == {f"{length}:{n_pairs}" for length, n_pairs in zoology.TESTED}

@@ -12,7 +12,7 @@ from scripts import ROOT, loaded
 
 study = loaded("studies", "documents")
 
-GUIDE = ROOT / "docs/guides/documents.md"
+PAGE = ROOT / "benchmarks/tables/documents.md"
 BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
 
 
@@ -120,5 +120,5 @@ def test_differences_are_paired_by_seed():
 
 
 def test_the_page_shows_the_rows():
-    """After new rows: python studies/documents.py --into docs/guides/documents.md."""
-    assert study.tables(read_json_lines(study.ROWS, dict, "a row")) in GUIDE.read_text(encoding="utf-8")
+    """After new rows: python studies/documents.py --into benchmarks/tables/documents.md."""
+    assert study.tables(read_json_lines(study.ROWS, dict, "a row")) in PAGE.read_text(encoding="utf-8")

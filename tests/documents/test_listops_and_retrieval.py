@@ -157,6 +157,6 @@ def test_an_error_of_a_study_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", [listops, retrieval], ids=["listops", "retrieval"])
 def test_the_page_shows_the_rows(study) -> None:
-    """After new rows: python studies/listops.py --into docs/guides/documents.md, and so for the others."""
-    page = (ROOT / "docs/guides/documents.md").read_text(encoding="utf-8")
+    """After new rows: python studies/listops.py --into benchmarks/tables/documents.md, and so for the others."""
+    page = (ROOT / "benchmarks/tables/documents.md").read_text(encoding="utf-8")
     assert study.table(read_json_lines(study.ROWS, dict, "a row")) in page
