@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from lineartime.config import TRAIN_FIELDS, TrainConfig
+from lineartime.data.pretrained import named_folder
 from lineartime.settings import replace_fields, require, require_name
 
 TaskName = Literal["questions", "classify", "embed"]
@@ -66,7 +67,9 @@ class FineTuning:
     strict: Annotated[bool, "Refuse a pretrained run whose newest checkpoint is damaged."] = False
 
     def __post_init__(self) -> None:
-        for name in ("run", "out", "evidence"):
+        if isinstance(self.run, str):  # it may be the name of a shipped model
+            object.__setattr__(self, "run", named_folder(self.run))
+        for name in ("out", "evidence"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         require_name("task", self.task, get_args(TaskName))
