@@ -94,7 +94,7 @@ lowest:
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q uv
 	out/lowest/bin/uv pip compile -q --no-header --resolution lowest-direct --extra report --extra documents --extra triton --extra peers pyproject.toml -o out/lowest/versions.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -r out/lowest/versions.txt
-	grep -E '^(pytest|pytest-xdist|hypothesis|tensorboard)==' constraints.txt > out/lowest/tools.txt
+	grep -E '^(accelerate|psutil|pytest|pytest-xdist|hypothesis|tensorboard)==' constraints.txt > out/lowest/tools.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -c out/lowest/versions.txt -r out/lowest/tools.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q --no-deps -e .
 	PATH=$(CURDIR)/out/lowest/bin:$$PATH out/lowest/bin/python -m pytest $(TWO_PROCESSES) \
