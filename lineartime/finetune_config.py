@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from lineartime.config import TRAIN_FIELDS, TrainConfig
-from lineartime.data.pretrained import named_folder
+from lineartime.data.pretrained import named_folder, shipped_models
 from lineartime.settings import replace_fields, require, require_name
 
 TaskName = Literal["questions", "classify", "embed"]
@@ -67,9 +67,9 @@ class FineTuning:
     strict: Annotated[bool, "Refuse a pretrained run whose newest checkpoint is damaged."] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.run, str):  # it may be the name of a shipped model
+        if self.run in shipped_models():
             object.__setattr__(self, "run", named_folder(self.run))
-        for name in ("out", "evidence"):
+        for name in ("run", "out", "evidence"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         require_name("task", self.task, get_args(TaskName))
