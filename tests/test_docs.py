@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import lineartime
+
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, *sorted((ROOT / "benchmarks").rglob("*.md"))]
@@ -117,14 +119,14 @@ def test_examples_run(page: Path) -> None:
         exec(compile(code, str(page), "exec"), names)
 
 
-def test_the_layer_of_readme_decodes_what_it_computes() -> None:
+def test_the_layer_of_the_guide_decodes_what_it_computes() -> None:
     """Its example of decoding gives the rows that the layer gives at once, here in float64."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## One layer")[1].split("\n## ")[0]
-    names: dict[str, Any] = {}
+    section = (ROOT / "docs/guide.md").read_text(encoding="utf-8").split("### One layer")[1].split("\n## ")[0]
+    names: dict[str, Any] = {"torch": torch, "lineartime": lineartime}
     torch.set_default_dtype(torch.float64)
     try:
         for code in re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
-            exec(compile(code, "README.md", "exec"), names)
+            exec(compile(code, "guide.md", "exec"), names)
     finally:
         torch.set_default_dtype(torch.float32)
     decoded_BTD, x_BTD = torch.cat(names["new"], dim=1), names["x"]
