@@ -1,18 +1,32 @@
-"""Measured rows as pictures: time per token and memory against context."""
+"""All pictures: speed and memory by context, the figures of the paper, and curves of recall."""
 
 import itertools
+import math
 import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.markdown import parameters, title, tokens
-from benchmarks.speed_rows import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of
+import pandas as pd
+
+from benchmarks import Row
+from benchmarks.markdown import parameters, tokens, unique
+from benchmarks.paper.results import Results, costs, curve_of, of_cell, speedups, step_speedups
+from benchmarks.paper.tables import value
+from benchmarks.recall.report import ABOUT, learned, sizes, without_keys
+from benchmarks.recall.study import read_study
+from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
 from lineartime.plot import COLOURS, Line, Panel, Picture
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
+QUALITY = "minus nats per token"
+RING = {"marker": "o", "linestyle": "", "markersize": 7, "color": "#444444", "markerfacecolor": "white", "zorder": 4}
 
-def pictures_of(table: "DataFrame") -> dict[str, Picture]:
+
+def speed_pictures(table: "DataFrame") -> dict[str, Picture]:
     """The pictures of a table of whole models by file name, of time and of memory; none without two contexts to
     join."""
     first = table.iloc[0]
@@ -23,14 +37,14 @@ def pictures_of(table: "DataFrame") -> dict[str, Picture]:
              if first["benchmark"] == "step" else [("time", "ms", "ms per generated token")])
     pictures = {}
     for what, column, y_label in shown:
-        panels = panels_of(table, column, y_label)
+        panels = speed_panels(table, column, y_label)
         if any(len(line.points) > 1 for panel in panels for line in panel.lines):
             stem = re.sub(r"[^\w.+-]+", "-", "-".join(part for part in (*parts, what) if part))
             pictures[f"{stem}.png"] = Picture(f"{title(table)}. {first['hardware']}", panels)
     return pictures
 
 
-def panels_of(table: "DataFrame", column: str, y_label: str) -> tuple[Panel, ...]:
+def speed_panels(table: "DataFrame", column: str, y_label: str) -> tuple[Panel, ...]:
     """A panel for each type with any values, a line for each side and variant, FLASH in front."""
     known = newest(table).dropna(subset=["ms", column])
     n_variants = known.groupby("side").variant.nunique()
@@ -46,3 +60,168 @@ def panels_of(table: "DataFrame", column: str, y_label: str) -> tuple[Panel, ...
     contexts = tuple((context, tokens(context)) for context in contexts_of(table))
     return tuple(Panel(dtype, "tokens of context", y_label, tuple(drawn), contexts=contexts, log_heights=True)
                  for dtype, drawn in lines.items())
+
+
+def figures_of(results: Results) -> dict[str, Picture]:
+    """The paper's figures of a table by file name; none of what nothing is known of."""
+    if results.table.name not in FIGURES:
+        return {}
+    what, shows, panels_of = FIGURES[results.table.name]
+    panels = tuple(panel for panel in panels_of(results) if panel.lines)
+    words = f"{results.table.title}, {results.scale.name} scale. {shows}"
+    return {f"{results.table.name}-{results.scale.name}-{what}.png": Picture(words, panels)} if panels else {}
+
+
+def line(name: str, names: Iterable[str], heights: pd.DataFrame) -> Line:
+    """heights: by place, height, least and most. names: of all lines a picture may have, for their colours."""
+    ordered = sorted(names, key=lambda each: each not in IN_FRONT)
+    style = {"color": COLOURS[ordered.index(name) % len(COLOURS)]}
+    return Line(name, tuple(heights.astype(float).itertuples(name=None)),
+                style | ({"zorder": 3, "linewidth": 2.2} if name in IN_FRONT else {}))
+
+
+def lines(names: Iterable[str], heights: pd.DataFrame) -> tuple[Line, ...]:
+    """heights: by row and place, height, least and most."""
+    known = {name: of_cell(heights, name).droplevel("row").sort_index() for name in unique(names)}
+    return tuple(line(name, known, found) for name, found in known.items() if len(found))
+
+
+def cost_panels(results: Results) -> list[Panel]:
+    """Figures 5 to 8: the time of a step by context, then a panel for each context: quality, which is minus the
+    held-out loss, against steps x time. The dashed line is the best of the reference's mean curve.
+
+    Only cells that were both trained and timed are in it. The first third of every curve, where quality rises so fast
+    that the rest would be pressed together, is left out up to the dashed line. Costs ten times apart are on a
+    logarithmic scale."""
+    known, panels = costs(results), latency_panels(results)
+    unit_s, units = (60.0, "minutes") if (known.seconds * known.steps).max() < 7200 else (3600.0, "hours")
+    for column in own_columns(results):
+        best, drawn, rings, clocks = math.nan, [], [], []
+        for row in (row for row in results.rows if (row, column) in known.index):
+            cell, curve = known.loc[(row, column)], curve_of(results, row, column)
+            best, cost = float(cell.best), cell.seconds / unit_s
+            reached = cost * cell.reached
+            n_before = sum(cost * curve.index < reached) if reached > 0 else len(curve)
+            start = min(len(curve) // 3, max(n_before - 1, 0))
+            heights = (-curve).agg(["mean", "min", "max"], axis=1).set_axis(cost * curve.index)
+            drawn.append(line(row, results.table.models, heights[start:]))
+            rings += [(float(reached), -best)] if row != results.table.reference and reached > 0 else []
+            timed = results.steps.record[row, column]
+            clocks.append("processor time" if timed["clock"] == "cpu" else f"time on one {timed['gpu'] or 'processor'}")
+        ends = [each.points[-1][0] for each in drawn]
+        drawn += [Line("reaches it", tuple(rings), RING)] if rings else []
+        panels.append(Panel(title_of(results, column), f"{', '.join(unique(clocks))}, {units}", QUALITY,
+                            tuple(drawn), level=None if math.isnan(best) else -best,
+                            level_name=f"best of {results.table.reference}",
+                            x_scale="log" if ends and max(ends) > 10 * min(ends) else "linear"))
+    return panels if len(known) else []
+
+
+def latency_panels(results: Results) -> list[Panel]:
+    """Time against the context, with quartiles: per token, or where columns differ in more than the context, of a step.
+
+    Nothing without two contexts to join."""
+    of_step, steps = results.table.kind == "step", results.steps
+    contexts = {column: results.table.columns[column].context for column in own_columns(results)
+                if column in steps.index.get_level_values("column")}
+    if len(contexts) < 2:
+        return []
+    ms = steps[["median", "q1", "q3"]].div(1.0 if of_step else steps.tokens / 1000, axis=0)
+    return [Panel("Time of a training step", "tokens of context" + (" x rows" if of_step else ""),
+                  "ms" if of_step else "ms per 1,000 tokens", lines(results.table.models, by_context(ms, contexts)),
+                  contexts=tuple((context, column if of_step else tokens(context))
+                                 for column, context in contexts.items()), log_heights=True)]
+
+
+def by_context(values: pd.DataFrame, contexts: Mapping[str, int]) -> pd.DataFrame:
+    """Lines of some columns, by their contexts."""
+    return values[values.index.isin(list(contexts), level="column")].rename(index=contexts, level="column")
+
+
+def size_panels(results: Results) -> list[Panel]:
+    """Figure 3: a line for each kind of layer, a point for each size."""
+    quality = (-results.trained.loss.astype(float)).groupby(["row", "column"]).agg(["mean", "min", "max"])
+    quality["ms"] = 1000 * results.steps["median"] / results.steps.tokens
+    points = quality.dropna().rename(index=lambda row: row.split()[0], level="row").set_index("ms", append=True)
+    return [Panel(title_of(results, column), "ms per 1,000 tokens of training", QUALITY,
+                  lines((row.split()[0] for row in results.table.models),
+                        points[points.index.isin([column], level="column")].droplevel("column")))
+            for column in results.columns]
+
+
+def speedup_panels(results: Results) -> list[Panel]:
+    """Figure 1: a panel for each Transformer, FLASH's speed-up over it against the context."""
+    panels, contexts = [], {name: column.context for name, column in results.table.columns.items()}
+    for rival in (row for row in results.table.models if row != "FLASH"):
+        quality, step = (of_cell(found, "FLASH").droplevel("row")
+                         for found in (speedups(results, rival), step_speedups(results, rival)))
+        quality = quality.dropna()
+        each = pd.DataFrame(quality.seeds.tolist(), quality.index)
+        paper = pd.Series({name: value("speedup", "speedup", rival, name) for name in contexts})
+        heights = {"to the same quality": pd.DataFrame({"value": quality.value, "low": each.min(axis=1),
+                                                        "high": each.max(axis=1)}),
+                   "by the time of a step": step,
+                   "the paper's": pd.DataFrame(dict.fromkeys(step.columns, paper.dropna()))}
+        drawn = lines(heights, by_context(pd.concat(heights, names=["row", "column"]), contexts))
+        panels.append(Panel(f"Over {rival}", "tokens of context", "times as fast",
+                            drawn if len(step) or len(quality) else (), log_heights=True, level=1.0,
+                            level_name="as fast",
+                            contexts=tuple((context, tokens(context)) for context in contexts.values())))
+    return panels
+
+
+def own_columns(results: Results) -> list[str]:
+    """Those that the scale runs: not where runs of other tables are all there is."""
+    planned = {column for _, column in results.table.cells[results.scale.name]}
+    return [column for column in results.columns if column in planned]
+
+
+def title_of(results: Results, column: str) -> str:
+    """With the column's name, if it says more than its context."""
+    context = f"ontext {results.table.columns[column].context:,}"
+    return f"C{context}" if column.isdigit() else f"{column}, c{context}"
+
+
+COST = ("cost", "Quality against what training costs", cost_panels)
+FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
+    **dict.fromkeys(("mlm_c4", "lm_wiki40b", "lm_pg19", "flash_ablation", "chunk_size", "more_tokens"), COST),
+    "gau_vs_transformer": ("sizes", "Quality against the time of a step", size_panels),
+    "gpu_latency": ("latency", "Time of a training step", latency_panels),
+    "speedup": ("speedup", "FLASH's speed-up", speedup_panels)}
+"""The figure of a table: the end of its file's name, what it shows, and its panels."""
+
+
+def recall_picture(rows: Sequence[Row], task: str) -> Picture:
+    """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
+    (what, chance), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
+    models = {each.model: each for each in learned(rows, task)}
+    if len(models) > len(COLOURS):
+        models = {name: models[name] for name in read_study()["lists"]["drawn"] if name in models}
+    by_number, by_length, by_step = [], [], []
+    for (name, each), colour in zip(models.items(), COLOURS, strict=False):
+        style = {"color": colour}
+        by_number.append(Line(name, spread_points({n: each.accuracy(lengths[0], n) for n in n_facts}), style))
+        by_length.append(Line(name, spread_points({length: each.accuracy(length) for length in lengths}), style))
+        by_step.append(Line(name, tuple((step, right) for step, _, right in each.rows[0]["curve"]), style))
+    # Who knows the values of a row and not their keys; above the models, which often end there.
+    known = [without_keys(task, n) for n in n_facts]
+    dotted: dict[str, Any] = {"color": "black", "linewidth": 1.6, "marker": "", "linestyle": (0, (1, 2)), "zorder": 3}
+    mean, name = statistics.fmean(known), "the values without their keys"
+    steps = [step for each in by_step for step, _ in each.points] or [0]
+    by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), dotted))
+    by_length.append(Line(name, tuple((length, mean) for length in lengths), dotted))
+    by_step.append(Line(name, ((min(steps), mean), (max(steps), mean)), dotted))
+    guess: dict[str, Any] = {"y_label": "accuracy", "level": chance, "level_name": "a guess"}
+    return Picture(
+        f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
+        "range of the seeds; the curves over steps are of the first seed.", (
+            Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", lines=tuple(by_number),
+                  contexts=tuple((n, str(n)) for n in n_facts), **guess),
+            Panel("in longer rows, all numbers", "tokens in the row", lines=tuple(by_length),
+                  contexts=tuple((length, f"{length:,}") for length in lengths), **guess),
+            Panel("while it learns, all numbers", "step", lines=tuple(by_step), **guess)))
+
+
+def spread_points(values: Mapping[int, Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """At each place that has values: their mean, the least and the most."""
+    return tuple((place, statistics.fmean(each), min(each), max(each)) for place, each in values.items() if each)

@@ -26,22 +26,17 @@ from lineartime.atomic_io import read_json_lines, write_atomically
 CALLS = Path(__file__).with_name("gpu.toml")
 COMMITTED_ROWS = ROOT / "benchmarks" / "rows" / "quality.jsonl"
 STAGES = ("tests", "kernels", "step", "decode", "tables")
-NEEDED = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "matplotlib", "typer", "rich")
-FOR_TESTS, FOR_TABLES, FOR_PEERS = ("pytest", "xdist", "hypothesis"), ("pyarrow",), ("flash_pytorch",)
-
-say = partial(print, flush=True)
-
 FIRST_GUESS_S, TINY_GUESS_S = 75.0, 10.0
 """How long a call is thought to take before one has been measured."""
-
 SAVE_S = 40.0
 """How long before the end of a stage what trains is asked to save: it first ends its step, or its compiling."""
 
+say = partial(print, flush=True)
+
 
 def calls_of(stage: str, tiny: bool = False) -> dict[str, list[str]]:
-    """What gpu.toml lists for a stage, or its dry run; what compares with a peer only where that is installed."""
-    calls = cells.named_calls([f"tiny-{stage}" if tiny else stage], CALLS)
-    return {name: words for name, words in calls.items() if not name.startswith("gpu-peers/") or not absent(FOR_PEERS)}
+    """What gpu.toml lists for a stage, or for its dry run."""
+    return cells.named_calls([f"tiny-{stage}" if tiny else stage], CALLS)
 
 
 def rows_in(path: Path) -> list[Row]:
@@ -62,29 +57,26 @@ def make_table(name: str, words: Sequence[str], seconds: float, *, out: Path, mo
     return cells.run(command, seconds, out / "reproduce" / f"{name}.log", SAVE_S)
 
 
-def run_stage(stage: str, calls: cells.Calls, out: Path, device: str, deadline: float, guess_s: float,
-              texts: Path | None) -> bool:
-    """A stage's calls; True where none failed. texts: of the tables, the folder with those of the scale; None where
-    nothing is trained."""
+def run_stage(stage: str, out: Path, device: str, deadline: float, texts: Path, tiny: bool) -> bool:
+    """A stage's calls; True where none failed. texts: of the tables, the folder with those of the scale."""
     call = partial(cells.measure_call, rows=out / "rows.jsonl", more=["--device", device], log=out / "log.txt")
     if stage == "tables":
-        missing = absent(FOR_TABLES) if texts else []
-        if missing or (texts and not texts.is_dir()):
-            say("tables: not made, " + (f"{', '.join(missing)} is missing here" if missing else
-                f"{texts} is not there; --texts names the folder with the texts of the scale"))
+        if not tiny and not texts.is_dir():
+            say(f"tables: not made, {texts} is not there; --texts names the folder with the texts of the scale")
             return False
         if COMMITTED_ROWS.exists() and not (out / "tables.jsonl").exists():
             shutil.copyfile(COMMITTED_ROWS, out / "tables.jsonl")
-        call = partial(make_table, out=out, more=["--device", device, *(["--texts", str(texts)] if texts else [])])
-    return cells.run_calls(calls, call, done_in(out), out / "calls.jsonl", say, deadline=deadline, guess_s=guess_s)
+        more = ["--device", device, *([] if tiny else ["--texts", str(texts)])]
+        call = partial(make_table, out=out, more=more)
+    return cells.run_calls(calls_of(stage, tiny), call, done_in(out), out / "calls.jsonl", say, deadline=deadline,
+                           guess_s=TINY_GUESS_S if tiny else FIRST_GUESS_S)
 
 
 def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
-    """The tests that need a GPU, their output in tests.txt; a dry run only collects them. In several processes: most of
-    their time a processor compiles kernels. Those that have passed are in tests-passed.txt and are not run again."""
-    if missing := absent(FOR_TESTS):
-        say(f"tests: not run, {', '.join(missing)} is missing here")
-        return False
+    """The tests that need a GPU, their output in tests.txt; a dry run only collects them.
+
+    In several processes: most of their time a processor compiles kernels. Those that have passed are in
+    tests-passed.txt and are not run again."""
     text, passed = out / "tests.txt", out / "tests-passed.txt"
     before = passed.read_text(encoding="utf-8").splitlines() if passed.exists() else []
     how = ["--collect-only"] if tiny else ["-v", "-n", "8"]
@@ -94,11 +86,7 @@ def run_tests(out: Path, tiny: bool, seconds: float) -> bool:
     ended = cells.run(command, seconds, text)
     new = re.findall(r"PASSED (\S.*?) *$", text.read_text(encoding="utf-8"), re.MULTILINE)
     passed.write_text("".join(f"{name}\n" for name in [*before, *new]), encoding="utf-8")
-    if before:
-        say(f"tests: {len(before)} had passed before")
-    for line in re.findall(r"^(?:FAILED|ERROR) .*", text.read_text(encoding="utf-8"), re.MULTILINE)[:20]:
-        say(f"tests: {line}")
-    say(f"tests: {cells.last_line(text).strip('= ')}")
+    say(f"tests: {len(before)} had passed before; {cells.last_line(text).strip('= ')}; see {text}")
     nothing_left = bool(before) and "no tests ran" in cells.last_line(text)
     return ended == cells.DONE or nothing_left
 
@@ -122,22 +110,6 @@ def summarise(out: Path, tiny: bool) -> None:
     write_atomically(out / "summary.md", "\n".join(lines) + "\n")
 
 
-def absent(packages: Sequence[str]) -> list[str]:
-    return [name for name in packages if importlib.util.find_spec(name) is None]
-
-
-def check(stages: Sequence[str], device: str) -> str:
-    """What stands in the way of measuring, in one line; "" for nothing."""
-    if unknown := [stage for stage in stages if stage not in STAGES]:
-        return f"unknown stage: {unknown[0]}; it is one of {', '.join(STAGES)}"
-    if missing := absent(NEEDED):
-        return f"missing here: {', '.join(missing)}; name a Python that has them"
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if device == "cuda" and subprocess.run([sys.executable, "-c", code]).returncode:
-        return "no CUDA device here; --device cpu --tiny tries this script without one"
-    return ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tests and measurements on one GPU, resumable, from a checkout.")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all by default")
@@ -149,25 +121,25 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a dry run of models of a few weights")
     given = parser.parse_args()
-    started = time.monotonic()
-    if wrong := check(given.stages, given.device):
-        print(f"error: {wrong}", file=sys.stderr)
+    unknown = [f"unknown stage: {stage}; it is one of {', '.join(STAGES)}" for stage in given.stages
+               if stage not in STAGES]
+    unknown += [] if importlib.util.find_spec("torch") else ["torch is missing here; name a Python that has it"]
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if not unknown and given.device == "cuda" and subprocess.run([sys.executable, "-c", code]).returncode:
+        unknown = ["no CUDA device here; --device cpu --tiny tries this script without one"]
+    if unknown:
+        print(f"error: {unknown[0]}", file=sys.stderr)
         return 2
-    out, texts = given.out.resolve(), None if given.tiny else given.texts.resolve()
+    out, texts, well = given.out.resolve(), given.texts.resolve(), True
     out.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
     if given.commit:
         os.environ["LINEARTIME_COMMIT"] = given.commit
-    well = True
     for stage in given.stages or STAGES:
-        deadline = started + 60 * given.minutes
-        if stage == "tests":
-            well &= run_tests(out, given.tiny, deadline - time.monotonic())
-        else:
-            well &= run_stage(stage, calls_of(stage, given.tiny), out, given.device, deadline,
-                              TINY_GUESS_S if given.tiny else FIRST_GUESS_S, texts)
+        deadline = time.monotonic() + 60 * given.minutes
+        well &= (run_tests(out, given.tiny, 60 * given.minutes) if stage == "tests" else
+                 run_stage(stage, out, given.device, deadline, texts, given.tiny))
         summarise(out, given.tiny)
-        started = time.monotonic()
     say(f"rows     {out / 'rows.jsonl'}\nsummary  {out / 'summary.md'}")
     return 0 if well else 1
 

@@ -38,7 +38,6 @@ from sklearn.metrics import accuracy_score, f1_score  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
 
 import lineartime  # noqa: E402
-from benchmarks.markdown import markdown  # noqa: E402
 from benchmarks.pages import fill_place  # noqa: E402
 from benchmarks.paper.memory import difference_text, differences  # noqa: E402
 from benchmarks.recall.report import spread_text  # noqa: E402
@@ -49,6 +48,7 @@ from lineartime.data.tokenizer import Tokenizer  # noqa: E402
 from lineartime.documents.classify import logits_of  # noqa: E402
 from lineartime.documents.pooling import read_means  # noqa: E402
 from lineartime.finetune_config import Fields  # noqa: E402
+from lineartime.markdown import markdown  # noqa: E402
 from lineartime.plot import COLOURS, Line, Panel, Picture, draw  # noqa: E402
 from lineartime.release.provenance import provenance  # noqa: E402
 

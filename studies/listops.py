@@ -29,7 +29,6 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.markdown import markdown  # noqa: E402
 from benchmarks.measure import add_missing  # noqa: E402
 from benchmarks.pages import fill_place  # noqa: E402
 from benchmarks.recall.report import spread_text  # noqa: E402
@@ -44,6 +43,7 @@ from lineartime.documents.classify import ONE, label_losses, targets_of  # noqa:
 from lineartime.documents.pooling import padded, row_states  # noqa: E402
 from lineartime.documents.tasks import LabelObjective  # noqa: E402
 from lineartime.documents.texts import TokenizedTexts  # noqa: E402
+from lineartime.markdown import markdown  # noqa: E402
 from lineartime.model import DocumentClassifier, LanguageModel  # noqa: E402
 from lineartime.release.provenance import provenance  # noqa: E402
 from lineartime.run import Run, read_metrics  # noqa: E402

@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 from sklearn.feature_extraction.text import TfidfVectorizer  # noqa: E402
 
 import lineartime  # noqa: E402
-from benchmarks.markdown import markdown  # noqa: E402
 from benchmarks.pages import fill_place  # noqa: E402
 from benchmarks.paper.memory import difference_text, differences  # noqa: E402
 from benchmarks.recall.report import spread_text  # noqa: E402
@@ -40,6 +39,7 @@ from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E40
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.data.tokenizer import Tokenizer  # noqa: E402
+from lineartime.markdown import markdown  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
 from lineartime.release.provenance import provenance  # noqa: E402
 

@@ -20,7 +20,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.markdown import markdown  # noqa: E402
 from benchmarks.measure import add_missing  # noqa: E402
 from benchmarks.pages import fill_place  # noqa: E402
 from benchmarks.recall.measure import OnStep, Recall, Row, asked, learn, passed  # noqa: E402
@@ -30,6 +29,7 @@ from benchmarks.recall.tasks import TASKS  # noqa: E402
 from lineartime.atomic_io import read_json_lines  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.cli.terminal import Terminal, say_stopping  # noqa: E402
+from lineartime.markdown import markdown  # noqa: E402
 from lineartime.model import LanguageModel  # noqa: E402
 from lineartime.training import StopSignal  # noqa: E402
 

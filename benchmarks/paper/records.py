@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checks import require_provenance, require_times, require_types
 from benchmarks.paper.scales import Cell, Kind, key_of
-from benchmarks.speed_rows import require_provenance, require_times, require_types
 from lineartime.atomic_io import read_json_lines
 
 Record = dict[str, Any]

@@ -21,9 +21,10 @@ from pathlib import Path
 from benchmarks.cells import BENCHMARKS, LINEARTIME, last_line, started
 from benchmarks.measure import spread
 from benchmarks.paper.records import Record, by_key, read_records, records_of
-from benchmarks.paper.scales import Cell, Kind, Text, caption_of, cells_of
+from benchmarks.paper.scales import SCALES, Cell, Kind, Text, caption_of, cells_of
 from benchmarks.paper.tables import ScaleName, Settings
 from benchmarks.peers import parse_label
+from benchmarks.recall.study import measure_study
 from benchmarks.step import StepCase, benchmark_step
 from lineartime import checkpoint
 from lineartime.atomic_io import append_json_lines, read_json, write_atomically
@@ -133,6 +134,16 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
         return n_rows + run_all(jobs, records, place, stop)
 
 
+def reproduce_recall(place: Place, stop: StopSignal) -> int:
+    """Measure what the study of recall still lacks; returns how many rows were added. Raises as `reproduce`."""
+    text = SCALES["cpu"].texts["wiki40b"]
+    with checkpoint.lock(place.out):
+        if place.texts is not None:
+            prepare(text, place, stop)
+        return measure_study(place.data(text) if place.texts is not None else None, place.rows, place.tell,
+                             lambda _: stop.check("what is measured is in the rows; the same command goes on"))
+
+
 def plan_lines(table: str, scale: ScaleName, rows: Sequence[Record], n_seeds: int | None = None) -> list[str]:
     """What a table at a scale has and lacks: a line for each cell, of its first `n_seeds`, and one for each column's
     step times."""
@@ -183,7 +194,9 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
     run, rows = folder / "run", []
     given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(run)}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "settings.toml", toml(given))
+    # Numbers, truth values and plain strings are written alike in TOML and JSON.
+    write_atomically(folder / "settings.toml", "".join(f"{name} = {json.dumps(value)}\n"
+                                                       for name, value in given.items()))
     stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [
         ("train", ["train", str(folder / "settings.toml"), "--device", place.device], lambda: trained(run))]
     if cell.questions:
@@ -209,10 +222,11 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
 def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | None:
     """Score a trained run as its table says, but for what has been scored; the first failure, as `call` returns it."""
     for name, options in job.cell.table.evaluations.items():
-        if stop.number is None and not evaluation_file(folder, name).exists():
+        file = folder / f"{name}.json"
+        if stop.number is None and not file.exists():
             verb = "recurrence" if name == "recurrence" else "evaluate"
             failed = call([verb, str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
-                           "--device", place.device, "--out", str(evaluation_file(folder, name))],
+                           "--device", place.device, "--out", str(file)],
                           f"{job.label}, {name}", folder / f"{name}.log", place, stop)
             if failed:
                 return failed
@@ -221,13 +235,9 @@ def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | No
 
 def evaluated(cell: Cell, folder: Path) -> Record:
     """What a finished run's evaluations have to say, without the folders of the machine."""
-    said = {name: read_json(evaluation_file(folder, name)) for name in cell.table.evaluations}
+    said = {name: read_json(folder / f"{name}.json") for name in cell.table.evaluations}
     return {name: {key: value for key, value in each.items() if key not in ("checkpoint", "step")}
             for name, each in said.items()}
-
-
-def evaluation_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"
 
 
 def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:
@@ -283,7 +293,7 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     if stop.number is not None:
         return None
     n_ranks = place.ranks if arguments[0] in (*WITH_RANKS, "recurrence") else 1
-    program = BENCHMARKS if arguments[0] in ("recurrence", "recall") else LINEARTIME
+    program = BENCHMARKS if arguments[0] == "recurrence" else LINEARTIME
     command = program if n_ranks == 1 else [*TORCHRUN, f"--nproc-per-node={n_ranks}", *program[1:]]
     process = started([*command, *arguments], log, signal.SIGTERM, OMP_NUM_THREADS=str(place.threads))
     place.tell(f"  {label}: starts")
@@ -312,11 +322,6 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     if isinstance(error, NumericsError) or (isinstance(error, ResourceError) and error.what == "out of memory"):
         return str(error)
     raise error
-
-
-def toml(settings: Settings) -> str:
-    """Settings as TOML; its numbers, truth values and plain strings are those of JSON."""
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
 
 def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:

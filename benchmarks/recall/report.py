@@ -1,24 +1,20 @@
-"""Recall for a person: a line for each run, a table and a picture for each task."""
+"""Recall for a person: a line for each run, and a table for each task."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.recall.measure import N_DEPTHS, TIMES_LONGER, Row
+from benchmarks.markdown import source_line
+from benchmarks.recall.measure import TIMES_LONGER, Row
 from benchmarks.recall.study import TEXT, best_rate, read_study
 from benchmarks.recall.tasks import TASKS, commonest
 from benchmarks.recall.text import CHANCE, DIGITS, WHAT
-from lineartime.markdown import in_markdown
-from lineartime.plot import COLOURS, Line, Panel, Picture, draw
+from lineartime.markdown import markdown
 
 ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
 """What is asked, and the accuracy of a guess."""
-DRAWN = len(COLOURS)
-"""Models in one picture of curves. Where more have rows, those of the study's list `drawn` are."""
-ANYWHERE = ("needle", "induction", TEXT)
-"""Tasks whose facts may stand anywhere in a row."""
+MADE_BY = {"command": "python -m benchmarks reproduce recall", "device": "cpu", "threads": 1}
+"""What a row of recall need not say, as it is the same in all."""
 
 
 class Learned(NamedTuple):
@@ -102,115 +98,14 @@ def grid(rows: Sequence[Row], task: str) -> list[list[str]]:
     return lines
 
 
-def lines_of(rows: Sequence[Row]) -> list[str]:
-    """The tables of all tasks that have rows, as aligned text."""
-    lines = []
-    for task, (what, chance) in ABOUT.items():
-        if any(row["task"] == task for row in rows):
-            table = grid(rows, task)
-            widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-            lines += ["", f"{task}: {what}; chance {chance:.2g}. Accuracy after training on rows of "
-                          f"{sizes(rows, task)[0][0]} tokens, and in longer ones"]
-            lines += ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-                      for cells in table]
-    return lines
-
-
-def markdown(rows: Sequence[Row], task: str) -> str:
-    """A task's table in Markdown."""
-    head, *lines = grid(rows, task)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] + ["---:"] * (len(head) - 1), *lines))
-
-
-def picture_of(rows: Sequence[Row], task: str) -> Picture:
-    """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
-    (what, chance), models, (lengths, n_facts) = ABOUT[task], learned(rows, task), sizes(rows, task)
-
-    names = [each.model for each in models]
-    if len(names) > DRAWN:
-        names = read_study()["lists"]["drawn"]
-    models = sorted((each for each in models if each.model in names), key=lambda each: names.index(each.model))
-
-    def point(place: float, values: Sequence[float]) -> tuple[float, ...]:
-        return (place, statistics.fmean(values), min(values), max(values))
-
-    by_number, by_length, by_step = [], [], []
-    for each in models:
-        style = {"color": COLOURS[names.index(each.model)]}
-        by_number.append(Line(each.model, tuple(point(n, values) for n in n_facts
-                                                if (values := each.accuracy(lengths[0], n))), style))
-        by_length.append(Line(each.model, tuple(point(length, values) for length in lengths
-                                                if (values := each.accuracy(length))), style))
-        by_step.append(Line(each.model, tuple((step, right) for step, _, right in each.rows[0]["curve"]), style))
-
-    known = [without_keys(task, n) for n in n_facts]
-    steps = [step for line in by_step for step, _ in line.points] or [0]
-
-    def without(places: Sequence[float], heights: Sequence[float]) -> Line:
-        """Of who knows the values and not their keys; above the models, which often end there."""
-        name = "1/n" if task in TASKS and TASKS[task].distinct else "the row's commonest value"
-        return Line(name, tuple(zip(places, heights, strict=True)),
-                    {"color": "black", "linewidth": 1.6, "marker": "", "linestyle": (0, (1, 2)), "zorder": 3})
-
-    mean = statistics.fmean(known)
-    panels = (
-        Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", "accuracy",
-              (*by_number, without(n_facts, known)), contexts=tuple((n, str(n)) for n in n_facts)),
-        Panel("in longer rows, all numbers", "tokens in the row", "accuracy",
-              (*by_length, without(lengths, [mean] * len(lengths))),
-              contexts=tuple((length, f"{length:,}") for length in lengths)),
-        Panel("while it learns, all numbers", "step", "accuracy",
-              (*by_step, without([min(steps), max(steps)], [mean, mean]))))
-    return Picture(
-        f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
-        "range of the seeds; the curves over steps are of the first seed.",
-        tuple(replace(panel, level=chance, level_name="a guess") for panel in panels))
-
-
-def section(rows: Sequence[Row], task: str, show: Callable[[str, Picture], str]) -> str:
-    """A task's table and pictures in Markdown. show: draws a picture under a file name, and returns the link to it."""
+def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] = ()) -> str:
+    """A task's table in Markdown. pictures: of each the words that say what it shows, and its path."""
     own = [row for row in rows if row["task"] == task]
     if not own:
         return "Not measured yet."
-    what, chance = ABOUT[task]
-    lengths, _ = sizes(rows, task)
-    pictures = {f"recall-{task}.png": picture_of(rows, task)}
-    if task in ANYWHERE:
-        pictures[f"recall-{task}-by-place.png"] = depth_picture_of(rows, task)
-    commits = ", ".join(dict.fromkeys(str(row["commit"])[:10] for row in own))
+    (what, chance), (lengths, _) = ABOUT[task], sizes(rows, task)
     told = (f"Accuracy, {what}: of rows of {lengths[0]} tokens by number of facts, and of longer ones with all "
             f"numbers; mean of the seeds and their range. A guess has {chance:.2g}.")
-    return "\n\n".join([told, markdown(rows, task), *(f"![{picture.caption}]({show(name, picture)})"
-                                                     for name, picture in pictures.items()),
-                        f"<sub>`python -m benchmarks reproduce recall`; {len(own)} runs; commits "
-                        f"{in_markdown(commits)}.</sub>"])
-
-
-def depth_picture_of(rows: Sequence[Row], task: str) -> Picture:
-    """Accuracy by length of the row and place of the fact in it, a heat map for each model: the mean of its seeds."""
-    lengths, _ = sizes(rows, task)
-    panels = []
-    for each in learned(rows, task):
-        told = [row["depth"] for row in each.rows if "depth" in row]
-        heat = []
-        for length in map(str, lengths):
-            by_seed = [depth[length] for depth in told if length in depth] or [[None] * N_DEPTHS]
-            columns = [[share for share in column if share is not None] for column in zip(*by_seed, strict=True)]
-            heat.append((length, tuple(statistics.fmean(column) if column else None for column in columns)))
-        panels.append(Panel(each.model, "place of the fact", "tokens in the row", heat=tuple(heat)))
-    what, chance = ABOUT[task]
-    return Picture(f"Recall, {what}, by length of the row and place of the fact in it, all numbers of facts. A guess "
-                   f"has {chance:.2g}. White: no fact stands there, or the model takes no row of this length.",
-                   tuple(panels))
-
-
-def draw_pictures(rows: Sequence[Row], path: Path) -> list[Path]:
-    """Draw the curves of the first task that has rows, and by place where facts may be anywhere, in a second file named
-    after the first; returns the files. Raises ResourceError."""
-    task = next(name for name in ABOUT if any(row["task"] == name for row in rows))
-    draw(picture_of(rows, task), path)
-    if task not in ANYWHERE:
-        return [path]
-    by_place = path.with_name(f"{path.stem}-by-place.png")
-    draw(depth_picture_of(rows, task), by_place)
-    return [path, by_place]
+    head, *lines = grid(rows, task)
+    return "\n\n".join([told, markdown(head, lines, 1), *(f"![{words}]({path})" for words, path in pictures),
+                        source_line([row | MADE_BY for row in own])])

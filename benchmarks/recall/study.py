@@ -1,20 +1,22 @@
 """What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows that are there."""
 
 import math
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.recall.measure import Row, ask_at_lengths, measure
+from benchmarks.recall.measure import OnStep, Row, ask_at_lengths, measure
 from benchmarks.recall.tasks import TASKS, Task
 from benchmarks.recall.text import text_task
 from lineartime.atomic_io import append_json_lines, read_json_lines
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config
 from lineartime.evaluation import load_with_split
+from lineartime.release.provenance import provenance
 from lineartime.settings import require, require_name
 
 TEXT = "text"
@@ -104,10 +106,10 @@ def best_rate(first: Sequence[Row]) -> float:
 
 
 def measure_model(model: str, name: str, task: Task, train: TrainConfig, settings: Mapping[str, Any],
-                  rates: Sequence[float], n_seeds: int, path: Path, provenance: Callable[[], Row],
+                  rates: Sequence[float], n_seeds: int, path: Path, facts: Callable[[], Row],
                   **told: Any) -> Iterator[Row]:
     """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
-    first seed, and the `best_rate` with the others. name: the task's.
+    first seed, and the `best_rate` with the others. name: the task's. facts: where a row comes from.
 
     told: `on_step` of `measure`. Raises as `measure` and `append_json_lines` do."""
     config = config_of(model, task, settings)
@@ -118,7 +120,7 @@ def measure_model(model: str, name: str, task: Task, train: TrainConfig, setting
         if there:
             return there[-1]
         found = measure(config, task, cell.train, length=config.context, n_facts=task.n_facts, **told)
-        row = {**cell.key, **found, **provenance()}
+        row = {**cell.key, **found, **facts()}
         append_json_lines(path, [row])
         return row
 
@@ -129,6 +131,30 @@ def measure_model(model: str, name: str, task: Task, train: TrainConfig, setting
     best = best_rate(first)
     for seed in range(1, n_seeds):
         yield row_of(best, seed)
+
+
+def measure_study(data: Path | None, path: Path, tell: Callable[[str], None], on_step: OnStep) -> int:
+    """Measure what the whole study lacks, task by task; how many rows were added. data: prepared text, without which
+    the task in text is left out. Raises as `measure_model`."""
+    study, before = read_study(), len(read_rows(path))
+    for name in study["tasks"]:
+        if name == TEXT and data is None:
+            tell("the task in text is left out: give --texts the folder that holds it")
+            continue
+        task = task_of(name, data if name == TEXT else None)
+        for model in models_of(name):
+            tell(f"{name}: {model}")
+            command = {"command": shlex.join(["python", "-m", "benchmarks", "recall", model, "--task", name])}
+            rates, n_seeds = study["study"]["learning_rates"], study["study"]["seeds"]
+            for _ in measure_model(model, name, task, training(name, task, {}), {}, rates, n_seeds, path,
+                                   partial(made_by, command), on_step=on_step):
+                pass
+    return len(read_rows(path)) - before
+
+
+def made_by(command: Row) -> Row:
+    """Where a row comes from."""
+    return provenance() | command
 
 
 def ask_run(run: Path, data: Path, length: int, progress: Callable[[int], None] | None = None) -> Row:

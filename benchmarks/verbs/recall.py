@@ -29,7 +29,6 @@ def recall(
     settings: Setting = None,
     rows: Annotated[Path, typer.Option(
         "--json", help="File of rows, looked at for what is there and added to.")] = Path("out/recall.jsonl"),
-    picture: Annotated[Path | None, typer.Option("--png", help="File that gets the curves.")] = None,
 ) -> None:
     """Train small models to find in a row what was written there before, and ask them, also in longer rows.
     The same command goes on where it stopped. Trained models are asked without more training."""
@@ -88,9 +87,6 @@ def recall(
                                            on_step=on_step):
                 measured.append(row)
                 say(report.line(row))
-    for text in report.lines_of(measured):
-        say(text)
-    if picture is not None and measured:
-        for drawn in report.draw_pictures(measured, picture):
-            say(f"picture  {drawn}")
+    if measured:
+        print(f"\n{report.section(measured, task)}\n")
     say(f"rows     {rows}")

@@ -41,24 +41,17 @@ def reproduce(
             "run it by itself")
     require_name("scale", scale, SCALE_NAMES)
     size = cast(ScaleName, scale)
-    require(ranks == 1 or names != [RECALL], "the runs of recall are processes of their own", f"ranks = {ranks}",
-            "leave it out")
-    require(seeds is None or names != [RECALL], "the study of recall has its own seeds", f"seeds = {seeds}",
-            "leave it out")
+    require(names != [RECALL] or (ranks, seeds, jobs, plan) == (1, None, None, False),
+            "the study of recall takes no --ranks, --seeds, --jobs or --plan", RECALL, "leave them out")
     for option, value in (("jobs", jobs), ("ranks", ranks), ("seeds", seeds)):
         require(value is None or value >= 1, "wrong value", f"{option} = {value}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
     from benchmarks.paper import runner
-    from benchmarks.paper.recall import plan_lines, reproduce_recall
     from benchmarks.paper.records import read_records
     from lineartime.training import StopSignal
 
     path = rows or out / ("recall.jsonl" if names == [RECALL] else "rows.jsonl")
-    if plan and names == [RECALL]:
-        for line in plan_lines(runner.Place(texts, out, path, "cpu", 1, None, note)):
-            say(line)
-        return
     if plan:
         for name in names:
             for line in runner.plan_lines(name, size, read_records(path), seeds):
@@ -68,7 +61,7 @@ def reproduce(
     at_once = jobs or (1 if where == "cuda" else max((os.cpu_count() or 1) // ranks, 1))
     place = runner.Place(texts, out, path, where, at_once, seeds, note, ranks)
     with StopSignal().listening(say_stopping) as stop:
-        n_rows = (reproduce_recall(place, stop) if names == [RECALL] else
+        n_rows = (runner.reproduce_recall(place, stop) if names == [RECALL] else
                   sum(runner.reproduce(name, size, place, stop) for name in names))
     say(f"{n_rows:,} rows added to {path}" if n_rows else f"complete: {path} has every row; nothing to do.")
     if names != [RECALL]:

@@ -12,16 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from benchmarks.__main__ import app
-from benchmarks.pages import filled
-from benchmarks.paper import recall as campaign
-from benchmarks.paper.runner import Place
+from benchmarks.figures import recall_picture
 from benchmarks.recall import report, study
 from benchmarks.recall.measure import LEARNED, TIMES_LONGER, Recall, asked, learn, passed
 from benchmarks.recall.tasks import (
-    FIRST_NOISE,
     FIRST_PAIR,
     FIRST_VALUE,
     N_KEYS,
@@ -34,13 +30,11 @@ from benchmarks.recall.tasks import (
 from benchmarks.recall.text import text_task
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime.atomic_io import append_json_lines
 from lineartime.config import PRESETS, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.errors import DataError, ResourceError
+from lineartime.errors import DataError
 from lineartime.model import LanguageModel
-from lineartime.plot import digest
-from lineartime.training import StopSignal, train
+from lineartime.training import train
 from rendered_markdown import rendered
 from tiny_runs import SETTINGS, prepare_text
 
@@ -216,10 +210,10 @@ TINY = ["--set", "steps=24", "--set", "warmup_steps=2", "--set", "d_model=16", "
 
 
 def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
-    rows, picture = tmp_path / "rows.jsonl", tmp_path / "recall.png"
+    rows = tmp_path / "rows.jsonl"
     command = ["recall", "flash", "flash-quad", *TINY, "--learning-rates", "1e-3,6e-3", "--seeds", "2", "--json",
                str(rows)]
-    code, out, err = call(*command, "--png", str(picture), app=app)
+    code, out, err = call(*command, app=app)
     assert code == 0, err
     measured = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [(row["model"], row["seed"]) for row in measured] == [
@@ -229,7 +223,7 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
         assert last["learning_rate"] == max(first, second, key=study.score)["learning_rate"]
     assert measured[0]["accuracy"].keys() == {"128", "256", "512", "1024"} == measured[0]["depth"].keys()
     assert measured[3]["accuracy"].keys() == {"128"}  # its table of positions ends there
-    assert picture.read_bytes().startswith(b"\x89PNG") and "learned from step" in out
+    assert "learned from step" in out
     assert measured[0]["command"].startswith("python -m benchmarks recall flash --task pairs --set steps=24 --set ")
     assert str(tmp_path) not in rows.read_text()
     kept = rows.read_text().splitlines(keepends=True)
@@ -252,42 +246,6 @@ def test_a_study_that_is_stopped_says_so(tmp_path):
     assert process.returncode == 143 and "the same command goes on" in printed.splitlines()[-1], printed
 
 
-def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
-    content = study.read_study()
-    small = {"flash": content["models"]["flash"]}
-    monkeypatch.setattr(campaign, "read_study", lambda: content | {"tasks": {"pairs": "all", "text": "few"}})
-    monkeypatch.setattr(campaign, "models_of", lambda task: list(small))
-    told: list[str] = []
-    place = Place(None, tmp_path / "out", tmp_path / "recall.jsonl", "cpu", 2, None, told.append)
-    calls: list[list[str]] = []
-
-    def call(arguments, label, log, place, stop):
-        calls.append(arguments)
-        done = study.Cell("flash", "pairs", study.config_of("flash", TASKS["pairs"], {}),
-                          study.training("pairs", TASKS["pairs"], {})).key
-        done |= {"curve": [], "length": 128, "accuracy": {"128": {"4": 1.0}}}
-        append_json_lines(place.rows, [
-            done | {"learning_rate": rate, "seed": seed, "passed": 100 if rate == 3e-3 else None}
-            for rate, seed in ((1.5e-3, 0), (3e-3, 0), (6e-3, 0), (3e-3, 1), (3e-3, 2))])
-
-    monkeypatch.setattr(campaign, "call", call)
-    left_out = "text: left out without --texts, the folder that holds it"
-    assert campaign.plan_lines(place) == ["pairs: flash", left_out]
-    assert campaign.plan_lines(replace(place, texts=tmp_path))[1] == (
-        f"text: its text has not been prepared in {place.out}; the same command without --plan does it")
-    assert campaign.reproduce_recall(place, StopSignal()) == 5
-    assert calls == [["recall", "flash", "--task", "pairs", "--json", str(place.rows)]]
-    assert "[1/1] flash, pairs: done; 0 minutes are left" in told and any("text is left out" in line for line in told)
-    assert campaign.plan_lines(place) == ["pairs: complete", left_out]
-    assert campaign.reproduce_recall(place, StopSignal()) == 0
-    place.rows.write_text(place.rows.read_text().replace('"passed": 100', '"passed": null'))
-    assert campaign.plan_lines(place)[0] == "pairs: flash"  # the best rate is another, without more seeds
-    monkeypatch.setattr(campaign, "call", lambda *arguments: "out of memory")
-    place.rows.unlink()
-    with pytest.raises(ResourceError, match="recall cannot be measured: flash, pairs; out of memory"):
-        campaign.reproduce_recall(place, StopSignal())
-
-
 @pytest.mark.parametrize(("arguments", "match"), [
     (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
     (["--set", "data=x"], "not a setting of recall: data"), (["--set", "d_model=0"], "d_model must be at least 1"),
@@ -299,23 +257,6 @@ def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
     code, _, err = call("recall", *arguments, "--json", str(tmp_path / "rows"), app=app)
     assert_refused(code, err, 2, match)
     assert not (tmp_path / "rows").exists()
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_shortest_row_holds_all_facts_and_questions(name):
-    """And one token less does not: facts are overwritten, or cannot be placed."""
-    def fits(length: int) -> bool:
-        try:
-            rows = TASKS[name].draw(8, TASKS[name].n_facts[-1], length, torch.Generator().manual_seed(0))
-        except RuntimeError:
-            return False
-        held_BQ = rows.ids_BT.gather(1, rows.fact_BQ)
-        if name == "joint":
-            held_BQ = FIRST_VALUE + (held_BQ - FIRST_PAIR) % N_VALUES
-        separated = name != "copying" or bool((rows.ids_BT[:, rows.asked_BQ[0, 0]] == SEPARATOR).all())
-        return separated and torch.equal(held_BQ, rows.answer_BQ)
-
-    assert fits(TASKS[name].least) and not fits(TASKS[name].least - 1)
 
 
 def test_a_run_that_failed_before_its_first_score_says_so():
@@ -336,33 +277,36 @@ def test_a_table_is_of_the_best_rate():
             row("transformer++", 3e-3, 0, 1.0, 10)]
     assert report.grid(rows, "pairs")[1:] == [
         ["flash", "500, never", *["0.80 (0.70-0.90)"] * 7], ["transformer++", "10", *["1.00"] * 7]]
-    assert report.markdown(rows, "pairs").splitlines()[2].startswith("| flash | 500, never |")
-    picture = report.picture_of(rows, "pairs")
-    assert [line.name for line in picture.panels[0].lines] == ["flash", "transformer++", "the row's commonest value"]
+    picture = recall_picture(rows, "pairs")
+    assert [line.name for line in picture.panels[0].lines] == [
+        "flash", "transformer++", "the values without their keys"]
     assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
 
 
 def test_words_of_rows_are_text():
-    rows = [row("flash", 1e-3, seed, 0.5, None) | {"commit": commit}
+    rows = [row("flash", 1e-3, seed, 0.5, None) | {"commit": commit, "cpu": "a CPU", "cores": 2, "memory_gib": 24.0,
+                                                   "torch": "2.13.0"}
             for seed, commit in enumerate(("![](//a.b)", "<img src>"))]
-    made = report.section(rows, "pairs", lambda name, picture: name)
+    made = report.section(rows, "pairs", [("what it shows", "recall-pairs.png")])
     assert rendered(made)[1] == ["recall-pairs.png", "<sub>", "</sub>"]
+
+
+def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
+    content = study.read_study()
+    few = {"models": {"flash": content["models"]["flash"]}, "tasks": {"pairs": "all", "text": "few"},
+           "study": {"learning_rates": [1e-3], "seeds": 1}}
+    monkeypatch.setattr(study, "read_study", lambda: content | few)
+    monkeypatch.setattr(study, "measure", lambda *_, **__: {"curve": [], "length": 128, "passed": None})
+    told = []
+    assert study.measure_study(None, tmp_path / "rows", told.append, print) == 1
+    assert study.measure_study(None, tmp_path / "rows", told.append, print) == 0
+    assert told[0] == "pairs: flash" and "text is left out" in told[1]
 
 
 def test_of_equally_good_rates_the_one_that_learns_soonest_is_repeated():
     rows = [row("flash", 1e-3, 0, 1.0, 875), row("flash", 3e-3, 0, 1.0, 500), row("flash", 6e-3, 0, 1.0, None)]
     assert study.best_rate(rows) == 3e-3
     assert study.best_rate([*rows, row("flash", 9e-3, 0, 1.01, 1000)]) == 9e-3
-
-
-def test_a_picture_of_many_models_draws_some_and_keeps_their_colours():
-    names = [*study.read_study()["models"]]
-    many = report.picture_of([row(name, 1e-3, 0, 0.5, None) for name in names], "pairs").panels[0].lines
-    fewer = [name for name in names if name != "performer"]
-    some = report.picture_of([row(name, 1e-3, 0, 0.5, None) for name in fewer], "pairs").panels[0].lines
-    assert [line.name for line in many[:-1]] == study.read_study()["lists"]["drawn"]
-    assert {line.name: line.style["color"] for line in some}.items() <= {
-        line.name: line.style["color"] for line in many}.items()
 
 
 def test_who_knows_the_values_alone_answers_with_the_commonest():
@@ -373,39 +317,9 @@ def test_who_knows_the_values_alone_answers_with_the_commonest():
     assert (guess_B1 == answer_BQ).double().mean().item() == pytest.approx(report.without_keys("pairs", 8), abs=0.02)
 
 
-def test_the_noise_is_noise():
-    ids_BT = drawn("pairs", 4, 256).ids_BT
-    assert FIRST_NOISE <= ids_BT[:, 8:-32].min() and ids_BT[:, 8:-32].max() < SEPARATOR
-
-
-def test_the_page_shows_the_rows():
-    """After new rows: python -m benchmarks report recall --into benchmarks/tables/memory.md."""
-    page = ROOT / "benchmarks/tables/memory.md"
-    text, images = page.read_text(encoding="utf-8"), ROOT / "benchmarks/tables/images"
-    made, drawn = filled(text, page, images, "recall", study.read_rows(study.ROWS))
-    assert made == text
-    for name, picture in drawn.items():
-        with Image.open(images / name) as image:
-            assert image.text["Rows"] == digest(picture), f"{name} is of other rows"
-
-
 def test_rows_that_come_with_the_package_are_of_the_study():
     for each in study.read_rows(study.ROWS):
         assert each["task"] in [*TASKS, "text"] and each["model"] in study.models_of(each["task"]), Path(study.ROWS)
-
-
-def test_facts_anywhere_have_a_heat_map(tmp_path):
-    rows = []
-    for model, seed, right in (("flash", 0, 0.25), ("flash", 1, 0.75), ("flash, all", 0, 1.0)):
-        depth = {str(256 * times): [right] * 7 + [None] for times in TIMES_LONGER}
-        rows.append(row(model, 3e-3, seed, right, None) | {"task": "needle", "n_facts": [1, 2, 4, 8], "length": 256,
-                                                           "depth": depth, "accuracy": {
-            str(256 * times): {str(n): right for n in (1, 2, 4, 8)} for times in TIMES_LONGER}})
-    heat = report.depth_picture_of(rows, "needle").panels[0].heat
-    assert heat[0] == ("256", (*[0.5] * 7, None)) and [name for name, _ in heat] == ["256", "512", "1024", "2048"]
-    drawn = report.draw_pictures(rows, tmp_path / "a.png")
-    assert [path.name for path in drawn] == ["a.png", "a-by-place.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
 def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from benchmarks.figures import figures_of
 from benchmarks.pages import fill_pages, filled
-from benchmarks.paper.figures import pictures_of
-from benchmarks.paper.markdown import MEASURES, signed, speedup_texts, table_section, tables_shown
 from benchmarks.paper.records import read_records
+from benchmarks.paper.report import MEASURES, speedup_texts, table_section
 from benchmarks.paper.results import (
-    costs,
     curve_of,
     gaps,
     of_cell,
@@ -30,8 +29,8 @@ from benchmarks.paper.results import (
 )
 from benchmarks.paper.scales import cells_of
 from benchmarks.paper.tables import PAPER, TABLES, printed, step_speedup, value
-from benchmarks.verbs import report as cli_report
-from broken_rows import changed, lines_of_other_types, paths_of
+from benchmarks.recall.study import read_rows as read_recall
+from benchmarks.speed import read_rows as read_speed
 from lineartime.errors import DataError, UsageError, escaped
 from lineartime.plot import digest
 from made_rows import made_rows, step_row, times, train_row
@@ -132,15 +131,6 @@ def test_quality_is_that_of_the_whole_split_after_training_and_its_spread():
     assert set(results.trained.n_parameters) == {1_800_000}
 
 
-def test_perplexity_per_word_is_that_of_the_whole_split():
-    cell = cell_of("lm_pg19", "FLASH", "1024")
-    first, second = trained(cell, [(200, 4.0), (400, 3.0)], [(200, 3.0), (400, 3.5)])
-    first["held_out"] |= {"word_perplexity": 123.0}
-    second["held_out"] |= {"word_perplexity": 456.0, "n_tokens": 3000, "n_words": 1500}
-    results = results_of("lm_pg19", "cpu", [first, second])
-    assert results.trained.word_perplexity.tolist() == [123.0, 456.0]
-
-
 def test_the_newest_row_of_a_seed_counts_and_a_failed_one_only_alone():
     cell = cell_of("lm_wiki40b", "FLASH", "512")
     (old,), (new,) = trained(cell, [(800, 3.0)]), trained(cell, [(800, 2.0)])
@@ -160,16 +150,6 @@ def test_rows_of_other_settings_scales_and_texts_are_not_a_cells():
     for other in ({"scale": "gpu"}, {"text": "another"}, {"settings": {**row["settings"], "steps": 1}}):
         assert results_of("lm_wiki40b", "cpu", [row | other]).rows == []
     assert list(results_of("lm_wiki40b", "cpu", [row]).trained.index) == [("FLASH", "512", 0)]
-
-
-def test_tables_share_rows_and_sizes_differ_at_every_scale():
-    rows = trained(cell_of("lm_wiki40b", "FLASH", "512"), [(800, 3.0)])
-    lent = results_of("gap", "cpu", rows)
-    assert of_cell(lent.trained, "FLASH", "LM 512").loss.tolist() == [3.0 + WHOLE]
-    assert ("FLASH", "LM 512") not in TABLES["gap"].cells["cpu"]
-    results = results_of("gau_vs_transformer", "cpu", made_rows("gau_vs_transformer"))
-    assert set(results.rows) == set(TABLES["gau_vs_transformer"].models)
-    assert {index[:2] for index in results.trained.index} == set(TABLES["gau_vs_transformer"].cells["cpu"])
 
 
 def two_models(ours, theirs, *more, ms=(100, 300)):
@@ -199,11 +179,6 @@ def test_who_never_gets_there_has_no_speed_up():
     assert speedup_texts(results, "Transformer++")[OURS] == "--"
 
 
-def test_a_reference_that_got_worse_is_measured_to_its_best():
-    results = two_models([[(400, 4.0), (800, 3.0)]], [[(400, 4.0), (800, 4.5)]], ms=(100, 100))
-    assert speedups(results, "Transformer++").value.to_dict() == {OURS: 1.0, THEIRS: 1.0}
-
-
 def test_times_of_different_runs_are_not_divided():
     flash, plus_plus = (cell_of("lm_wiki40b", row, "512") for row in ("FLASH", "Transformer++"))
     rows = [*trained(flash, [(800, 3.0)]), *trained(plus_plus, [(800, 4.0)]), timed(flash, 100, "a"),
@@ -226,24 +201,6 @@ def test_a_columns_times_are_of_the_run_that_most_of_it_have():
     assert results.steps["median"].to_dict() == {
         ("FLASH", "512"): 100, ("FLASH-Quad", "512"): 200, ("Transformer++", "512"): 300}
     assert step_speedups(results, "Transformer++").value["FLASH", "512"] == pytest.approx(3.0)
-
-
-def test_cost_counts_the_tokens_of_a_step_and_not_of_a_micro_batch():
-    cell = cell_of("lm_wiki40b", "FLASH", "512")
-    row = timed(cell, 100)
-    row["tokens_per_step"] = 1024
-    results = results_of("lm_wiki40b", "cpu", [*trained(cell, [(800, 3.0)]), row])
-    assert results.steps["median"].tolist() == [100]
-    assert 800 * costs(results).seconds["FLASH", "512"] == pytest.approx(800 * 2 * 0.1)
-
-
-def test_fine_tuned_models_without_the_reference_have_no_speed_up(tmp_path):
-    """A table that is not finished is shown as far as it goes."""
-    rows = [row for row in made_rows("triviaqa")
-            if row["kind"] != "finetune" or row["settings"]["model"] != TABLES["triviaqa"].reference.lower()]
-    results = results_of("triviaqa", "cpu", read_records(written(tmp_path, rows)))
-    assert results.table.reference not in results.finetuned.index.get_level_values("row")
-    assert not len(MEASURES["by_finetuning"].texts(results))
 
 
 def test_a_gap_is_taken_seed_by_seed():
@@ -289,38 +246,10 @@ def test_the_paper_stands_beside_ours_and_what_was_not_run_is_said():
     assert by_step[3:] == ["1.70", "2.89 (2.72-3.07)"]
 
 
-def test_the_caption_has_what_it_takes_to_repeat_it():
-    results = results_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b"))
-    section = table_section(results)
-    for words in (results.scale.caption, "the whole held-out split at the end of training, the mean of the seeds",
-                  "1 thread of a CPU, 2 cores, 24 GiB", "bfloat16",
-                  "commit 0123456789;", "torch 2.13.0", "64 TPU-v4 cores", "\"--\" never gets there",
-                  "text wiki40b_mini-en-1024 (1,000,000 tokens to train on, 100,000 held out, vocabulary 1,024, sha256",
-                  "median (quartiles) of 5, processor time",
-                  "`python -m benchmarks reproduce lm_wiki40b --scale cpu --texts TEXTS`"):
-        assert words in section, words
-
-
-def test_a_studys_caption_is_its_own_at_the_smallest_scale():
-    for scale, own in (("cpu", True), ("gpu", False)):
-        results = results_of("more_tokens", scale, made_rows("more_tokens", scale=scale))
-        section = table_section(results)
-        assert ("4,000 steps of 4,096 tokens" in section) is own and (results.scale.caption in section) is not own
-
-
-def test_a_gpus_rows_are_told_by_their_own_clock():
-    cell = cell_of("lm_pg19", "FLASH", "8192", "gpu")
-    row = {key: value for key, value in step_row(cell).items() if key != "cpu_ms"} | {
-        "device": "cuda", "gpu": "a GPU", "clock": "gpu", "gpu_ms": {**times(50.0), "n": 7}}
-    section = table_section(results_of("lm_pg19", "gpu", [row]))
-    assert line_of(section, "Milliseconds of a step", "FLASH")[-1] == "50.0 (48.5-51.5)"
-    assert "median (quartiles) of 7, CUDA events" in section and "one a GPU, beside a CPU" in section
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_its_rows_with_and_without_any_run(name):
     without = table_section(results_of(name, "paper", []))
-    assert "not run" in without and "Ours:" not in without
+    assert "not run" in without and "commit" not in without
     results = results_of(name, "cpu", made_rows(name))
     section = table_section(results)
     assert ("not run" in section) == (len(results.steps) < len(TABLES[name].models) * len(TABLES[name].columns))
@@ -330,49 +259,12 @@ def test_every_table_has_its_rows_with_and_without_any_run(name):
     assert tables and all(len({line.count("|") for line in table}) == 1 for table in tables)
 
 
-def test_a_table_of_which_most_was_not_run_is_a_line_with_what_was():
-    results = results_of("lm_wiki40b", "cpu", [timed(cell_of("lm_wiki40b", "FLASH", "512"), 100),
-                                               *trained(cell_of("lm_wiki40b", "FLASH-Quad", "512"), [(800, 3.0)]),
-                                               *trained(cell_of("lm_wiki40b", "Transformer++", "512"), [(800, 3.0)])])
-    section = table_section(results)
-    assert "\nMilliseconds of a step: not run but for FLASH, 512: 100 (97.0-103).\n" in section
-    assert "\nSpeed-up to Transformer++'s final quality: not run.\n" in section
-    assert line_of(section, "Perplexity per token", "FLASH")[2] == "not run"
-
-
-def test_without_pandas_a_report_is_an_error_of_one_line(monkeypatch):
-    monkeypatch.setattr(cli_report, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=re.escape("pip install 'pandas>=3'")) as raised:
-        cli_report.report()
-    assert "\n" not in str(raised.value)
-
-
-def test_triviaqa_has_the_papers_columns():
-    section = table_section(results_of("triviaqa", "cpu", made_rows("triviaqa")))
-    assert line_of(section, "", "FLASH s=512 + first-to-all") == [
-        "FLASH s=512 + first-to-all", "3.24", "4.953", "73.9", "15.0", "2.78", "4.24 (4.00-4.51)", "2.69", "1.00"]
-    assert "F1 of 100 questions; that of the span that shares most words with the question: 26.0." in section
-
-
 def test_figure_1_is_of_flash_over_each_transformer():
     section = table_section(results_of("speedup", "cpu", made_rows("speedup")))
     line = line_of(section, "", "2048")
     assert (line[1], line[4]) == ("8.9", "1.6")
     assert line[3] == "2.31 (2.17-2.45)" and line[6] == "2.15 (2.03-2.29)"
     assert "At this scale not run: 1024, 4096, 8192." in section
-
-
-def test_tables_are_shown_at_the_scales_that_have_rows():
-    rows = made_rows("gap") + made_rows("gap", scale="gpu")
-    assert [each.scale.name for each in tables_shown(rows, ["gap"], [])] == ["cpu", "gpu"]
-    assert [each.scale.name for each in tables_shown(rows, ["gap"], ["gpu"])] == ["gpu"]
-    assert [each.scale.name for each in tables_shown([], ["gap"], [])] == ["cpu"]
-    assert list(dict.fromkeys(each.table.name for each in tables_shown(rows, [], []))) == list(TABLES)
-
-
-@pytest.mark.parametrize(("x", "text"), [(0.0531, "+0.053"), (-0.0531, "-0.053"), (1.234, "+1.23"), (0.0, "+0.000")])
-def test_differences_have_a_sign(x, text):
-    assert signed(x) == text
 
 
 @pytest.mark.parametrize("broken", [
@@ -385,78 +277,7 @@ def test_a_row_that_lacks_something_is_an_error_of_one_line(tmp_path, broken):
     assert "line 2" in str(raised.value) and "\n" not in str(raised.value)
 
 
-UNUSED = ("python", "lineartime", "epochs", "train_s", "exact_match", "benchmark", "model", "context_tokens", "wall_ms")
-
-
-@pytest.mark.parametrize("kind", ["train", "finetune", "step"])
-def test_every_field_that_a_table_is_made_of_is_checked(tmp_path, kind):
-    """Deleted, or of another type: an error of one line, but for what a record may lack."""
-    row = next(row for row in made_rows("triviaqa") if row["kind"] == kind)
-    unused = {*UNUSED, *(("step_ms", "peak_mib") if kind == "train" else ())}
-    for path in paths_of(row):
-        inside = path[0] in ("settings", "questions", "step_ms") and path[1:] not in (
-            (), ("seed",), ("cpu",), ("cpu", "median"))
-        if inside or unused.intersection(path) or path[-1] in ("min", "max", "bits_per_byte", "n_bytes", "perplexity",
-                                                               "n_tokens"):
-            continue
-        may_lack = path[-1] in ("commit", "gpu", "peak_mib", "n_words", "loss_by_position") or (
-            kind, path[-1]) == ("step", "n_parameters")
-        for line in [*lines_of_other_types(row, path), *([] if may_lack else [json.dumps(changed(row, path, ...))])]:
-            (tmp_path / "rows.jsonl").write_text(line + "\n")
-            with pytest.raises(DataError, match="not a row of a run") as raised:
-                read_records(tmp_path / "rows.jsonl")
-            assert "line 1; " in str(raised.value) and "\n" not in str(raised.value), path
-    less = {key: value for key, value in row.items() if key not in (*UNUSED, "commit", "gpu", "peak_mib")}
-    results = results_of("triviaqa", "cpu", read_records(written(tmp_path, [less])))
-    assert "Ours: " in table_section(results) and len(pictures_of(results)) == (kind != "step")
-
-
-def test_evaluations_in_a_row_are_checked(tmp_path):
-    row = train_row(cell_of("memory", "FLASH", "4096"), 0)
-    assert read_records(written(tmp_path, [row])) == [row]
-    for broken in [{"context_use": 3}, {"recurrence": []},
-                   *({"context_use": changed(row["context_use"], (name,), other)} for name, other in [
-                       ("losses", [1.0]), ("losses", ["x"] * 6), ("contexts", ...), ("after", 0.5),
-                       ("loss_by_position", [{"first": 1, "last": 2, "shortest": 1.0}])]),
-                   *({"recurrence": changed(row["recurrence"], (name,), other)} for name, other in [
-                       ("chunk", "x"), ("loss", ...), ("classes", [{"kind": "token", "seen": "x", "n_tokens": 1.5}]),
-                       ("classes", ...)])]:
-        with pytest.raises(DataError, match="not a row of a run"):
-            read_records(written(tmp_path, [row | broken]))
-    nothing = {"kind": "rare bigram", "seen": "not before", "n_tokens": 0, "loss": None}
-    read_records(written(tmp_path, [row | {"recurrence": row["recurrence"] | {"classes": [nothing]}}]))
-
-
-def test_a_file_that_is_not_there_or_cut_off(tmp_path):
-    assert read_records(tmp_path / "rows.jsonl") == []
-    path = written(tmp_path, made_rows("gap"))
-    path.write_text(path.read_text() + '{"kind": "tr')
-    assert read_records(path) == made_rows("gap")
-
-
 PLACE = "before\n<!-- table gap cpu: begin -->\nold\n<!-- table gap cpu: end -->\nafter\n"
-
-
-def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
-    page, images, rows = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images", made_rows("gap")
-    page.parent.mkdir()
-    page.write_text(PLACE + "<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
-    pictures = [path for path in fill_pages([page], images, "table", rows) if path.suffix == ".png"]
-    text = page.read_text()
-    assert text.startswith("before\n<!-- table gap cpu: begin -->\n\n#### Table 5")
-    assert "\nold\n" not in text and text.endswith("<!-- speed: begin -->\nkept\n<!-- speed: end -->\n")
-    assert pictures and all(f"](images/{path.name})" in text for path in pictures)
-    with Image.open(pictures[0]) as picture:
-        assert picture.text["Rows"] == digest(pictures_of(results_of("gap", "cpu", rows))[pictures[0].name])
-    fill_pages([page], images, "table", rows)
-    assert page.read_text() == text
-
-
-def test_the_speed_report_leaves_the_papers_tables_alone(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(PLACE + "<!-- speed: begin -->\nold speed\n<!-- speed: end -->\n")
-    fill_pages([page], tmp_path, "speed", [])
-    assert page.read_text().startswith(PLACE) and "old speed" not in page.read_text()
 
 
 @pytest.mark.parametrize("text", [
@@ -471,27 +292,30 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
     assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
 
 
-def test_the_projects_pages_are_what_its_rows_give():
-    """After new rows: python -m benchmarks report --into benchmarks/tables/results.md, and so for each page."""
-    records = read_records(ROOT / "benchmarks/rows/quality.jsonl")
-    for page in [ROOT / "README.md", *(ROOT / "benchmarks" / "tables").glob("*.md")]:
-        if "<!-- table " in (text := page.read_text()):
-            made, drawn = filled(text, page, ROOT / "benchmarks" / "tables" / "images", "table", records)
-            assert made == text
-            for name, picture in drawn.items():
-                with Image.open(ROOT / "benchmarks" / "tables" / "images" / name) as file:
-                    assert file.text["Rows"] == digest(picture), name
+@pytest.mark.parametrize(("kind", "read", "rows"), [
+    ("table", read_records, "quality"), ("speed", read_speed, "speed"), ("recall", read_recall, "recall")])
+def test_the_projects_pages_are_what_its_rows_give(kind, read, rows):
+    """After new rows: python -m benchmarks report [speed or recall] --into PAGE, for each page with a place."""
+    measured = read(ROOT / "benchmarks" / "rows" / f"{rows}.jsonl")
+    pages = [page for folder in (ROOT, ROOT / "docs", ROOT / "benchmarks" / "tables")
+             for page in folder.glob("*.md") if f"<!-- {kind}" in page.read_text()]
+    assert pages
+    for page in pages:
+        text = page.read_text()
+        made, drawn = filled(text, page, ROOT / "benchmarks" / "tables" / "images", kind, measured)
+        assert made == text
+        for name, picture in drawn.items():
+            with Image.open(ROOT / "benchmarks" / "tables" / "images" / name) as file:
+                assert file.text["Rows"] == digest(picture), name
 
 
 @pytest.mark.parametrize("odd", ODD)
 def test_words_of_records_are_text(tmp_path, odd):
-    names = dict.fromkeys(("cpu", "dtype", "commit", "torch", "command"), odd)
+    names = dict.fromkeys(("cpu", "commit", "torch"), odd)
     rows = [row | names for row in made_rows("gau_ablation")]
     rows[-1]["failed"] = odd
-    for row in rows:
-        row.get("data", {})["sha256"] = odd
     results = results_of("gau_ablation", "cpu", read_records(written(tmp_path, rows)))
-    pictures = [(picture.caption, name) for name, picture in pictures_of(results).items()]
+    pictures = [(picture.caption, name) for name, picture in figures_of(results).items()]
     words, more = rendered(table_section(results, pictures))
     assert all(re.fullmatch("</?(sub|details|summary)>|[\\w.+-]+[.]png", each) for each in more), more
     assert escaped(" ".join(odd.split())) in words
@@ -512,8 +336,8 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("gaps",), 2, "unknown table: gaps; did you mean gap?"),
     (("gap", "--scale", "tpu"), 2, "unknown scale: tpu"),
-    (("speed", "--scale", "cpu"), 2, "arguments that do not go together: speed takes no --scale"),
-    (("gap", "--into", "README.md"), 2, "arguments that do not go together: --into, whose places name their tables,"),
+    (("speed", "--scale", "cpu"), 2, "arguments that do not go together: --scale; leave it out"),
+    (("gap", "--into", "README.md"), 2, "arguments that do not go together: gap and --into; leave out the table"),
     (("gap", "--rows", "nothing.jsonl"), 3,
      "no rows to report: nothing.jsonl; `python -m benchmarks reproduce` writes them"),
     (("gap", "--rows", "README.md"), 3, "not a row of a run: README.md, line 1")])

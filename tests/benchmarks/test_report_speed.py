@@ -2,23 +2,15 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pandas
 import pytest
-from matplotlib.image import imread
-from PIL import Image
 
-from benchmarks.figures import pictures_of
-from benchmarks.markdown import number, ratio_table, speed_section
-from benchmarks.pages import fill_pages, filled
-from benchmarks.speed_rows import compare, read_rows, tables_of
-from benchmarks.verbs.report import report
-from broken_rows import changed, lines_of_other_types, paths_of
-from lineartime.errors import DataError, UsageError, escaped
-from lineartime.plot import digest
+from benchmarks.figures import speed_pictures
+from benchmarks.markdown import number
+from benchmarks.pages import filled
+from benchmarks.speed import compare, ratio_table, read_rows, speed_section, tables_of
+from lineartime.errors import DataError, escaped
 from rendered_markdown import ODD, rendered
 
 ROOT = Path(__file__).parents[2]
@@ -69,19 +61,11 @@ def test_words_of_rows_are_text(tmp_path, odd):
     rows = [made(model, variant=odd, failed=failed, settings={odd: odd}, **names | {"run": run})
             for run, failed in (("1", None), ("2", odd)) for model in ("flash", "transformer++", odd.replace("/", ""))]
     rows += [row | {"benchmark": odd} for row in rows]
-    for page in (speed_section(tables_of(cells_of(tmp_path, rows)), pictures=lambda table: [*pictures_of(table)]),
+    for page in (speed_section(tables_of(cells_of(tmp_path, rows)), pictures=lambda table: [*speed_pictures(table)]),
                  speed_section(tables_of(cells_of(tmp_path, rows)), shown=[odd.partition("/")[0]])):
         words, more = rendered(page)
         assert all(re.fullmatch("</?(sub|details|summary)>|[\\w.+-]+[.]png", each) for each in more), more
         assert escaped(" ".join(odd.split())) in words
-
-
-def test_steps_of_different_size_are_compared_per_token(tmp_path):
-    rows = [made(ms=100, context=16384), made("transformer++", 300, context=16384)]
-    rows[1]["tokens_per_step"] = 2 * rows[0]["tokens_per_step"]
-    both = [compare(pandas.concat(tables_of(cells_of(tmp_path, rows)), ignore_index=True), "flash", "transformer++",
-                    by_type=True)]
-    assert [*both[0].value] == pytest.approx([1.5])
 
 
 def test_each_sides_fastest_variant_counts_and_eager_meets_eager(tmp_path):
@@ -128,18 +112,6 @@ def test_where_it_loses_is_bold(tmp_path):
     assert "| bfloat16 | fastest of each | - | - | **0.33** " in ratio_table(only_table(tmp_path, rows))
 
 
-def test_flash_is_compared_with_flash_quad(tmp_path):
-    table = only_table(tmp_path, [made(ms=250), made("flash-quad", 100)])
-    assert "| FLASH-Quad | float32 | fastest of each | **0.40** " in ratio_table(table)
-
-
-def test_decoding_meets_in_each_sides_fastest_type(tmp_path):
-    rows = [made(model, ms, benchmark="decode", dtype=dtype) for model, ms, dtype in (
-        ("flash", 30, "float32"), ("flash", 20, "bfloat16"), ("transformer++", 50, "float32"),
-        ("transformer++", 60, "bfloat16"))]
-    assert "| Transformer++ | fastest of each | fastest of each | 2.50 " in ratio_table(only_table(tmp_path, rows))
-
-
 def test_contexts_that_were_read_are_not_beside_those_that_were_filled(tmp_path):
     rows = [made(model, ms, benchmark="decode", context=2048) | {"context": how} for model, ms, how in (
         ("flash", 20, "filled"), ("flash", 10, "read"), ("transformer++", 30, "filled"), ("transformer++", 30, "read"))]
@@ -156,59 +128,9 @@ def test_machines_threads_sizes_and_names_have_tables_of_their_own(tmp_path):
     assert len(only_table(tmp_path, parts)) == 2
 
 
-def test_fewer_tokens_in_a_step_are_another_table(tmp_path):
-    rows = [made(), made(run="2", ms=1)]
-    rows[1]["tokens_per_step"] = 2048
-    assert [table.n_tokens.iat[0] for table in tables_of(cells_of(tmp_path, rows))] == [8192, 2048]
-
-
-def test_the_caption_has_what_it_takes_to_repeat_it(tmp_path):
-    text = speed_section(tables_of(cells_of(
-        tmp_path, [made(), made("transformer++", 120, commit="fedcba9876543210+changes")])))
-    for words in ("1 thread of Made-up CPU", "processor time", "float32", "medians of 5, after 3 to warm up",
-                  "commit 0123456789, fedcba9876+changes", "`python -m benchmarks run made-up`", "torch 2.13.0",
-                  "allocator: keeps freed memory", "300 MiB of it the imported program", "load 0.2"):
-        assert words in text, words
-
-
-def test_a_cut_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(made()) + '\n{"run": "1", "un')
-    assert len(read_rows(path)) == 1
-    path.write_text('{"run": "1", "benchmark": "step"}\n' + json.dumps(made()) + "\n")
-    with pytest.raises(DataError, match=r"line 1; KeyError: 'device'"):
-        read_rows(path)
-    with pytest.raises(DataError, match="cannot read the rows"):
-        read_rows(tmp_path / "missing.jsonl")
-
-
 SHIPPED = [row for row in map(json.loads, (ROOT / "benchmarks/rows/speed.jsonl").read_text().splitlines())
            if row["benchmark"] != "read"]
 ONE_OF_EACH = {row["benchmark"]: row for row in SHIPPED}
-UNUSED = ("label", "config", "check", "python", "lineartime", "tokens_per_s", "repeats", "peer", "block_tokens",
-          "allocated_state_bytes", "dtype_ms", "wall_ms", "mfu", "peak_flops", "peak_flops_from", "flops_per_token",
-          "vocab_size", "d_model", "times")
-"""Fields of rows that no table or picture is made of; "wall_ms" where another clock counts."""
-
-
-def used(path):
-    return path[0] not in UNUSED and (len(path) == 1 or path == ("slowest_token_ms", "max") or not (
-        path[0] in ("settings", "slowest_token_ms") or path[-1] in ("min", "max")))
-
-
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
-def test_a_field_of_another_type_is_an_error_of_one_line(tmp_path, kind):
-    file, row = tmp_path / "rows.jsonl", ONE_OF_EACH[kind]
-    tried = 0
-    for path in filter(used, paths_of(row)):
-        for line in lines_of_other_types(row, path):
-            file.write_text(json.dumps(row) + "\n" + line + "\n")
-            with pytest.raises(DataError) as raised:
-                read_rows(file)
-            message = str(raised.value)
-            assert message.startswith(f"not a row of a measurement: {file}, line 2; ") and "\n" not in message, path
-            tried += 1
-    assert tried > 100
 
 
 @pytest.mark.parametrize("wrong", [{"q1": 0}, {"q1": -1.0}, {"q3": 0.5}, {"median": 10**9}])
@@ -219,28 +141,6 @@ def test_times_that_are_no_quartiles_are_refused(tmp_path, wrong):
         file.write_text(json.dumps(row | bad) + "\n")
         with pytest.raises(DataError, match=f"not a row of a measurement: {file}, line 1; ValueError"):
             read_rows(file)
-
-
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
-def test_a_field_that_is_missing_is_an_error_or_tables_are_made_without_it(tmp_path, kind):
-    """All that may be missing is, at once; what no table is made of is nonsense."""
-    row, missing = ONE_OF_EACH[kind], []
-    for path in filter(used, paths_of(row)):
-        less = changed(row, path, ...)
-        try:
-            cells_of(tmp_path, [row, less])
-        except DataError as error:
-            assert path[-1] in str(error) or path[0] == "clock"
-        else:
-            missing += [path] if len(path) == 1 else []
-    assert set(missing) < {(name,) for name in (
-        "cell", "variant", "commit", "gpu", "settings", "warm_up", "peak_mib", "above_import_mib", "attention",
-        "context", "batch_size", "unit", "many_tokens", "tokens_per_step", "counted_mib")}
-    for path in missing:
-        row = changed(row, path, ...)
-    row |= dict.fromkeys(set(UNUSED) & set(row) - {"wall_ms"}, "nonsense")
-    tables = tables_of(cells_of(tmp_path, [row]))
-    assert "|" in speed_section(tables) and len([pictures_of(table) for table in tables if kind != "loss"]) < 2
 
 
 def part(variant, ms, counted, run="1", benchmark="loss"):
@@ -259,26 +159,6 @@ def test_a_model_without_its_kernels_is_another_side(tmp_path):
     rows = [made(ms=50, variant="compiled"), made(ms=60), made(ms=100, attention="reference"),
             made(ms=80, attention="reference", variant="compiled")]
     assert "|\n| FLASH without kernels | float32 | fastest of each | 1.60 " in ratio_table(only_table(tmp_path, rows))
-
-
-def two_contexts():
-    return [made(), made("transformer++", 150), made(context=8192), made("transformer++", 250, context=8192)]
-
-
-def test_pages_are_filled_and_filled_again_without_a_change(tmp_path):
-    cells = cells_of(tmp_path, two_contexts())
-    page, images = tmp_path / "docs" / "page.md", tmp_path / "docs" / "images"
-    page.parent.mkdir()
-    page.write_text("before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nafter\n")
-    written = fill_pages([page], images, "speed", cells)
-    text = page.read_text()
-    assert text.startswith("before\n<!-- speed: begin -->\n\n### A training step")
-    assert text.endswith("<!-- speed: end -->\nafter\n")
-    assert "\nold\n" not in text
-    pictures = [path for path in written if path.suffix == ".png"]
-    assert len(pictures) == 2 and all(f"](images/{path.name})" in text for path in pictures)
-    fill_pages([page], images, "speed", cells)
-    assert page.read_text() == text
 
 
 def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
@@ -301,84 +181,7 @@ def test_a_place_with_names_gets_a_picture_and_a_table_of_four_lines(tmp_path):
     assert [name in made_text for name in drawn] == [True]
 
 
-@pytest.mark.parametrize("text", [
-    "nothing\n", "<!-- speed: begin -->\n", "<!-- speed: end -->\n<!-- speed: begin -->\n",
-    "<!-- speed: begin -->\n<!-- speed: end -->\n<!-- speed small: begin -->\n"])
-def test_a_page_without_a_whole_place_is_an_error_and_stays(tmp_path, text):
-    page, images = tmp_path / "page.md", tmp_path / "images"
-    page.write_text(text)
-    with pytest.raises(UsageError, match="no whole place for the tables") as raised:
-        fill_pages([page], images, "speed", cells_of(tmp_path, two_contexts()))
-    assert "\n" not in str(raised.value) and page.read_text() == text and not images.exists()
-
-
-def test_a_picture_knows_its_rows(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- speed: begin -->\n<!-- speed: end -->\n")
-    cells = cells_of(tmp_path, two_contexts())
-    fill_pages([page], tmp_path, "speed", cells)
-    (table,) = tables_of(cells)
-    time, memory = pictures = pictures_of(table)
-    assert header(tmp_path / time) == digest(pictures[time]) != header(tmp_path / memory)
-    assert imread(tmp_path / time).shape[1] > 1000
-    other = pictures_of(only_table(tmp_path, [*two_contexts()[:3], made("transformer++", 251, context=8192)]))
-    assert digest(other[time]) != digest(pictures[time])
-
-
-def header(path):
-    with Image.open(path) as picture:
-        return picture.text["Rows"]
-
-
 @pytest.mark.parametrize(("x", "text"), [(0.0123, "0.01"), (0.98765, "0.99"), (1.0, "1.00"), (9.987, "9.99"),
                                          (12.34, "12.3"), (123.4, "123"), (0, "0"), (1234.5, "1234")])
 def test_numbers_have_three_figures(x, text):
     assert number(x) == text
-
-
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/tables/speed.md"])
-def test_the_projects_pages_are_what_its_rows_give(page):
-    """After new rows: python -m benchmarks report speed --into README.md --into benchmarks/tables/speed.md."""
-    cells = read_rows(ROOT / "benchmarks/rows/speed.jsonl")
-    text = (ROOT / page).read_text()
-    made, drawn = filled(text, ROOT / page, IMAGES, "speed", cells)
-    assert made == text
-    for name, picture in drawn.items():
-        assert header(IMAGES / name) == digest(picture), name
-
-
-def command(*arguments):
-    return subprocess.run([sys.executable, "-m", "benchmarks", "report", "speed", *arguments], cwd=ROOT,
-                          capture_output=True, text=True)
-
-
-def test_the_command(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    cells_of(tmp_path, two_contexts())
-    done = command("--rows", str(rows))
-    assert done.returncode == 0 and done.stdout == speed_section(tables_of(read_rows(rows)))
-    (tmp_path / "page.md").write_text("no place")
-    done = command("--rows", str(rows), "--into", str(tmp_path / "page.md"), "--images", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: no whole place for the tables: ")
-    rows.write_text("")
-    done = command("--rows", str(rows))
-    assert done.returncode == 3 and done.stderr.splitlines() == [
-        f"error: no rows to report: {rows}; `python -m benchmarks step ... --json FILE` writes them"]
-
-
-def test_without_pandas_it_is_an_error_of_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UsageError) as raised:
-        report("speed")
-    assert str(raised.value) == ("pandas is not installed: tables are made with it; "
-                                 "pip install 'pandas>=3'")
-
-
-def test_a_report_of_text_needs_no_torch(tmp_path):
-    cells_of(tmp_path, two_contexts())
-    code = ("import sys; from lineartime.cli.verbs import main; "
-            "sys.argv[1:] = ['report', 'speed', '--rows', sys.argv[1]]\n"
-            "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules")
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.jsonl")], cwd=ROOT, check=True,
-                   capture_output=True)

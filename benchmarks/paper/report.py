@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from benchmarks.markdown import CLOCKS, folded, listed, number, provenance_words, unique
+from benchmarks.markdown import folded, listed, number, source_line, unique
 from benchmarks.paper import memory
 from benchmarks.paper.records import Record
 from benchmarks.paper.results import CELL, GAPS, Results, gaps, results_of, speedups, spread, step_speedups
 from benchmarks.paper.scales import Kind, caption_of
 from benchmarks.paper.tables import PAPER, SCALE_NAMES, TABLES, ScaleName, printed, step_speedup
 from lineartime.markdown import in_markdown, markdown
-from lineartime.release.provenance import machine
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
 four_figures = partial(number, figures=4)
@@ -218,41 +217,24 @@ def command_text(results: Results) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """What the numbers are, what failed and what is not there; folded, where they come from."""
+    """What the numbers are, what failed, what is not there, and where all of it comes from."""
     table, note = results.table, PAPER[results.table.name].get("note")
     words = [QUALITY] * bool(len(results.trained)) + [NOTES[name] for name in table.measures if name in NOTES]
+    if results.table.name == "triviaqa" and len(results.finetuned):
+        overlap = listed(f"{row['word_overlap']['f1']:.1f}" for row in results.finetuned.record)
+        words.append(f"F1 of the span that shares most words with the question: {overlap}. Fine-tuning was not timed "
+                     "side by side.")
     words += [note] if note else []
     left_out = [", ".join(name for name in every if name not in known) for every, known in (
         (table.columns, results.columns), (table.models, results.rows)) if len(known) < len(every)]
     failures = [f"{row}, {column}{'' if seed is None else f', seed {seed}'}: {in_markdown(error)}"
                 for (row, column, _, seed), error in results.failed.items()]
+    records = [*results.trained.record, *results.finetuned.record, *results.timed.record]
+    made_by = command_text(results).strip("`")
+    hardware = PAPER[table.name].get("hardware")
     return [*([f"<sub>{' '.join(words)}</sub>"] if words else []),
             *([f"At this scale {NOT_RUN}: {'; '.join(left_out)}."] if left_out else []),
             *([f"Failed: {'; '.join(failures)}."] if failures else []),
-            folded("Where these numbers come from", provenance(results))]
-
-
-def provenance(results: Results) -> str:
-    """The scale; clock, text, machine, commit and command of what was run, if only a part of it went well."""
-    steps, questions = results.steps, list(results.finetuned.record)
-    records = [*results.trained.record, *questions, *results.timed.record]
-    texts = [f"Scale {results.scale.name}: {caption_of(results.table, results.scale)}."]
-    if hardware := PAPER[results.table.name].get("hardware"):
-        texts.append(f"The paper's times are of {hardware}.")
-    words = []
-    if len(steps):
-        words.append(f"steps of {listed(f'{tokens:,}' for tokens in steps.tokens)} tokens timed side by side, median "
-                     f"(quartiles) of {listed(row[row['clock'] + '_ms']['n'] for row in steps.record)}, "
-                     f"{listed(CLOCKS[row['clock']] for row in steps.record)}")
-    words += unique(f"text {in_markdown(row['text'])} ({row['data']['train_tokens']:,} tokens to train on, "
-                    f"{row['data']['validation_tokens']:,} held out, vocabulary {row['data']['vocab_size']:,}, "
-                    f"sha256 {in_markdown(row['data']['sha256'][:10])})" for row in results.trained.record)
-    if records:
-        words += [listed(row["dtype"] for row in records), *unique(map(machine, records)),
-                  *provenance_words(records)]
-        texts.append(f"Ours: {'; '.join(words)}. Made by {command_text(results)}.")
-    if questions:
-        overlap = listed(f"{row['word_overlap']['f1']:.1f}" for row in questions)
-        texts.append(f"F1 of {listed(row['n_questions'] for row in questions)} questions; that of the span that shares "
-                     f"most words with the question: {overlap}. Fine-tuning was not timed side by side.")
-    return " ".join(texts)
+            f"<sub>Scale {results.scale.name}: {caption_of(table, results.scale)}."
+            + (f" The paper's times are of {hardware}." if hardware else "") + "</sub>",
+            *([source_line([row | {"command": made_by} for row in records])] if records else [])]
