@@ -1,5 +1,6 @@
 """`lineartime prepare`: text into tokens."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -11,37 +12,16 @@ import typer
 
 from lineartime.atomic_io import scratch_folder
 from lineartime.cli.terminal import Terminal, results_are_files, say
+from lineartime.data.prepare_config import PrepareSettings
 from lineartime.errors import DataError, UsageError
+from lineartime.settings import require
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
 
 
 def prepare(
-    given: typer.Context,
-    inputs: Annotated[list[Path] | None, typer.Argument(
-        help="Text: .txt, .md, .txt.gz, .jsonl(.gz), .json.gz, .parquet, folders of them, or `-`, one document on "
-             "stdin.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the prepared tokens.")] = ...,  # type: ignore[assignment]
-    sample: Annotated[bool, typer.Option("--sample", help="Prepare the book that ships with the package.")] = False,
-    tokenizer: Annotated[str, typer.Option(
-        help="train, bytes, the path of a tokenizer.json, or what has one: a run, an export, small.")] = "train",
-    add_tokens: Annotated[Path | None, typer.Option(
-        help="Further tokens for this tokenizer, one in each line of a file.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Size of a trained tokenizer's vocabulary.")] = 32_000,
-    held_out: Annotated[float | None, typer.Option(
-        help="Fraction of the text, at least, that is kept for validation: whole documents at equal distances, or the "
-             "end of a single one.")] = None,
-    validation: Annotated[list[Path] | None, typer.Option(help="Text for validation.")] = None,
-    test: Annotated[list[Path] | None, typer.Option(help="Text for test.")] = None,
-    text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
-    task: Annotated[str | None, typer.Option(help="Read the text as c4, wiki40b or pg19.")] = None,
-    hub: Annotated[bool, typer.Option("--hub", help="Read the task's data set from the hub, with `datasets`.")] = False,
-    documents: Annotated[int | None, typer.Option(help="With --hub: number of documents of each split.")] = None,
-    mlm: Annotated[bool, typer.Option("--mlm", help="For masked language modelling: add [MASK] and [SEP].")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Processes that tokenise; by default one per core.")] = None,
-    part: Annotated[str | None, typer.Option(
-        metavar="K/N", help="Prepare share K of N of the files, on one of N machines; needs --tokenizer.")] = None,
+    settings: PrepareSettings,
     joined: Annotated[bool, typer.Option(
         "--join", help="The inputs are the folders of all parts: check and join them.")] = False,
 ) -> None:
@@ -51,37 +31,34 @@ def prepare(
     `lineartime prepare --join PART1 PART2 ... --out DATA`, which makes what one machine would have made."""
     results_are_files()
     if joined:
-        more = [name.replace("_", "-") for name in given.params if name not in ("inputs", "out", "joined")
-                and getattr(given.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
+        more = [field.name.replace("_", "-") for field in dataclasses.fields(settings)
+                if field.name not in ("inputs", "out") and getattr(settings, field.name) != field.default]
         if more:
             raise UsageError("--join takes the folders of the parts and --out", f"--{', --'.join(more)}",
                              "leave it out: the parts have their own settings")
-    if tokenizer != "train" and getattr(given.get_parameter_source("vocab_size"), "name", "DEFAULT") != "DEFAULT":
-        raise UsageError("this tokenizer has its own vocabulary", f"--tokenizer {tokenizer} --vocab-size {vocab_size}",
-                         "leave out --vocab-size")
-    from lineartime.data.prepare import join, prepare
+    require(settings.tokenizer == "train" or settings.vocab_size is None, "this tokenizer has its own vocabulary",
+            f"--tokenizer {settings.tokenizer} --vocab-size {settings.vocab_size}", "leave out --vocab-size")
+    from lineartime.data.prepare import join, prepare_text
 
-    with Terminal(stay=True) as terminal, saved_stdin(inputs or [], out) as inputs:
+    with Terminal(stay=True) as terminal, saved_stdin(settings) as settings:
         if joined:
-            manifest = join(inputs, out, progress=terminal.count)
-            say_prepared(manifest, out)
-            return
-        manifest = prepare(inputs, out, sample=sample, tokenizer=tokenizer, add_tokens=add_tokens,
-                           vocab_size=vocab_size, held_out=held_out, validation=validation or [], test=test or [],
-                           field=text_field, task=task, hub=hub, documents=documents, mlm=mlm, jobs=jobs, part=part,
-                           progress=terminal.count)
-    say_prepared(manifest, out, part)
+            manifest = join(settings.inputs, settings.out, progress=terminal.count)
+        else:
+            manifest = prepare_text(settings, progress=terminal.count)
+    say_prepared(manifest, settings.out, settings.part)
 
 
 @contextmanager
-def saved_stdin(inputs: list[Path], out: Path) -> Iterator[list[Path]]:
-    """The inputs, with a file beside `out` in the place of `-`: text is read several times. It goes with the block."""
-    if Path("-") not in inputs:
-        yield inputs
+def saved_stdin(settings: PrepareSettings) -> Iterator[PrepareSettings]:
+    """The settings, with a file beside `out` in the place of `-`, because text is read several times. It goes with the
+    block."""
+    inputs, stdin = settings.inputs, Path("-")
+    if stdin not in inputs:
+        yield settings
         return
-    if inputs.count(Path("-")) > 1:
+    if inputs.count(stdin) > 1:
         raise UsageError("stdin is read once", "-", "name it once")
-    with scratch_folder(Path(os.path.realpath(out))) as folder:
+    with scratch_folder(Path(os.path.realpath(settings.out))) as folder:
         path = folder / "stdin.txt"
         with path.open("wb") as file:
             while block := (b"" if sys.stdin is None else sys.stdin.buffer.read(1 << 20)):
@@ -90,7 +67,7 @@ def saved_stdin(inputs: list[Path], out: Path) -> Iterator[list[Path]]:
                 file.write(block)
         if not path.stat().st_size:
             raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")
-        yield [path if each == Path("-") else each for each in inputs]
+        yield dataclasses.replace(settings, inputs=tuple(path if each == stdin else each for each in inputs))
 
 
 def say_counts(manifest: "Manifest") -> None:

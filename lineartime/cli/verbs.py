@@ -9,6 +9,7 @@ import typer
 from lineartime.cli import describe, documents, evaluate, finished, generate, prepare, questions, train
 from lineartime.cli.examples import add_examples
 from lineartime.cli.exits import exit_code
+from lineartime.cli.options import with_options
 from lineartime.cli.terminal import say, screens, shown_log
 from lineartime.distributed.ranks import WITH_RANKS, launched
 from lineartime.errors import UsageError
@@ -18,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
 for verb in (prepare.prepare, train.train, evaluate.evaluate, generate.generate, finished.export, finished.plot,
              describe.models, describe.config, describe.info, questions.finetune, questions.answer,
              documents.classify, documents.embed):
-    app.command()(verb)
+    app.command()(with_options(verb))
 add_examples(app)
 
 

@@ -77,13 +77,14 @@ def _lines(content: str) -> str:
 
 def converter(task: str | None) -> Convert | None:
     """The function that turns a record's field into text, for `read_text.read_pieces`; None if the field is text."""
-    def wiki40b(text: str, where: str) -> str:
-        try:
-            return wiki40b_text(text)
-        except ValueError as e:
-            raise DataError("not a Wiki-40B article", where, str(e)) from None
+    return _wiki40b_record if task == "wiki40b" else None
 
-    return wiki40b if task == "wiki40b" else None
+
+def _wiki40b_record(text: str, where: str) -> str:
+    try:
+        return wiki40b_text(text)
+    except ValueError as e:
+        raise DataError("not a Wiki-40B article", where, str(e)) from None
 
 
 def check_kinds(task: str | None, sources: list[Source]) -> list[str]:

@@ -5,9 +5,8 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,14 @@ class TextPart:
     """The manifest's settings, the same in all parts."""
     files: list[list[str]]
     """Split and name of every file of text, of all parts."""
-    first: int
+    first: int = 0
     """The number of this part's first file."""
-    sources: list[dict[str, Any]]
+    sources: list[dict[str, Any]] = field(default_factory=list)
     """The manifest's entries for this part's files."""
-    checked: list[list[int]]
+    checked: list[list[int]] = field(default_factory=list)
     """Documents, blank documents and characters of each."""
-    notes: list[str]
-    units: list[tuple[str, Encoded]]
+    notes: list[str] = field(default_factory=list)
+    units: list[tuple[str, Encoded]] = field(default_factory=list)
     """The split of each unit, and its hashes."""
 
     def to_json(self) -> str:
@@ -48,14 +47,6 @@ class TextPart:
 
 def _digest(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-def parse_part(text: str) -> tuple[int, int]:
-    """The numbers of `2/8`, the second of eight parts. Raises UsageError."""
-    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    numbers = (int(match[1]), int(match[2])) if match else (0, 0)
-    require(1 <= numbers[0] <= numbers[1], "wrong value", f"part = {text}", "2/8 is the second of eight parts")
-    return numbers
 
 
 def share(sizes: Sequence[int], number: int, of: int) -> range:

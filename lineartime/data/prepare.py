@@ -1,8 +1,12 @@
-"""Tokenise text once into shards. `tokens` describes the folder and reads it back."""
+"""Tokenise text once into shards. `tokens` describes the folder and reads it back.
+
+`prepare` finds the files and their splits, hashes and checks them, trains the tokenizer, tokenises units of text in
+several processes, and joins them into the shards of each split."""
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -15,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lineartime.atomic_io import (
-    MAX_LINES_BYTES,
+    hash_of,
     hashed_file,
     read_bytes,
     remove_leftovers,
@@ -23,12 +27,12 @@ from lineartime.atomic_io import (
     write_atomically,
     written_aside,
 )
-from lineartime.config import TASKS
 from lineartime.data import corpora
-from lineartime.data.parts import PART_FILE, PART_VERSION, TextPart, ordered_parts, parse_part, read_part, share
+from lineartime.data.parts import PART_FILE, PART_VERSION, TextPart, ordered_parts, read_part, share
+from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.pretrained import shipped_models, weights_folder
-from lineartime.data.read_text import MAX_LINE_BYTES
-from lineartime.data.splits import CheckedFile, Part, Reader, Slice, Source, divide, find_sources, pieces_of
+from lineartime.data.read_text import read_pieces
+from lineartime.data.splits import CheckedFile, Part, Reader, Source, check_source, divide, find_sources, pieces_of
 from lineartime.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -47,154 +51,91 @@ from lineartime.data.tokens import (
     shard_name,
     verify_file,
 )
-from lineartime.data.units import UNIT_CHARACTERS, Encoded, Unit, joined_ids, unit_file, units_of
-from lineartime.data.workers import Run, reader_of, worker_pool
+from lineartime.data.units import FINISHED, UNITS, Encoded, MadeTokenizer, Unit, encode_unit, joined_ids, units_of
+from lineartime.data.workers import Run, worker_pool
 from lineartime.errors import DataError, ResourceError
-from lineartime.settings import require, require_name
+from lineartime.settings import require
 
 logger = logging.getLogger(__name__)
 
 SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 """The book that ships with the package."""
-JOURNAL = "units.jsonl"
-"""In the unfinished folder: the tokenizer's hash, then a line for each unit that is done."""
+Progress = Callable[[str, int, int | None], None]
+"""Takes a description, the amount done, and the total (None if unknown)."""
 Show = Callable[..., Iterator[Any]]
 
 
-def prepare(inputs: Iterable[Path], out: Path, *, sample: bool = False, tokenizer: str | Path = "train",
-            add_tokens: Path | None = None, vocab_size: int = 32_000, held_out: float | None = None,
-            validation: Iterable[Path] = (), test: Iterable[Path] = (), field: str = "text", task: str | None = None,
-            hub: bool = False, documents: int | None = None, mlm: bool = False, jobs: int | None = None,
-            train_characters: int = 1 << 28,
-            shard_tokens: int = 1 << 27, max_line_bytes: int = MAX_LINE_BYTES, part: str | None = None,
-            unit_characters: int = UNIT_CHARACTERS,
-            progress: Callable[[str, int, int | None], None] | None = None) -> Manifest:
+def prepare(inputs: Iterable[Path | str], out: Path | str, *, progress: Progress | None = None,
+            **options: Any) -> Manifest:
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
-    inputs, validation, test: files or folders; `find_sources` finds the split of each file. sample: read the book that
-    ships with the package instead of inputs. held_out: at least this fraction of the text becomes the validation split,
-    as whole documents at equal distances over the input (`splits.spread_documents`); of a single document the last
-    fraction of its characters, from the next line on if one begins within 65,536 characters. tokenizer: "train"
-    (byte-level BPE of `vocab_size`, trained on at most about `train_characters` from evenly spread pieces of the train
-    split), "bytes", the path of a tokenizer.json, or a run, a checkpoint, an exported folder or a shipped model that
-    has one. add_tokens: a file of further tokens for it, see `with_tokens`. field: the JSON field or parquet column.
-    task: one of the paper's data sets, which decides how its text is read (`corpora`). hub: read the task from the hub
-    instead of inputs, of each split the first `documents`. mlm: add the tokens "[MASK]" and "[SEP]" to the tokenizer;
-    the task "c4" implies it. jobs: processes that read and tokenise, by default one for each core that this process may
-    use; they do not change the result. part: "2/8" prepares the second of eight shares of the files, for `join`; it
-    takes a tokenizer that is there, and the manifest is not written. unit_characters: what a process takes at once, and
-    what is done again after a kill; it does not change the result.
-    progress is called with a description, the amount done and the total (None if unknown): files hashed and checked,
-    characters tokenised, ids written.
-    `out` appears only when it is complete. What a killed or interrupted call has tokenised stays in a hidden folder
-    beside `out`, and the same call goes on from there. If `out` was prepared from the same text and settings it is
-    verified and kept; text on the hub is not compared again.
+    inputs: files or folders; `find_sources` finds the split of each file. options: the other fields of
+    `PrepareSettings`. progress: called with files hashed and checked, characters tokenised, ids written.
+    Raises as `prepare_text` does."""
+    options |= {name: tuple(map(Path, options[name])) for name in ("validation", "test") if name in options}
+    return prepare_text(PrepareSettings(tuple(map(Path, inputs)), Path(out), **options), progress)
+
+
+def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Manifest:
+    """`prepare` for settings.
+
+    `out` appears only when it is complete. The units of text that a killed or interrupted call has tokenised stay in a
+    hidden folder beside `out`, and the same call does not make them again. If `out` was prepared from the same text and
+    settings it is verified and kept; text on the hub is not compared again. The numbers of processes and of characters
+    in a unit do not change a byte.
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
-    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
-    require(held_out is None or 0 < held_out < 1, "wrong value", f"held_out = {held_out}", "it lies between 0 and 1")
-    for name, value in (("jobs", jobs), ("train_characters", train_characters), ("shard_tokens", shard_tokens),
-                        ("unit_characters", unit_characters),
-                        ("max_line_bytes", max_line_bytes), ("documents", 1 if documents is None else documents)):
-        require(value >= 1, "wrong value", f"{name} = {value}", "it takes 1 or more")
-    inputs, validation, test, mlm = list(inputs), list(validation), list(test), mlm or task == "c4"
-    settings: dict[str, Any] = {"held_out": held_out, "field": field, "shard_tokens": shard_tokens}
-    settings |= {"mlm": True} if mlm else {}
-    sources: list[Source] = []
-    if task is not None:
-        require_name("task", task, TASKS)
-        settings["task"] = task
-    if hub:
-        require(task is not None, "the hub has several data sets", "none is named",
-                f"give --task, one of {', '.join(corpora.HUB)}")
-        require(not (inputs or sample or validation or test or held_out), "wrong inputs", "the hub and others",
-                "a data set of the hub comes with its splits")
-        settings |= {"hub": corpora.HUB[settings["task"]][0], "documents": documents}
-    else:
-        require(documents is None, "only the hub is read in part", f"documents = {documents}", "leave it out")
-        require(sample != bool(inputs), "wrong inputs", f"{len(inputs)} and the sample" if sample else "there are none",
-                "name files or folders, or ask for the sample")
-        sources = find_sources([SAMPLE] if sample else inputs, validation, test,
-                               preferred=corpora.PREFERRED.get(task or ""))
-        require(held_out is None or all(source.split != "validation" for source in sources), "two validation splits",
-                f"held_out = {held_out}", "the inputs have one already; leave out held_out")
-    notes = corpora.check_kinds(task, sources)
-    ready = None
-    if tokenizer == "train":
-        require_vocab_size(vocab_size, mlm=mlm)
-        require(add_tokens is None, "tokens are added to a tokenizer that is there", str(add_tokens),
-                "name it: --tokenizer RUN")
-        settings |= {"tokenizer": "train", "vocab_size": vocab_size, "train_characters": train_characters}
-    else:
-        ready = byte_tokenizer(mlm=mlm) if tokenizer == "bytes" else load_tokenizer(tokenizer_file(tokenizer), mlm=mlm)
-        ready = ready if add_tokens is None else with_tokens(ready, Path(add_tokens))
-        settings["tokenizer"] = ready.sha256
-    out, shared = Path(os.path.realpath(out)), None if part is None else parse_part(part)
-    if shared:
-        require(ready is not None, "a part needs a tokenizer that is there", f"--part {part}", "make one from some of "
-                "the text with `lineartime prepare SOME --out DATA`, and name it: --tokenizer DATA/tokenizer.json")
-        require(not hub, "the hub is not read in parts", f"--part {part}", "leave out --part")
-    all_files = [[source.split, source.name] for source in sources]
-    first = 0
-    reading = {"field": "text" if hub else field, "max_line_bytes": max_line_bytes, "task": None if hub else task}
-    reader = reader_of(reading)
-    try:
-        if shared:
-            own = share([source.path.stat().st_size for source in sources], *shared)
-            sources, first = sources[own.start:own.stop], own.start
-        exists = out.exists() and not (out.is_dir() and not any(out.iterdir()))
-        if hub and exists:
-            return _already_prepared(out, settings, None)
-        with contextlib.ExitStack() as stack:
-            show = functools.partial(_shown, progress)
-            if hub:
-                asked = corpora.hub_files(settings["task"], out, documents=documents, field=field, show=show)
-                sources = find_sources(stack.enter_context(asked))
-            run = stack.enter_context(worker_pool(jobs))
-            few = sum(source.path.stat().st_size for source in sources) < unit_characters
-            hashes = dict(show("hashing", run([{"do": "hash", "path": str(source.path)} for source in sources], few),
-                               len(sources)))
-            hashed = [{"split": source.split, "name": source.name} | hashes[number]
-                      for number, source in enumerate(sources)]
-            manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", shard_tokens, {}, 0, notes, {})
-            if exists and shared:
-                _require_same_part(out, (*shared, settings, all_files, hashed))
-                return dataclasses.replace(manifest, already_prepared=True)
-            if exists:
-                return _already_prepared(out, settings, hashed)
-            _refuse_shared_text(hashed)
-            with unfinished_folder(out, JOURNAL) as folder:
-                key = {"out": out.name, "settings": settings, "text": hashed, "part": part, "all": all_files,
-                       "unit_characters": unit_characters} | ({} if held_out is None else {"held_out": "spread"})
-                files = _resumed(folder, key, sources)
-                if files is None:
-                    tasks = [{"do": "check", "reading": reading, "slice_characters": unit_characters} | source._asdict()
-                             | {"path": str(source.path)} for source in sources]
-                    found = dict(show("checking", run(tasks, few), len(sources)))
-                    files = [_checked_file(source, *found[number]) for number, source in enumerate(sources)]
-                parts = {} if shared else divide(reader, files, held_out)
-                _keep(folder, key, files)
-                ready = _tokenizer(folder, ready, lambda: _trained(reader, parts["train"], vocab_size, train_characters,
-                                                                   mlm, show))
-                units = units_of(files, parts, unit_characters)
-                encoded = _encode(folder, units, ready, reading, run, show)
-                named = [(unit.split, encoded[unit.number]) for unit in units]
-                if shared:
-                    counts = [[file.documents, file.blank, file.characters] for file in files]
-                    text_part = TextPart(PART_VERSION, *shared, settings, all_files, first, hashed, counts, notes,
-                                         named)
-                    write_atomically(folder / "units" / PART_FILE, text_part.to_json())
-                    write_atomically(folder / "units" / TOKENIZER_FILE, ready.json)
-                    os.rename(folder / "units", folder / "done")
-                    _describe(manifest, ready)
-                    for unit in units:
-                        _add(manifest.splits.setdefault(unit.split, Split()), encoded[unit.number])
-                    return manifest
-                (folder / "done").mkdir()
-                _write_folder(folder / "done", manifest, files, parts,
-                              [(split, unit, folder / "units") for split, unit in named], ready, show)
-    except OSError as e:
-        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
+    sources = [] if asked.hub else find_text(asked)
+    notes = corpora.check_kinds(asked.task, sources)
+    ready = ready_tokenizer(asked)
+    settings = manifest_settings(asked, ready)
+    out, show = Path(os.path.realpath(asked.out)), functools.partial(_shown, progress)
+    with _disk_errors(out), contextlib.ExitStack() as stack:
+        if exists := _is_taken(out):
+            remove_leftovers(out)
+            if asked.hub:
+                return _already_prepared(out, settings, None)
+        if asked.hub:
+            downloaded = corpora.hub_files(str(asked.task), out, documents=asked.documents, field=asked.field,
+                                           show=show)
+            sources = find_sources(stack.enter_context(downloaded))
+        part = None
+        if asked.share:  # one machine's share of the files
+            part = TextPart(PART_VERSION, *asked.share, settings, [[each.split, each.name] for each in sources],
+                            notes=notes)
+            own = share([source.path.stat().st_size for source in sources], *asked.share)
+            sources, part.first = sources[own.start:own.stop], own.start
+        run = stack.enter_context(worker_pool(asked.n_jobs))
+        hashed = _hash(sources, asked, run, show)
+        manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", asked.shard_tokens, {}, 0, notes, {})
+        if exists and part:
+            part.sources = hashed
+            _require_same_part(out, part)
+            return dataclasses.replace(manifest, already_prepared=True)
+        if exists:
+            return _already_prepared(out, settings, hashed)
+        _refuse_shared_text(hashed)
+        with unfinished_folder(out, worth=UNITS) as folder:
+            _make(folder, asked, sources, ready, manifest, part, run, show)
     return manifest
+
+
+def find_text(asked: PrepareSettings) -> list[Source]:
+    """The files of text, with their splits. Raises as `find_sources` does, and UsageError for two validation splits."""
+    sources = find_sources([SAMPLE] if asked.sample else asked.inputs, asked.validation, asked.test,
+                           preferred=corpora.PREFERRED.get(asked.task or ""))
+    require(asked.held_out is None or all(source.split != "validation" for source in sources), "two validation splits",
+            f"held_out = {asked.held_out}", "the inputs have one already; leave out held_out")
+    return sources
+
+
+def ready_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
+    """The tokenizer that is asked for; None for one that is to be trained on the text."""
+    if asked.tokenizer == "train":
+        require_vocab_size(asked.vocab_size or DEFAULT_VOCAB_SIZE, mlm=asked.is_masked)
+        return None
+    ready = (byte_tokenizer(mlm=asked.is_masked) if asked.tokenizer == "bytes" else
+             load_tokenizer(tokenizer_file(asked.tokenizer), mlm=asked.is_masked))
+    return ready if asked.add_tokens is None else with_tokens(ready, Path(asked.add_tokens))
 
 
 def tokenizer_file(name: str | Path) -> Path:
@@ -205,8 +146,22 @@ def tokenizer_file(name: str | Path) -> Path:
     return path / TOKENIZER_FILE if path.is_dir() else path
 
 
-def join(parts: Sequence[Path], out: Path, *,
-         progress: Callable[[str, int, int | None], None] | None = None) -> Manifest:
+def manifest_settings(asked: PrepareSettings, ready: Tokenizer | None) -> dict[str, Any]:
+    """The settings that decide what is written, as the manifest has them."""
+    settings: dict[str, Any] = {"held_out": asked.held_out, "field": asked.field, "shard_tokens": asked.shard_tokens}
+    if asked.is_masked:
+        settings["mlm"] = True
+    if asked.task is not None:
+        settings["task"] = asked.task
+    if asked.hub:
+        settings |= {"hub": corpora.HUB[settings["task"]][0], "documents": asked.documents}
+    if ready is None:
+        return settings | {"tokenizer": "train", "vocab_size": asked.vocab_size or DEFAULT_VOCAB_SIZE,
+                           "train_characters": asked.train_characters}
+    return settings | {"tokenizer": ready.sha256}
+
+
+def join(parts: Sequence[Path], out: Path, *, progress: Progress | None = None) -> Manifest:
     """Check all parts of a text (`prepare` with `part`) and join them in the new folder `out`, which is byte for byte
     what one `prepare` makes.
 
@@ -215,11 +170,12 @@ def join(parts: Sequence[Path], out: Path, *,
     out, in_order = Path(os.path.realpath(out)), ordered_parts([Path(folder) for folder in parts])
     settings, notes = in_order[0][0].settings, list(in_order[0][0].notes)
     hashed = [source for part, _ in in_order for source in part.sources]
-    files = [_checked_file(Source(source["split"], source["name"], Path(source["name"])), documents, blank, n, [])
+    files = [CheckedFile(Source(source["split"], source["name"], Path(source["name"])), documents, blank, n, [])
              for part, _ in in_order
              for source, (documents, blank, n) in zip(part.sources, part.checked, strict=True)]
-    try:
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    with _disk_errors(out):
+        if _is_taken(out):
+            remove_leftovers(out)
             return _already_prepared(out, settings, hashed)
         _refuse_shared_text(hashed)
         one = sum(file.documents for file in files if file.source.split == "train") == 1
@@ -229,12 +185,11 @@ def join(parts: Sequence[Path], out: Path, *,
         if tokenizer.sha256 != settings["tokenizer"]:
             raise DataError("damaged or missing file", in_order[0][1] / TOKENIZER_FILE, "prepare this part again")
         manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", settings["shard_tokens"], {}, 0, notes, {})
+        _describe(manifest, tokenizer)
         with written_aside(out) as folder:
             _write_folder(folder, manifest, files, divide(reader_of_nothing, files, settings["held_out"]),
                           [(split, unit, where) for part, where in in_order for split, unit in part.units], tokenizer,
                           functools.partial(_shown, progress))
-    except OSError as e:
-        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
     return manifest
 
 
@@ -243,106 +198,100 @@ def reader_of_nothing(path: Path, **place: Any) -> Iterator[Any]:
     raise AssertionError(path)
 
 
-def _checked_file(source: Source, documents: int, blank: int, characters: int, slices: Iterable[Any]) -> CheckedFile:
-    return CheckedFile(source, documents, blank, characters, [Slice(*one) for one in slices])
+@contextlib.contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    """Inside the block, an OSError is a ResourceError."""
+    try:
+        yield
+    except OSError as e:
+        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
 
 
-def _resumed(folder: Path, key: dict[str, Any], sources: list[Source]) -> list[CheckedFile] | None:
-    """What was found of the files when the same call was cut off; None where there is nothing, and then the folder is
-    emptied."""
-    if (folder / "done" / PART_FILE).exists() and not (folder / "units").exists():
-        os.rename(folder / "done", folder / "units")  # it was cut off between the last two steps
-    shutil.rmtree(folder / "done", ignore_errors=True)
-    with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
-        kept = json.loads(read_bytes(folder / "work.json", MAX_LINES_BYTES))
-        if kept["key"] == json.loads(json.dumps(key)):
-            return [_checked_file(source, *found) for source, found in zip(sources, kept["files"], strict=True)]
-    for path in folder.iterdir():
-        if path.name != "lock":
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    return None
+def _is_taken(out: Path) -> bool:
+    """Whether something is at `out`; an empty folder is nothing."""
+    return out.exists() and not (out.is_dir() and not any(out.iterdir()))
 
 
-def _keep(folder: Path, key: dict[str, Any], files: list[CheckedFile]) -> None:
-    if not (folder / "work.json").exists():
-        write_atomically(folder / "work.json", json.dumps({"key": key, "files": [file[1:] for file in files]}))
+def _are_few(sources: list[Source], asked: PrepareSettings) -> bool:
+    """Whether all text together is less than a process takes at once."""
+    return sum(source.path.stat().st_size for source in sources) < asked.unit_characters
 
 
-def _trained(reader: Reader, part: Part, vocab_size: int, train_characters: int, mlm: bool, show: Show) -> Tokenizer:
+def _hash(sources: list[Source], asked: PrepareSettings, run: Run, show: Show) -> list[dict[str, Any]]:
+    """What the manifest has of the files."""
+    found = run(hash_of, [(source.path,) for source in sources], _are_few(sources, asked))
+    hashes = list(show("hashing", found, len(sources)))
+    return [{"split": source.split, "name": source.name} | each for source, each in zip(sources, hashes, strict=True)]
+
+
+def _make(folder: Path, asked: PrepareSettings, sources: list[Source], ready: Tokenizer | None, manifest: Manifest,
+          part: TextPart | None, run: Run, show: Show) -> None:
+    """Read all text and write it as tokens to the subfolder `done` of `folder`; complete the manifest, or the part."""
+    shutil.rmtree(folder / "done", ignore_errors=True)  # of a call that was killed while it wrote
+    reader = functools.partial(read_pieces, field="text" if asked.hub else asked.field,
+                               max_line_bytes=asked.max_line_bytes,
+                               convert=corpora.converter(None if asked.hub else asked.task))
+    # All text is read once before anything is written, so that its faults are found first.
+    tasks = [(reader, source, asked.unit_characters) for source in sources]
+    files = list(show("checking", run(check_source, tasks, _are_few(sources, asked)), len(sources)))
+    parts = {} if part else divide(reader, files, asked.held_out)
+    tokenizer = ready or _trained(reader, parts["train"], asked, show)
+    _describe(manifest, tokenizer)
+    units = units_of(files, parts, asked.unit_characters)
+    encoded = _encode(folder, units, tokenizer, reader, manifest, run, show)
+    if part:
+        _write_part(folder, part, files, encoded, manifest, tokenizer)
+        return
+    (folder / "done").mkdir()
+    _write_folder(folder / "done", manifest, files, parts,
+                  [(split, unit, folder / UNITS) for split, unit in encoded], tokenizer, show)
+
+
+def _trained(reader: Reader, part: Part, asked: PrepareSettings, show: Show) -> Tokenizer:
+    """A tokenizer that is trained on pieces at equal distances."""
+    vocab_size = asked.vocab_size or DEFAULT_VOCAB_SIZE
     n_train = sum(file.characters for file in part.files)
-    every = -(-n_train // train_characters)
+    every = -(-n_train // asked.train_characters)
     sampled = itertools.islice(pieces_of(reader, part), 0, None, every)
     shown = show("training the tokenizer", sampled, n_train // every, lambda piece: len(piece.text))
     texts = itertools.chain((piece.text for piece in shown), show("learning its vocabulary", (), vocab_size))
-    return train_tokenizer(texts, vocab_size, mlm=mlm)  # the last takes as long as reading
+    return train_tokenizer(texts, vocab_size, mlm=asked.is_masked)  # the last takes as long as reading
 
 
-def _tokenizer(folder: Path, ready: Tokenizer | None, train: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer of the journal, or the one that is ready, or a trained one; then the journal begins anew."""
-    path, journal = folder / TOKENIZER_FILE, folder / JOURNAL
-    lines = _journal(journal)
-    if lines and path.exists():
-        with contextlib.suppress(DataError):
-            kept = load_tokenizer(path)
-            if kept.sha256 == lines[0].get("tokenizer") and (ready is None or ready.sha256 == kept.sha256):
-                return ready or kept
-    ready = ready or train()
-    write_atomically(path, ready.json)
-    shutil.rmtree(folder / "units", ignore_errors=True)
-    write_atomically(journal, json.dumps({"tokenizer": ready.sha256}) + "\n")
-    return ready
+def _encode(folder: Path, units: list[Unit], tokenizer: Tokenizer, reader: Reader, manifest: Manifest, run: Run,
+            show: Show) -> list[tuple[str, Encoded]]:
+    """Tokenise all units into subfolders of `folder`; returns their splits and descriptions. Those that a call for the
+    same text and tokenizer has finished are kept."""
+    begun = folder / "begun"
+    described = [manifest.settings, manifest.sources, tokenizer.sha256, [dataclasses.asdict(unit) for unit in units]]
+    key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    if not begun.exists() or read_bytes(begun) != key.encode():
+        for name in (UNITS, FINISHED):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        write_atomically(begun, key)
+    for name in (UNITS, FINISHED):
+        (folder / name).mkdir(exist_ok=True)
+    write_atomically(folder / TOKENIZER_FILE, tokenizer.json)
+    made = MadeTokenizer(folder / TOKENIZER_FILE, tokenizer.sha256, tokenizer.name, manifest.dtype)
+    results = zip(units, run(encode_unit, [(unit, reader, made, folder) for unit in units]), strict=True)
+    shown = show("tokenising", results, sum(unit.characters for unit in units), lambda item: item[0].characters)
+    return [(unit.split, encoded) for unit, encoded in shown]
 
 
-def _journal(path: Path) -> list[dict[str, Any]]:
-    """The lines of the journal up to the first that is incomplete."""
-    lines: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        for line in read_bytes(path, MAX_LINES_BYTES).splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
-            lines.append(json.loads(line))
-    return lines
-
-
-def _encode(folder: Path, units: list[Unit], tokenizer: Tokenizer, reading: dict[str, Any], run: Run,
-            show: Show) -> dict[int, Encoded]:
-    """Tokenise the units that are not done yet; returns all of them by their numbers."""
-    first, *lines = _journal(folder / JOURNAL)
-    where = folder / "units"
-    where.mkdir(exist_ok=True)
-    done: dict[int, Encoded] = {}
-    for line in lines:
-        unit = Encoded(**line)
-        with contextlib.suppress(OSError):
-            if all(unit_file(where, unit.number, kind).stat().st_size == file["bytes"]
-                   for kind, file in unit.files.items()):
-                done[unit.number] = unit
-    for path in where.iterdir():
-        if path.suffix not in (".ids", ".rows"):  # of a process that was killed
-            path.unlink()
-    write_atomically(folder / JOURNAL, "".join(json.dumps(line) + "\n" for line in (
-        first, *(dataclasses.asdict(unit) for unit in done.values()))))
-    left = [unit for unit in units if unit.number not in done]
-    made = {"path": str(folder / TOKENIZER_FILE), "sha256": tokenizer.sha256, "name": tokenizer.name,
-            "dtype": _dtype(tokenizer)}
-    tasks = [{"do": "encode", "reading": reading, "unit": dataclasses.asdict(unit), "tokenizer": made,
-              "folder": str(where)} for unit in left]
-    results = itertools.chain(((unit, None) for unit in units if unit.number in done),
-                              ((left[number], result) for number, result in run(tasks, False)))
-    total = sum(unit.characters for unit in units)
-    with (folder / JOURNAL).open("ab") as journal:
-        for unit, result in show("tokenising", results, total, lambda item: item[0].characters):
-            if result is None:
-                continue
-            pid = result.pop("pid")
-            for kind in result["files"]:
-                path = unit_file(where, unit.number, kind)
-                os.replace(path.with_name(f"{path.name}.{pid}"), path)
-            journal.write(json.dumps(result).encode() + b"\n")
-            journal.flush()
-            os.fsync(journal.fileno())
-            done[unit.number] = Encoded(**result)
-    return done
+def _write_part(folder: Path, part: TextPart, files: list[CheckedFile], encoded: list[tuple[str, Encoded]],
+                manifest: Manifest, tokenizer: Tokenizer) -> None:
+    """Make the folder of units a part, and count what it holds."""
+    part.sources, part.units = manifest.sources, encoded
+    part.checked = [[file.documents, file.blank, file.characters] for file in files]
+    write_atomically(folder / UNITS / PART_FILE, part.to_json())
+    write_atomically(folder / UNITS / TOKENIZER_FILE, tokenizer.json)
+    for split, unit in encoded:
+        counts = manifest.splits.setdefault(split, Split())
+        counts.documents += unit.rows - unit.open
+        counts.tokens += unit.ids
+        counts.words += unit.words
+        counts.bytes += unit.bytes
+    os.rename(folder / UNITS, folder / "done")
 
 
 def _describe(manifest: Manifest, tokenizer: Tokenizer) -> None:
@@ -350,18 +299,7 @@ def _describe(manifest: Manifest, tokenizer: Tokenizer) -> None:
                           "end_of_document": tokenizer.end_of_document}
     if tokenizer.mask is not None:
         manifest.tokenizer |= {"mask": tokenizer.mask, "separator": tokenizer.separator, "special": tokenizer.special}
-    manifest.dtype = _dtype(tokenizer)
-
-
-def _add(split: Split, unit: Encoded) -> None:
-    split.documents += unit.rows - unit.open
-    split.tokens += unit.ids
-    split.words += unit.words
-    split.bytes += unit.bytes
-
-
-def _dtype(tokenizer: Tokenizer) -> str:
-    return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    manifest.dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
 
 
 def _add_notes(manifest: Manifest, tokenizer: Tokenizer, keeps: bool) -> None:
@@ -384,7 +322,6 @@ def _refuse_shared_text(sources: list[dict[str, Any]]) -> None:
 
 
 def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[str, Any]] | None) -> Manifest:
-    remove_leftovers(out)
     require((out / DATA_MANIFEST).is_file(), "the output exists and is not a prepared folder", str(out),
             "choose another")
     manifest = read_manifest(out)
@@ -397,18 +334,17 @@ def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[st
     return dataclasses.replace(manifest, already_prepared=True)
 
 
-def _require_same_part(out: Path, asked: tuple[Any, ...]) -> None:
-    remove_leftovers(out)
+def _require_same_part(out: Path, asked: TextPart) -> None:
     require((out / PART_FILE).is_file(), "the output exists and is not a part", str(out), "choose another")
     part = read_part(out)
-    require((part.number, part.of, part.settings, part.files, part.sources) == asked,
-            "the output was prepared differently", str(out), "choose another or delete it")
+    require(all(getattr(part, name) == getattr(asked, name) for name in (
+        "number", "of", "settings", "files", "sources")), "the output was prepared differently", str(out),
+        "choose another or delete it")
 
 
 def _write_folder(folder: Path, manifest: Manifest, files: list[CheckedFile], parts: dict[str, Part],
                   units: list[tuple[str, Encoded, Path]], tokenizer: Tokenizer, show: Show) -> None:
     """Write all files from the units, with their splits and folders, and complete the manifest."""
-    _describe(manifest, tokenizer)
     manifest.blank_documents = sum(file.blank for file in files)
     with hashed_file(folder / TOKENIZER_FILE, manifest.files) as write:
         write(tokenizer.json.encode())
@@ -454,7 +390,7 @@ def _write_split(folder: Path, name: str, arrays: Iterable[np.ndarray], manifest
     return n_ids - 1
 
 
-def _shown(progress: Callable[[str, int, int | None], None] | None, what: str, items: Iterable[Any],
+def _shown(progress: Progress | None, what: str, items: Iterable[Any],
            total: int | None, amount: Callable[[Any], int] = lambda item: 1) -> Iterator[Any]:
     """Pass the items on, and report to `progress` the sum of the amounts of the items done."""
     done = 0

@@ -194,19 +194,17 @@ Reader = Callable[..., Iterator[Piece]]
 """`read_text.read_pieces` with its settings: takes a path, and a `place` to begin at."""
 
 
-def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23,
-                 go_on: Callable[[], None] = lambda: None) -> CheckedFile:
+def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23) -> CheckedFile:
     """Read a source to its end, so that its errors are found before anything is written.
 
     slice_characters: a slice ends after so many characters; in a `.txt` inside the document, otherwise with one. A
-    compressed file is one slice. go_on is called for each piece."""
+    compressed file is one slice."""
     if source.name.lower().endswith(".gz"):
         check_gzip(source.path)
     documents = blank = characters = before = n_pieces = 0
     all_blank, place, in_one = True, Place(), ending_of(source.name) in PLAIN
     begin, slices = (0, 0, False), list[Slice]()
     for text, last in reader(source.path, place=place):
-        go_on()
         characters, n_pieces = characters + len(text), n_pieces + 1
         all_blank = all_blank and (not text or text.isspace())
         if characters - before >= slice_characters and place.at > begin[0] and (last or in_one):

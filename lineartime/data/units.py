@@ -1,26 +1,31 @@
 """Units of work: a few million characters of a split, tokenised into files that are joined in order at the end.
 
-A unit has two files: `00012.ids`, its ids, an end-of-document token after each document; and `00012.rows`, for each
-document its ids, words and bytes as uint64. A document that goes on in the next unit has a row in both."""
+A unit has three files: `00012.ids`, its ids, an end-of-document token after each document; `00012.rows`, for each
+document its ids, words and bytes as uint64; and `00012.json`, which is written last and says that it is finished. A
+document that goes on in the next unit has a row in both."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lineartime.atomic_io import hashed_file, is_as_written, open_regular
+from lineartime.atomic_io import hashed_file, is_as_written, open_regular, read_bytes, write_atomically
 from lineartime.data.read_text import Place
 from lineartime.data.splits import SPLITS, CheckedFile, Part, Reader, Slice
 from lineartime.data.tokenizer import Tokenizer, load_tokenizer
 from lineartime.data.tokens import Split
 from lineartime.errors import DataError
 
-UNIT_CHARACTERS = 1 << 23
+UNITS, FINISHED = "units", "finished"
+"""Folders of `.ids` and `.rows`, and of `.json`."""
 BLOCK_BYTES = 1 << 22
 """Bytes of a unit's file that are in memory at once."""
 ROW_BYTES = 24
@@ -91,13 +96,31 @@ def units_of(files: Iterable[CheckedFile], parts: dict[str, Part], unit_characte
     return [dataclasses.replace(unit, number=number) for number, unit in enumerate(units)]
 
 
-def _pieces(unit: Unit, reader: Reader, go_on: Callable[[], None]) -> Iterator[tuple[str, bool, bool]]:
+class MadeTokenizer(NamedTuple):
+    """A tokenizer for other processes: its file and SHA-256, its name in messages, and the type of its ids."""
+
+    path: Path
+    sha256: str
+    name: str
+    dtype: str
+
+
+@functools.lru_cache(1)
+def _opened(made: MadeTokenizer) -> tuple[Tokenizer, Callable[[str], bytes]]:
+    """The tokenizer, and its `packer`, which a process keeps for its next unit."""
+    tokenizer = load_tokenizer(made.path)
+    if tokenizer.sha256 != made.sha256:
+        raise DataError("the tokenizer has changed", made.path, "run the same command again")
+    tokenizer.name = made.name
+    return tokenizer, tokenizer.packer(made.dtype)
+
+
+def _pieces(unit: Unit, reader: Reader) -> Iterator[tuple[str, bool, bool]]:
     """Text, whether it ends a document, and whether it goes on with a word."""
     for path, (at, line, n_pieces, _, in_word) in unit.slices:
         position = unit.begin
         in_word = in_word and (unit.first is None or position > unit.first)
         for text, last in itertools.islice(reader(Path(path), place=Place(at, line)), n_pieces):
-            go_on()
             if unit.first is not None:
                 whole, text = len(text), text[max(unit.first - position, 0):max(unit.stop - position, 0)]
                 position += whole
@@ -107,33 +130,30 @@ def _pieces(unit: Unit, reader: Reader, go_on: Callable[[], None]) -> Iterator[t
                 in_word = not last and not text[-1].isspace()
 
 
-def encode_unit(unit: Unit, reader: Reader, tokenizer: dict[str, str], folder: Path, kept: dict[str, Any],
-                go_on: Callable[[], None]) -> dict[str, Any]:
-    """Write the files of a unit, under names that end in the process's number, and describe it, see `Encoded`.
+def encode_unit(unit: Unit, reader: Reader, made: MadeTokenizer, folder: Path) -> Encoded:
+    """Write the files of a unit into `folder`, unless an earlier call finished them.
 
-    tokenizer: its path, SHA-256, name in messages and type of ids. kept: where the tokenizer is kept for the next unit.
     Raises DataError for text that cannot be encoded."""
-    if kept.get("tokenizer") != tokenizer:
-        loaded = load_tokenizer(Path(tokenizer["path"]))
-        if loaded.sha256 != tokenizer["sha256"]:
-            raise DataError("the tokenizer has changed", tokenizer["path"], "run the same command again")
-        loaded.name = tokenizer["name"]
-        kept |= {"tokenizer": tokenizer, "loaded": loaded, "pack": loaded.packer(tokenizer["dtype"])}
-    loaded, pack, width = kept["loaded"], kept["pack"], np.dtype(tokenizer["dtype"]).itemsize
-    end = np.array([loaded.end_of_document], tokenizer["dtype"]).tobytes()
+    description = folder / FINISHED / f"{unit.number:05d}.json"
+    if (finished := _finished(description, folder / UNITS)) is not None:
+        return finished
+    tokenizer, pack = _opened(made)
+    ids_path, rows_path = (unit_file(folder / UNITS, unit.number, kind) for kind in ("ids", "rows"))
+    for path in (ids_path, rows_path):  # of a process that was killed
+        path.unlink(missing_ok=True)
+    width = np.dtype(made.dtype).itemsize
+    end = np.array([tokenizer.end_of_document], made.dtype).tobytes()
     files: dict[str, dict[str, Any]] = {}
-    ids_path, rows_path = (folder / f"{unit_file(folder, unit.number, kind).name}.{os.getpid()}"
-                           for kind in ("ids", "rows"))
-    rows: list[tuple[int, int, int]] = []
-    ids = words = n_bytes = 0
-    whole = np.zeros(4, np.int64)
+    rows: list[tuple[int, int, int]] = []  # of documents that have ended and are not written yet
+    whole = np.zeros(4, np.int64)  # ids, rows, words and bytes of the unit
+    ids = words = n_bytes = 0  # of the document that is being read
     keeps: bool | None = None
     with hashed_file(ids_path, files) as write_ids, hashed_file(rows_path, files) as write_rows:
-        for text, last, in_word in _pieces(unit, reader, go_on):
+        for text, last, in_word in _pieces(unit, reader):
             packed = pack(text)
-            _check_ids(packed, text, loaded, tokenizer["dtype"])
+            _check_ids(packed, text, tokenizer, made.dtype)
             if keeps is None:
-                keeps = loaded.decode(np.frombuffer(packed, tokenizer["dtype"]).tolist()) == text
+                keeps = tokenizer.decode(np.frombuffer(packed, made.dtype).tolist()) == text
             packed += end if last else b""
             write_ids(packed)
             ids += len(packed) // width
@@ -146,15 +166,26 @@ def encode_unit(unit: Unit, reader: Reader, tokenizer: dict[str, str], folder: P
             if len(rows) >= 4096:
                 write_rows(np.array(rows, "<u8").tobytes())
                 rows.clear()
-        is_open = ids > 0
-        if is_open:
+        if is_open := ids > 0:  # the document goes on in the next unit
             rows.append((ids, words, n_bytes))
             whole += (ids, 1, words, n_bytes)
         write_rows(np.array(rows, "<u8").tobytes())
-    named = {"ids": files[ids_path.name], "rows": files[rows_path.name]}
     n_ids, n_rows, n_words, all_bytes = whole.tolist()
-    done = Encoded(unit.number, n_ids, n_rows, n_words, all_bytes, is_open, keeps is not False, named)
-    return dataclasses.asdict(done) | {"pid": os.getpid()}
+    encoded = Encoded(unit.number, n_ids, n_rows, n_words, all_bytes, is_open, keeps is not False,
+                      {"ids": files[ids_path.name], "rows": files[rows_path.name]})
+    write_atomically(description, json.dumps(dataclasses.asdict(encoded)) + "\n")
+    return encoded
+
+
+def _finished(description: Path, folder: Path) -> Encoded | None:
+    """The unit that an earlier call finished, if its files have their sizes; their hashes are compared when they are
+    joined."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        encoded = Encoded(**json.loads(read_bytes(description)))
+        if all(is_as_written(unit_file(folder, encoded.number, kind), file, by_hash=False)
+               for kind, file in encoded.files.items()):
+            return encoded
+    return None
 
 
 def _check_ids(packed: bytes, text: str, tokenizer: Tokenizer, dtype: str) -> None:

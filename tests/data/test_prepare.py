@@ -200,11 +200,8 @@ def test_an_error_of_a_process_is_that_of_one_process(tmp_path):
 def test_a_process_that_dies_is_a_resource_error(tmp_path, monkeypatch):
     make(tmp_path, {"a.jsonl": ["text " * 400] * 9})
 
-    def dies():
-        return subprocess.Popen(["false"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-
     with monkeypatch.context() as patched:
-        patched.setattr("lineartime.data.workers._started", dies)
+        patched.setattr(sys, "executable", "false")
         with pytest.raises(ResourceError, match=r"a process that tokenises has died: exit code 1; .* goes on"):
             prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=2, unit_characters=1000)
     prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=1, unit_characters=1000)
@@ -435,8 +432,7 @@ def test_an_interrupted_prepare_goes_on(tmp_path, monkeypatch):
                 prepare([tmp_path / "a.jsonl"], tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
         assert bool(list(tmp_path.glob(".lineartime-*"))) == (name == "_add_notes")
-    monkeypatch.setattr("lineartime.data.workers.encode_unit", interrupt)
-    monkeypatch.setattr("lineartime.data.workers.check_source", interrupt)
+    monkeypatch.setattr("lineartime.data.units._pieces", interrupt)
     prepare([tmp_path / "a.jsonl"], tmp_path / "out", **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".lineartime-*"))
@@ -453,7 +449,7 @@ def unfinished(tmp_path, monkeypatch, **options):
         return done[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr("lineartime.data.workers.encode_unit", encode)
+        patched.setattr("lineartime.data.prepare.encode_unit", encode)
         with pytest.raises(KeyboardInterrupt):
             prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_characters=1000, **options)
     (folder,) = tmp_path.glob(".lineartime-*.unfinished")
@@ -478,10 +474,10 @@ def test_work_for_other_text_or_settings_begins_anew(tmp_path, monkeypatch):
 def test_damaged_work_is_not_used(tmp_path, monkeypatch):
     make(tmp_path, {"a.jsonl": [f"document {i} " * 100 for i in range(10)]})
     prepare([tmp_path / "a.jsonl"], tmp_path / "whole", vocab_size=300)
-    for name, edit in (("units.jsonl", lambda c: c[:-20]), ("units.jsonl", lambda c: b""),
-                       ("work.json", lambda c: c[:-9]),
+    for name, edit in (("begun", lambda c: c[:-9]), ("finished/00001.json", lambda c: c[:-20]),
+                       ("finished/00001.json", lambda c: b"[" * 10_000), ("finished/00001.json", lambda c: b"{}"),
                        ("tokenizer.json", lambda c: c.replace(b"a", b"b", 1)), ("units/00001.ids", lambda c: c[:-2]),
-                       ("units/00001.rows", lambda c: c + b"1"), ("work.json", lambda c: b"[" * 10_000)):
+                       ("units/00001.rows", lambda c: c + b"1")):
         path = unfinished(tmp_path, monkeypatch, vocab_size=300) / name
         path.write_bytes(edit(path.read_bytes()))
         prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=300, unit_characters=1000)
@@ -550,7 +546,7 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out]
     first = None
-    for awaited in ("work.json", "units/00000.ids", "units/00007.ids", "done/train-00003.bin"):
+    for awaited in ("begun", "finished/00000.json", "finished/00007.json", "done/train-00003.bin"):
         process = subprocess.Popen(command)
         while not list(tmp_path.glob(f".lineartime-*.unfinished/{awaited}")):
             assert process.poll() is None, f"it was done before {awaited} was seen"
@@ -559,7 +555,7 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
         process.wait()
         (folder,) = tmp_path.glob(".lineartime-*")
         assert not out.exists()
-        if (folder / "units" / "00000.ids").exists() and first is None and awaited != "units/00000.ids":
+        if (folder / "finished" / "00000.json").exists() and first is None:
             first = (folder / "units" / "00000.ids").stat()
     assert os.path.samestat(first, (folder / "units" / "00000.ids").stat()), "it was made again"
     subprocess.run(command, check=True)
@@ -573,7 +569,7 @@ def test_two_at_once_do_not_mix(tmp_path):
     make(tmp_path, {"a.jsonl": ["some text " * 1000] * 100})
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out])
-    while not list(tmp_path.glob(".lineartime-*.unfinished/units/00000.ids")):
+    while not list(tmp_path.glob(".lineartime-*.unfinished/finished/00000.json")):
         assert process.poll() is None
         time.sleep(0.0005)
     with pytest.raises(ResourceError, match="another process is writing this folder"):
