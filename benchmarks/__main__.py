@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.verbs import recall, recurrence, report, reproduce, speed
+from benchmarks import verbs
 from lineartime.cli.examples import add_examples
 from lineartime.cli.verbs import main
 from lineartime.distributed.ranks import launched
@@ -14,9 +14,9 @@ from lineartime.errors import UsageError
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")
 VERBS: dict[str, Callable[..., None]] = {
-    "step": speed.benchmark_step, "memory": speed.benchmark_memory, "decode": speed.benchmark_decode,
-    "op": speed.benchmark_op, "run": speed.benchmark_run, "reproduce": reproduce.reproduce, "recall": recall.recall,
-    "recurrence": recurrence.recurrence, "report": report.report}
+    "step": verbs.benchmark_step, "memory": verbs.benchmark_memory, "decode": verbs.benchmark_decode,
+    "op": verbs.benchmark_op, "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall,
+    "recurrence": verbs.recurrence, "report": verbs.report}
 EXAMPLES = {
     "step": ["step flash:compile transformer++ --contexts 512,2048,8192"],
     "memory": ["memory flash transformer++ --contexts 2048,4096"],

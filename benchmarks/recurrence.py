@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ RARE_PER_MILLION = 10
 """A rare bigram makes up at most this many of a million bigrams of the training split."""
 BLOCK_TOKENS = 1 << 20
 """Tokens of the training split that are read at once."""
-BUCKET_BITS = 22
 Progress = Callable[[str, int, int | None], None]
 """Of what is done, how much is done, and of how much."""
 
@@ -128,32 +127,17 @@ def bigrams_of(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def frequent_bigrams(stream: TokenStream, progress: Progress | None = None) -> np.ndarray:
-    """All bigrams of a split that are not rare, by `bigrams_of`, sorted.
-
-    Exact, and in memory that does not grow with the split: the first reading counts bigrams in buckets, the second
-    counts those in buckets that hold enough for one to be frequent."""
-    def is_frequent(counts: np.ndarray) -> np.ndarray:
-        return counts * 1_000_000 > RARE_PER_MILLION * stream.n_tokens
-
-    def blocks(done: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for start in range(0, stream.n_tokens, BLOCK_TOKENS):
-            stop = min(start + BLOCK_TOKENS, stream.n_tokens)
-            bigrams = bigrams_of(stream.read(start, stop + 1), stream.vocab_size)
-            # Multiplied by 2^64 over the golden ratio, neighbouring numbers get far buckets.
-            yield bigrams, (bigrams.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - BUCKET_BITS)
-            if progress is not None:
-                progress("counting bigrams", done + stop, 2 * stream.n_tokens)
-
-    counts = np.zeros(1 << BUCKET_BITS, np.int64)
-    for _, buckets in blocks(0):
-        counts += np.bincount(buckets.astype(np.int64), minlength=len(counts))
-    may_be = is_frequent(counts)
+    """All bigrams of a split that are not rare, by `bigrams_of`, sorted. Memory grows with the number of different
+    bigrams: 16 bytes for each."""
     found, n_found = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for bigrams, buckets in blocks(stream.n_tokens):
-        new, n_new = np.unique(bigrams[may_be[buckets]], return_counts=True)
+    for start in range(0, stream.n_tokens, BLOCK_TOKENS):
+        stop = min(start + BLOCK_TOKENS, stream.n_tokens)
+        new, n_new = np.unique(bigrams_of(stream.read(start, stop + 1), stream.vocab_size), return_counts=True)
         found, places = np.unique(np.concatenate([found, new]), return_inverse=True)
         n_found = np.bincount(places, np.concatenate([n_found, n_new]), minlength=len(found)).astype(np.int64)
-    return found[is_frequent(n_found)]
+        if progress is not None:
+            progress("counting bigrams", stop, stream.n_tokens)
+    return found[n_found * 1_000_000 > RARE_PER_MILLION * stream.n_tokens]
 
 
 def describe(recurrence: Recurrence) -> list[str]:

@@ -1,10 +1,10 @@
 """What labels and vectors of documents are worth, by length: beside TF-IDF with logistic regression.
 
-    python studies/documents.py --texts TEXTS --frozen small --model small [--model NAME=RUN ...]   resumable
-    python studies/documents.py --into benchmarks/tables/documents.md  writes the tables and the picture
+    python studies/documents.py --texts TEXTS --frozen small [--frozen NAME=RUN ...]   resumable
+    python studies/documents.py --into benchmarks/tables/documents.md  writes the tables
 
-A model is fine-tuned (`--model`), or its vectors, as `lineartime embed` gives them, go into a logistic regression
-(`--frozen`).
+A model's vectors, as `lineartime embed` gives them, go into a logistic regression. Rows of fine-tuned models were
+measured by this script of commit 4836173.
 
 Passages of one task and seed begin at the same places at every length, so the result of a model that cuts documents at
 N tokens is that of N tokens. Books, articles and pages of the test are none of those of the training. A seed draws
@@ -16,9 +16,7 @@ import csv
 import gzip
 import itertools
 import json
-import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -41,15 +39,11 @@ import lineartime  # noqa: E402
 from benchmarks.pages import fill_place  # noqa: E402
 from benchmarks.paper.memory import difference_text, differences  # noqa: E402
 from benchmarks.recall.report import spread_text  # noqa: E402
-from lineartime.atomic_io import append_json_lines, read_json_lines, write_atomically  # noqa: E402
+from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.data.tokenizer import Tokenizer  # noqa: E402
-from lineartime.documents.classify import logits_of  # noqa: E402
-from lineartime.documents.pooling import read_means  # noqa: E402
-from lineartime.finetune_config import Fields  # noqa: E402
 from lineartime.markdown import markdown  # noqa: E402
-from lineartime.plot import COLOURS, Line, Panel, Picture, draw  # noqa: E402
 from lineartime.release.provenance import provenance  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "rows" / "documents.jsonl"
@@ -61,7 +55,6 @@ READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 PIECE = 4096
 """Tokens read at once. With larger tensors than these a processor reads half as many in a second."""
-RATE, EPOCHS, CONTEXT, SCORES = 1e-3, 3, 2048, 3
 MEASURES = {"accuracy": "accuracy", "macro_f1": "macro F1"}
 """The scores of a row and their names in tables."""
 EQUAL_SIZES = ("FLASH of 1.2 M, frozen", "Transformer++ of 1.1 M, frozen")
@@ -248,87 +241,42 @@ def means_of(model: lineartime.LanguageModel, ids: list[int], lengths: Sequence[
     return [x_TD[: length + 1].mean(0).numpy() for length in lengths]
 
 
-def by_model(found: Passages, model: str, seed: int, length: int, out: Path) -> list[dict[str, Any]]:
-    """Fine-tuned on the passages; the test is read whole, and in windows of 512 tokens that do not see each other."""
-    out.mkdir(parents=True, exist_ok=True)
-    for split, each in found.items():
-        write_atomically(out / f"{split}.jsonl", "".join(json.dumps({"text": text, "label": label}) + "\n"
-                                                         for text, label in each))
-    context, n_rows = min(CONTEXT, length), 16
-    steps = -(-len(found["train"]) * EPOCHS // n_rows // SCORES) * SCORES
-    plan = lineartime.DocumentTuning(
-        named_folder(model), (out / "train.jsonl",), (out / "validation.jsonl",), out / "run", fields=Fields(),
-        learning_rates=(RATE,), context=context, epochs=EPOCHS, patience=SCORES,
-        settings={"seed": seed, "steps": steps, "eval_every": steps // SCORES, "tokens_per_step": n_rows * context,
-                  "micro_batch_tokens": 4 * context if context < 1024 else 2 * context})
-    lineartime.finetune_documents(plan, device="cpu", on_step=show)
-    classifier, tokenizer, _ = lineartime.load_classifier(out / "run")
-    truth, rows = [label for _, label in found["test"]], []
-    ids = [[tokenizer.end_of_document, *tokenizer.encode(text)] for text, _ in found["test"]]
-    for reading, size in READINGS.items():
-        if size is not None and length <= size:
-            continue
-        started, vectors = time.process_time(), []
-        for each in ids:
-            parts = [each] if size is None else [each[i : i + size] for i in range(0, len(each), size)]
-            means = list(read_means(classifier, ([part] for part in parts)))
-            vectors.append(sum(mean.vector_D * mean.n_tokens for mean in means) / len(each))
-        seconds = time.process_time() - started
-        said = [classifier.head.labels[int(logits_of(classifier, vector_D).argmax())] for vector_D in vectors]
-        rows.append({**scores_of(truth, said), "reading": reading, "learning_rate": RATE, "steps": steps,
-                     "seconds": seconds, "tokens_per_s": sum(map(len, ids)) / seconds})
-    shutil.rmtree(out)
-    return rows
-
-
-def show(record: dict[str, Any]) -> None:
-    if "loss" in record:
-        print(f"\r  step {record['step']}/{record['steps']}  loss {record['loss']:.3f}  "
-              f"{record['clock']['tokens_per_s']:,.0f} tokens/s ", end="", flush=True)
-
-
-def measure(texts: Path, out: Path, models: dict[str, str], frozen: dict[str, str], tasks: Iterable[str],
-            tuned: Sequence[int], rows: Path) -> None:
-    """Every task, seed, length and model that has no row yet, the shortest first. models, frozen: folders by name.
-    tuned: the lengths of passages to fine-tune on, by default all."""
+def measure(texts: Path, frozen: dict[str, str], tasks: Iterable[str], rows: Path) -> None:
+    """Every task, seed, length and model that has no row yet. frozen: folders of models by name."""
     _, tokenizer, _ = lineartime.load_model(named_folder("small"))
-    cells = [(name, seed, length, model, None) for seed in SEEDS for name in tasks for length in TASKS[name].lengths
-             for model in ("TF-IDF", *models) if model == "TF-IDF" or not tuned or length in tuned]
-    cells += [(name, seed, length, model, reading) for reading, size in READINGS.items() for seed in SEEDS
-              for name in tasks for model, folder in frozen.items() for length in lengths_read(name, folder, size)[-1:]]
-    cells.sort(key=lambda cell: (cell[3] != "TF-IDF", cell[4] != "whole", cell[1], cell[2]))
-    sources: dict[str, list[Source]] = {}
-    for i, (name, seed, length, model, reading) in enumerate(cells):
-        key = {"task": name, "seed": seed, "tokens": length, "model": model} | ({"reading": reading} if reading else {})
-        there = read_json_lines(rows, dict, "a row") if rows.exists() else []
-        if any(key.items() <= row.items() for row in there):
-            continue
-        print(f"[{i + 1}/{len(cells)}] {name}, seed {seed}, {length:,} tokens, {model}", flush=True)
-        if name not in sources:
-            sources[name] = TASKS[name].sources(texts)
-        found = passages(TASKS[name], sources[name], length, seed, tokenizer)
-        facts = {**key, "n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
-        if reading:
-            size = READINGS[reading]
-            lengths = [each for each in lengths_read(name, frozen[model], size)
-                       if not any((key | {"tokens": each}).items() <= row.items() for row in there)]
-            for each, result in by_vectors(found, frozen[model], lengths, size, tokenizer).items():
-                append_json_lines(rows, [facts | {"tokens": each} | result | provenance()
-                                         | {"command": command_of("frozen", model.removesuffix(FROZEN))}])
-                print(f"\n  {each:,} tokens: accuracy {result['accuracy']:.3f}", flush=True)
-            continue
-        made = ([by_tfidf(found)] if model == "TF-IDF" else
-                by_model(found, models[model], seed, length, out / f"{name}-{seed}-{length}-{model}"))
-        command = command_of("model", "small" if model == "TF-IDF" else model)
-        append_json_lines(rows, [facts | each | provenance() | {"command": command} for each in made])
-        for each in made:
-            print(f"\n  {each.get('reading', '')} accuracy {each['accuracy']:.3f}, macro F1 {each['macro_f1']:.3f}",
-                  flush=True)
+    for name, seed in itertools.product(tasks, SEEDS):
+        task, sources = TASKS[name], TASKS[name].sources(texts)
+        key = {"task": name, "seed": seed, "model": "TF-IDF"}
+        for length in missing(rows, key, task.lengths):
+            found = passages(task, sources, length, seed, tokenizer)
+            add(rows, key | {"tokens": length}, found, by_tfidf(found))
+        for (model, folder), (reading, size) in itertools.product(frozen.items(), READINGS.items()):
+            key = {"task": name, "seed": seed, "model": model, "reading": reading}
+            if lengths := missing(rows, key, lengths_read(name, folder, size)):
+                found = passages(task, sources, lengths[-1], seed, tokenizer)
+                for length, result in by_vectors(found, folder, lengths, size, tokenizer).items():
+                    add(rows, key | {"tokens": length}, found, result)
 
 
-def command_of(option: str, name: str) -> str:
+def missing(rows: Path, key: dict[str, Any], lengths: Sequence[int]) -> list[int]:
+    """The lengths that have no row with these columns."""
+    there = read_json_lines(rows, dict, "a row") if rows.exists() else []
+    return [length for length in lengths
+            if not any((key | {"tokens": length}).items() <= row.items() for row in there)]
+
+
+def add(rows: Path, key: dict[str, Any], found: Passages, result: dict[str, Any]) -> None:
+    """Write a row and say it."""
+    facts = {"n_train": len(found["train"]), "n_labels": len({label for _, label in found["test"]})}
+    append_json_lines(rows, [key | facts | result | provenance() | {"command": command_of(key["model"])}])
+    print(f"\n{', '.join(map(str, key.values()))}: accuracy {result['accuracy']:.3f}", flush=True)
+
+
+def command_of(model: str) -> str:
     """What measures a row: a model that is not shipped is a run's folder with a name."""
-    return f"python studies/documents.py --texts TEXTS --{option} " + (name if name == "small" else f'"{name}=RUN"')
+    name = model.removesuffix(FROZEN)
+    return "python studies/documents.py --texts TEXTS --frozen " + (
+        "small" if name in ("small", "TF-IDF") else f'"{name}=RUN"')
 
 
 def lengths_read(task: str, model: str, window: int | None) -> list[int]:
@@ -392,50 +340,20 @@ def counts(rows: Sequence[dict[str, Any]], field: str) -> str:
     return f"{values[0]:,}" + (f" to {values[-1]:,}" if values[1:] else "")
 
 
-def picture(rows: Sequence[dict[str, Any]]) -> Picture:
-    """Accuracy by length, a panel for each task of several lengths; a model has one colour, windows are dashed."""
-    panels, colours = [], dict(zip(dict.fromkeys(row["model"] for row in rows), itertools.cycle(COLOURS), strict=False))
-    for name, task in TASKS.items():
-        lines = []
-        for model, reading in dict.fromkeys((row["model"], row.get("reading", "whole")) for row in rows):
-            points = []
-            for length in task.lengths:
-                values = [row["accuracy"] for row in rows if (row["task"], row["model"], row.get("reading", "whole"),
-                                                              row["tokens"]) == (name, model, reading, length)]
-                if values:
-                    points.append((float(length), sum(values) / len(values), min(values), max(values)))
-            if points:
-                lines.append(Line(model if reading == "whole" else f"{model}, {reading}", tuple(points),
-                                  {"color": colours[model], "linestyle": "-" if reading == "whole" else "--"}))
-        if lines and len(task.lengths) > 1:
-            panels.append(Panel(name.capitalize(), "tokens of a passage", "accuracy", tuple(lines),
-                                contexts=tuple((length, f"{length:,}") for length in task.lengths)))
-    return Picture("Labels of passages by length: mean of the seeds, the least and the most", tuple(panels))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--texts", type=Path, help="the folder of pg19_medium, wiki40b_mini and c4_mini")
-    parser.add_argument("--out", type=Path, default=Path("out/documents"))
-    parser.add_argument("--model", action="append", default=[], help="a model, or NAME=RUN; may be given again")
     parser.add_argument("--frozen", action="append", default=[], help="a causal model, or NAME=RUN; may be given again")
     parser.add_argument("--task", action="append", choices=TASKS, help="by default all; may be given again")
-    parser.add_argument("--tokens", action="append", type=int, default=[],
-                        help="with --model: a length of passages, by default all; may be given again")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--into", type=Path, help="write the tables into this page")
     given = parser.parse_args()
     if given.texts:
-        models, frozen = (dict((each.split("=", 1) if "=" in each else (each, each)) for each in names)
-                          for names in (given.model, given.frozen))
-        frozen = {name + FROZEN: folder for name, folder in frozen.items()}
-        measure(given.texts, given.out, models, frozen, given.task or TASKS, given.tokens, given.rows)
+        frozen = dict(each.split("=", 1) if "=" in each else (each, each) for each in given.frozen)
+        measure(given.texts, {name + FROZEN: folder for name, folder in frozen.items()}, given.task or TASKS,
+                given.rows)
     if given.into:
-        rows = read_json_lines(given.rows, dict, "a row")
-        image = ROOT / "benchmarks" / "tables" / "images" / "documents.png"
-        draw(picture(rows), image)
-        text = f"{tables(rows)}\n\n![Accuracy by length]({os.path.relpath(image, given.into.parent)})"
-        fill_place(given.into, "documents", text)
+        fill_place(given.into, "documents", tables(read_json_lines(given.rows, dict, "a row")))
 
 
 if __name__ == "__main__":

@@ -50,37 +50,16 @@ def times_of(row: Record) -> Record:
 
 def require_record(row: Record) -> Record:
     """The record; raises for one that no table can be made of."""
-    kind, wanted = row["kind"], TYPES[row["kind"]]
+    kind = row["kind"]
     require_types(row, {str: "text scale failed?", dict: "settings"})
     require_types(row["settings"], {int: "seed?" if kind == "step" else "seed"})
     if not row.get("failed"):
         require_provenance(row)
-        require_types(row, wanted)
+        require_types(row, TYPES[kind])
         if kind != "train":
             require_times(times_of(row))
-        else:
-            for step, loss in row["curve"]:
-                require_types({"step": step, "loss": loss}, {int: "step", float: "loss"})
-            for span in row["held_out"].get("loss_by_position") or ():
-                require_types(span, {int: "first last", float: "loss"})
-            require_evaluations(row)
         numbers_of(row)
     return row
-
-
-def require_evaluations(row: Record) -> None:
-    """Raise as `require_types` for what a trained run was evaluated on, if it was."""
-    if "context_use" in row:
-        use = row["context_use"]
-        require_types(use, {int: "after n_tokens", str: "split", list: "contexts losses gains"})
-        for context, loss, gain in zip(use["contexts"], use["losses"], use["gains"], strict=True):
-            require_types({"context": context, "loss": loss, "gain": gain}, {int: "context", float: "loss gain"})
-        for span in use["loss_by_position"]:
-            require_types(span, {int: "first last", float: "shortest longest"})
-    if "recurrence" in row:
-        require_types(row["recurrence"], {int: "context chunk n_tokens", float: "loss", str: "split"})
-        for each in row["recurrence"]["classes"]:
-            require_types(each, {str: "kind seen", int: "n_tokens", float: "loss?"})
 
 
 def read_records(path: Path) -> list[Record]:

@@ -116,15 +116,6 @@ def curve_of(results: Results, row: str | None, column: str) -> pd.DataFrame:
     return pd.DataFrame({key[-1]: dict(record["curve"]) for key, record in records.items()}).dropna().sort_index()
 
 
-def positions_of(results: Results, row: str, column: str) -> pd.DataFrame:
-    """Loss in nats per token of the whole held-out split, at the end of training: a line for the tokens from a first to
-    a last of a context, counted from 1, a column for each seed."""
-    records = of_cell(results.trained, row, column).record
-    spans = {key[-1]: {(span["first"], span["last"]): span["loss"]
-                       for span in record["held_out"].get("loss_by_position") or ()} for key, record in records.items()}
-    return pd.DataFrame(spans).dropna().sort_index()
-
-
 def costs(results: Results) -> pd.DataFrame:
     """By row and column, of what was both trained and timed: the steps of training; the seconds of one, which are its
     tokens times the time per token as measured side by side, for runs are not alone on their machine; the best of the

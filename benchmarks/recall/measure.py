@@ -23,8 +23,6 @@ TIMES_LONGER = (1, 2, 4, 8)
 """Lengths of test rows, as multiples of the trained length."""
 TEST_ROWS = 48
 """Rows that are asked for each number of facts, at the trained length; at n times the length an n-th, at least 6."""
-N_DEPTHS = 8
-"""Parts of a row, from its beginning to its end, in each of which the accuracy is told."""
 N_SCORES = 24
 """Times that a model is asked during its training."""
 LEARNED = 0.9
@@ -77,11 +75,10 @@ def n_asked(length: int, n_facts: Sequence[int]) -> int:
 
 
 @torch.inference_mode()
-def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int, seed: int = 7,
-          progress: Callable[[int], None] = lambda n: None) -> tuple[Tensor, Rows]:
+def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int,
+          seed: int = 7) -> tuple[Tensor, Rows]:
     """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed` at once, where a
-    step's batch is drawn after its number of facts. progress is called with the number of tokens read since the last
-    time."""
+    step's batch is drawn after its number of facts."""
     rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed(seed))
     right = []
     for first in range(0, n_rows, at_once := max(1, 2048 // length)):
@@ -94,7 +91,6 @@ def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: i
             is_other_V[list(task.answers)] = False
             logits_BQV = logits_BQV.masked_fill(is_other_V, -torch.inf)
         right.append(logits_BQV.argmax(-1) == rows.answer_BQ[part])
-        progress(x_BTD.shape[0] * x_BTD.shape[1])
     return torch.cat(right), rows
 
 
@@ -125,9 +121,8 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
     """Train a model on a task and ask it: the columns of a row but for who and where.
 
     "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from which on the
-    accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts; "depth" by length has the accuracy in
-    each eighth of the row that a fact is in, of all numbers of facts. A model that diverges has "failed". on_step is
-    called after every step as `training.train` calls it, and may raise."""
+    accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts. A model that diverges has "failed".
+    on_step is called after every step as `training.train` calls it, and may raise."""
     began, curve, model = time.process_time(), [], None
     row: Row = {"n_parameters": describe(config).n_parameters, "length": length, "n_facts": list(n_facts)}
     try:
@@ -144,31 +139,23 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
 
 def ask_at_lengths(model: LanguageModel, task: Task, length: int, n_facts: Sequence[int],
                    progress: Callable[[int], None] | None = None) -> Row:
-    """The "accuracy" and the "depth" of `measure`, at the lengths that the model's position tables allow. progress is
-    called with the number of tokens read, of `n_asked`, and may raise."""
+    """The "accuracy" of `measure`, at the lengths that the model's position tables allow. progress is called with the
+    number of tokens read, of `n_asked`, and may raise."""
     model.eval()
     accuracy: Row = {}
-    depth: Row = {}
-    limit = model.config.max_len
-    possible = [times for times in TIMES_LONGER if limit is None or times * length <= limit]
-    n_read = 0
-
-    def count(n: int) -> None:
-        nonlocal n_read
-        n_read += n
-        if progress is not None:
-            progress(n_read)
-
-    for times in possible:
-        told = [asked(model, task, n, times * length, n_test_rows(times), progress=count) for n in n_facts]
-        accuracy[str(times * length)] = {str(n): round(right.double().mean().item(), 4)
-                                         for n, (right, _) in zip(n_facts, told, strict=True)}
-        right_K = torch.cat([right.flatten() for right, _ in told]).double()
-        place_K = torch.cat([rows.fact_BQ.flatten() for _, rows in told]) * N_DEPTHS // (times * length)
-        n_D = torch.bincount(place_K, minlength=N_DEPTHS)
-        sum_D = torch.bincount(place_K, right_K, minlength=N_DEPTHS)
-        depth[str(times * length)] = [round((s / n).item(), 4) if n else None for s, n in zip(sum_D, n_D, strict=True)]
-    return {"accuracy": accuracy, "depth": depth}
+    limit, n_read = model.config.max_len, 0
+    for times in TIMES_LONGER:
+        if limit is not None and times * length > limit:
+            continue
+        told: Row = {}
+        for n in n_facts:
+            right = asked(model, task, n, times * length, n_test_rows(times))[0]
+            told[str(n)] = round(right.double().mean().item(), 4)
+            n_read += times * length * n_test_rows(times)
+            if progress is not None:
+                progress(n_read)
+        accuracy[str(times * length)] = told
+    return {"accuracy": accuracy}
 
 
 def passed(curve: Sequence[Sequence[float]]) -> int | None:

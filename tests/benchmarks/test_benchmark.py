@@ -20,7 +20,6 @@ from benchmarks.measure import (
 )
 from benchmarks.step import training_steps
 from lineartime.atomic_io import append_json_lines
-from lineartime.runtime import peak_bytes, peak_rss_bytes
 
 CPU = torch.device("cpu")
 
@@ -95,17 +94,6 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     assert measure.commit() == head  # a row is no change of the program
     file.write_text("b\n")
     assert measure.commit() == head + "+changes"
-
-
-def test_peak_memory_rises_with_what_is_touched_and_can_begin_again():
-    before = peak_rss_bytes()
-    held = torch.ones(before // 4 + 2**26)  # more than the process has ever had
-    assert peak_rss_bytes() >= before + 2**26
-    del held
-    assert peak_bytes(CPU) >= before + 2**26
-    measure.release_memory(CPU)
-    measure.forget_peak(CPU)
-    assert peak_bytes(CPU) < before + 2**26
 
 
 def test_rows_of_this_commit_are_those_that_need_not_be_measured_again(tmp_path, monkeypatch):

@@ -63,11 +63,6 @@ def test_a_row_per_model_and_context(rows):
         assert json.loads(json.dumps(row)) == row
 
 
-def test_a_block_is_whole_chunks(rows):
-    """Of 24 tokens at least: two chunks of 16, and 24 where there are no chunks."""
-    assert {(row["label"], row["block_tokens"]) for row in rows} == {("flash", 32), ("flash-quad", 24)}
-
-
 def test_state_bytes_are_those_of_a_state(rows):
     for row in rows:
         config = FLASH if row["label"] == "flash" else QUAD
@@ -95,15 +90,6 @@ def test_every_token_of_every_cell_is_timed_once_in_turns(monkeypatch):
             expected += [0, *range(context + 3 + 4 * piece, context + 3 + 4 * (piece + 1))]
     assert order[before:] == expected
     assert [row["block_tokens"] for row in rows] == [32, 32]
-
-
-def test_times_of_a_block_are_its_tokens():
-    model = LanguageModel(FLASH)
-    cell = decode_module.DecodeCase("flash", model, 0, "filled", model.decoding_state(1), {})
-    cell.times = {"cpu_ms": [1.0] * 31 + [9.0] + [2.0] * 32, "wall_ms": [1.0] * 64}
-    row = decode_module.row_of(cell)
-    assert (row["cpu_ms"]["min"], row["cpu_ms"]["max"]) == (1.25, 2.0)
-    assert (row["slowest_token_ms"]["min"], row["slowest_token_ms"]["max"]) == (2.0, 9.0)
 
 
 ALL = {"flash": FLASH, "flash-quad": QUAD, "transformer++": model_config("transformer++", n_heads=2, **TINY),
@@ -135,25 +121,11 @@ def test_a_filled_state_is_like_one_that_was_read(name, n_tokens):
         assert (filled.caches[0].tensors()[part][:, : 48 // (16 if name == "combiner" else 1)] != 0).all()
 
 
-def test_types_are_measured_side_by_side_and_weights_are_not_rounded_twice():
-    """Each type's error is its own."""
-    rows = decode({"flash": FLASH}, [32], precisions=["bfloat16", "float32"], repeats=1, read_up_to=0)
-    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"] and len({row["run"] for row in rows}) == 1
-    errors = [row["check"]["error"] for row in rows]
-    assert 1e-3 < errors[0] <= rows[0]["check"]["limit"] and errors[1] <= rows[1]["check"]["limit"] == 1e-4
-
-
 def test_a_wrong_decode_step_is_not_timed(monkeypatch):
     step = decode_module.decode_step
     monkeypatch.setattr(decode_module, "decode_step", lambda *args: step(*args) * 1.001)
     with pytest.raises(NumericsError, match="decoded logits differ"):
         decode(contexts=[32])
-
-
-def test_a_batch(rows):
-    row = decode({"flash": FLASH}, [32], batch_size=3, repeats=1, read_up_to=0)[0]
-    assert row["batch_size"] == 3 and row["tokens_per_s"] == pytest.approx(3e3 / row["cpu_ms"]["median"])
-    assert row["state_bytes"] == row["allocated_state_bytes"] == rows[0]["state_bytes"]
 
 
 def test_refuses_what_it_cannot_measure():
@@ -165,8 +137,3 @@ def test_refuses_what_it_cannot_measure():
         decode(precisions=["float16"])
     with pytest.raises(UsageError, match="position table"):
         decode({"transformer": TRANSFORMER}, [500], quadratic_up_to=512)
-
-
-def test_threads_are_given_back():
-    decode({"flash": FLASH}, [32], threads=2, repeats=1)
-    assert torch.get_num_threads() == 1

@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure, peers, step
+from benchmarks import verbs as cli
 from benchmarks.__main__ import app
 from benchmarks.cells import named_calls, read_cells, shape_named, shaped_config
 from benchmarks.peers import WINDOW_TOKENS, build, parse_label
 from benchmarks.step import benchmark_step, random_batch, step_cases
-from benchmarks.verbs import speed as cli
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
 from lineartime.errors import ResourceError, UsageError
 from lineartime.info import describe

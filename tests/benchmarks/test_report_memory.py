@@ -102,23 +102,6 @@ def test_equal_time_is_where_the_first_of_two_ends():
     assert memory.time_part(results_of("memory", "cpu", rows)) == memory.NOT_YET
 
 
-def test_contexts_are_compared_with_flash_at_the_same_and_with_the_models_own_shortest():
-    def change(row, seed, record):
-        if row == CONV:
-            record["context_use"]["losses"] = [3.9 + 0.01 * seed - gain for gain in (0, 0.1, 0.2, 0.3, 0.3, 0.4)]
-
-    found = results(change)
-    by_context, gains = (lines_of(part) for part in memory.parts(found) if part.count("| 16K |"))
-    assert by_context["model"] == ["512", "1K", "2K", "4K", "8K", "16K"] and gains["model"] == by_context["model"][1:]
-    assert by_context["FLASH, its loss"] == ["3.860", "3.850", "3.840", "3.830", "3.820", "3.810"]
-    # FLASH has 3.85, 3.86 and 3.87 at 512, and 0.01 less at each longer context.
-    assert [cell.split()[0] for cell in by_context[CONV]] == [
-        "+0.050", "-0.040", "-0.130", "-0.220", "-0.210", "-0.300"]
-    assert [cell.split()[0] for cell in gains[CONV]] == ["+0.100", "+0.200", "+0.300", "+0.300", "+0.400"]
-    assert gains["FLASH"][-1] == "+0.050 ± 0.000" and gains["Transformer++, width 256"][-1] == "+0.050"
-    assert by_context["Transformer++, width 256, to FLASH, width 256"] == ["-0.050"] * 6
-
-
 def test_recurrence_is_compared_by_class_with_flash_and_with_its_local_half():
     def change(row, seed, record):
         for each in record["recurrence"]["classes"]:

@@ -65,28 +65,6 @@ def test_the_papers_scale_is_the_papers_settings():
         "GAU 46 x 1024": (46, 1024, 1)}
 
 
-def test_two_cores_have_few_cells_a_table_and_three_seeds():
-    for name, table in TABLES.items():
-        cells = cells_of(name, "cpu")
-        assert 0 < len(cells) <= (16 if name == "memory_texts" else 12), name
-        once = name in ("triviaqa", "more_tokens", "learning_rates")
-        alone = ["C = 1", FIXED] if name == "memory" else ["C = 1"]
-        assert all(len(cell.seeds) == (1 if once or cell.row in alone or any(
-            part in cell.row for part in (", 0.02", ", width 256")) else 3) for cell in cells)
-        assert table.reference is None or {table.reference} & {cell.row for cell in cells}
-        if name != "gpu_latency":
-            assert {cell.row for cell in cells} == set(table.models), f"{name}: every model has a cell"
-    rows = [cell.row for cell in cells_of("triviaqa", "cpu")]
-    assert rows == list(TABLES["triviaqa"].models)
-
-
-def test_the_global_part_alone_has_chunks_a_quarter_as_large_at_every_scale():
-    """The note below Figure 7 says so."""
-    for scale in SCALES:
-        sizes = {cell.row: config_of(cell).model.chunk_size for cell in cells_of("flash_ablation", scale)}
-        assert 4 * sizes.pop("FLASH (GlobalOnly)") == sizes["FLASH"] and len({*sizes.values()}) == 1, scale
-
-
 def test_the_study_of_memory_compares_models_that_differ_in_what_its_rows_say():
     configs = {cell.row: config_of(cell) for cell in cells_of("memory", "cpu")}
     for config in configs.values():
@@ -111,30 +89,6 @@ def test_the_study_of_memory_compares_models_that_differ_in_what_its_rows_say():
     assert len(configs) == 12
     jobs = runner.missing_jobs(cells_of("memory", "cpu"), {})
     assert [job.seed for job in jobs] == [0] * 12 + [1] * 8 + [2] * 8  # one seed of every row comes first
-
-
-def test_cells_of_one_model_on_one_text_share_their_run():
-    def key(table, row, column, scale="cpu"):
-        return next(cell for cell in cells_of(table, scale) if (cell.row, cell.column) == (row, column)).key("train")
-
-    assert key("chunk_size", "C = T", "512") == key("lm_wiki40b", "FLASH-Quad", "512")
-    assert key("chunk_size", "C = 64", "2048") == key("gap", "FLASH", "LM 2048")
-    assert key("flash_ablation", "FLASH", "2048") == key("gap", "FLASH", "LM 2048")
-    assert key("gau_ablation", "original GAU", "MLM") == key("mlm_c4", "FLASH-Quad", "512")
-    assert key("speedup", "Transformer", "2048") == key("lm_wiki40b", "Transformer", "2048")
-    assert key("gap", "FLASH", "LM 2048") != key("gap", "FLASH", "MLM 2048")
-    distinct = [cell.key("train") for table in TABLES for cell in cells_of(table, "cpu") if cell.table.kind == "train"]
-    assert len(distinct) > len([k for i, k in enumerate(distinct) if k not in distinct[:i]])
-    seeds = [cell.settings(seed) for cell in cells_of("gap", "cpu")[:1] for seed in (0, 1)]
-    assert seeds[0] != seeds[1]
-
-
-def test_one_gpu_reads_no_text_twice():
-    tokens = {"pg19_medium": 36e6, "wiki40b_mini/en": 2.2e6}  # at a vocabulary of 32,000, rounded down
-    for table in TABLES:
-        for cell in cells_of(table, "gpu"):
-            train = config_of(cell).train
-            assert train.steps * train.tokens_per_step <= tokens[cell.text.folder]
 
 
 TINY = Scale("cpu", "tiny", {task: Text("pg19", 300, "books", mlm=task in ("c4", "triviaqa"))
@@ -214,17 +168,6 @@ def test_a_table_is_made_and_only_once(tiny, warm, here):
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 2
     assert [len(records_of(cell, by_key(read_records(place.rows)), "train")) for cell in cells] == [2, 2]
     assert all("there" in line for line in runner.plan_lines("speedup", "cpu", read_records(place.rows))[1:])
-
-
-def test_a_step_on_a_processor_is_timed_with_one_thread(tiny, monkeypatch):
-    """Also where runs train with more: processor time of several threads has their waiting in it."""
-    place, _ = tiny
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    given = []
-    monkeypatch.setattr(runner, "benchmark_step", lambda cases, **told: given.append(told["threads"]) or [{}, {}])
-    assert place.threads == 2
-    runner.time_steps(cells_of("speedup", "cpu"), place, StopSignal())
-    assert given == [1]
 
 
 def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again(tiny, warm, monkeypatch):
@@ -338,13 +281,6 @@ def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
 
 
-def test_a_text_that_memory_is_too_small_for_ends_the_table(tiny, monkeypatch):
-    place, _ = tiny
-    monkeypatch.setattr(runner, "call", lambda *arguments: "out of memory: text")
-    with pytest.raises(ResourceError, match="cannot be prepared: books-300; out of memory"):
-        runner.prepare(cells_of("speedup", "cpu")[0].text, place, StopSignal())
-
-
 @pytest.mark.campaign
 def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, warm, monkeypatch):
     """One job gives two rows; where a kill took the second, the first is not made again."""
@@ -408,30 +344,6 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
     with pytest.raises(DataError, match="no such text"):
         runner.run_all(jobs, {}, place, StopSignal())
     assert ended == ["Transformer++"]
-
-
-def test_rows_are_of_runs_and_nothing_else(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    row = {"kind": "train", "scale": "cpu", "text": "t", "settings": {"seed": 0}, "failed": "out of memory"}
-    assert read_records(path) == []
-    path.write_text(json.dumps(row) + '\n{"kind": "tr')
-    assert read_records(path) == [row]
-    path.write_text('{"benchmark": "step"}\n' + json.dumps(row) + "\n")
-    with pytest.raises(DataError, match="line 1"):
-        read_records(path)
-
-
-def test_rows_belong_to_a_cell_by_text_and_settings():
-    cell = cells_of("gap", "cpu")[0]
-    row = {"kind": "train", "text": cell.text.name, "settings": cell.settings(1)}
-    others = [{**row, "kind": "step"}, {**row, "text": "other"}, {**row, "settings": cell.settings(1) | {"steps": 7}}]
-    records = by_key([row, *others])
-    assert records_of(cell, records, "train") == [row] == records_of(cell, records, "train", 1)
-    assert records_of(cell, records, "train", 0) == []
-    cells = cells_of("gap", "cpu")[:3]  # of one column
-    steps = by_key({"kind": "step", "text": each.text.name, "settings": each.settings(None), "run": run}
-                   for run, each in (("a", cells[0]), ("a", cells[1]), ("b", cells[0])))
-    assert runner.missing_times(cells[:2], steps) == [] and runner.missing_times(cells, steps) == [cells]
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [

@@ -7,7 +7,6 @@ import pytest
 
 import lineartime
 from lineartime.atomic_io import read_json_lines
-from lineartime.data.tokenizer import train_tokenizer
 from scripts import ROOT, loaded
 
 study = loaded("studies", "documents")
@@ -49,34 +48,6 @@ def test_a_longer_passage_begins_with_the_shorter_one():
             assert b.startswith(a[:-8]) and len(b) > 2 * len(a) and label == same
 
 
-def test_a_seed_gives_the_same_passages_and_another_one_others():
-    assert made(32) == made(32)
-    assert made(32)["train"] != made(32, seed=1)["train"]
-
-
-def test_every_title_has_a_label():
-    assert set(study.labels_of("genres.csv").values()) == {"fiction", "children", "history and lives",
-                                                           "travel and nature", "thought"}
-    assert len(study.labels_of("topics.csv")) == 266 and len(set(study.labels_of("topics.csv").values())) == 8
-
-
-def test_words_are_counted():
-    found = {split: [(f"{word} {word} {word} and {i}", word) for i in range(n) for word in ("sea", "wood")]
-             for split, n in (("train", 6), ("validation", 2), ("test", 3))}
-    scores = study.by_tfidf(found)
-    assert scores["accuracy"] == 1.0 and scores["n_test"] == 6
-
-
-def test_windows_do_not_see_each_other():
-    """Two windows of 64 tokens count by their tokens; in one row the second would have seen the first."""
-    model, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
-    ids = tokenizer.encode(BOOK[:2000])[:101]
-    first, second = (study.means_of(model.eval(), part, [len(part) - 1])[0] for part in (ids[:64], ids[64:]))
-    (windows,), (row,) = (study.means_of(model, ids, [100], window) for window in (64, None))
-    np.testing.assert_allclose(windows, (64 * first + 37 * second) / 101, atol=1e-5)
-    assert abs(row - windows).max() > 1e-2
-
-
 def test_pieces_carry_the_state(monkeypatch):
     """Read 64 tokens at a time, a passage has the vectors of one row, at each length; windows have theirs."""
     model, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
@@ -85,17 +56,6 @@ def test_pieces_carry_the_state(monkeypatch):
     monkeypatch.setattr(study, "PIECE", 64)
     for window, each in zip((None, 32), expected, strict=True):
         np.testing.assert_allclose(study.means_of(model, ids, [40, 200, 300], window), each, atol=1e-5)
-
-
-def test_models_of_other_tokenizers_read_the_same_text():
-    """A smaller vocabulary has more tokens for it; the passage's own tokenizer has as many as were cut."""
-    _, own, _ = lineartime.load_model(lineartime.model_folder("small"))
-    letters = train_tokenizer([BOOK[:20_000]], 300)
-    text = BOOK[:3000]
-    assert study.own_lengths(text, (32, 128), own, own) == [32, 128]
-    for length, n in zip((32, 128), study.own_lengths(text, (32, 128), own, letters), strict=True):
-        assert letters.decode(letters.encode(text)[:n]) == own.decode(own.encode(text)[:length])
-        assert n > 1.1 * length
 
 
 def test_differences_are_paired_by_seed():

@@ -55,13 +55,6 @@ def test_expressions_have_their_values_and_the_published_bounds() -> None:
     assert all(abs(count / sum(seen.values()) - 1 / 4) < 0.05 for count in seen.values())
 
 
-def test_the_documents_of_a_seed_are_the_same_and_as_long_as_published() -> None:
-    one, again, other = (listops.documents(3, seed) for seed in (7, 7, 8))
-    assert one.sha256() == again.sha256() != other.sha256()
-    assert all(500 < len(ids) - 1 < 2000 and ids[0] == listops.SYMBOLS.index("end") for ids in one.ids)
-    assert [str(value_of([listops.SYMBOLS[i] for i in ids[1:]])) for ids in one.ids] == one.labels
-
-
 def test_the_value_is_read_from_the_first_symbol_of_each_row() -> None:
     """In batches with padding as alone, in the order of the documents."""
     documents, head = listops.documents(3, 7), listops.Head(listops.ONE, tuple("0123456789"))
@@ -74,14 +67,6 @@ def test_the_value_is_read_from_the_first_symbol_of_each_row() -> None:
     targets = listops.targets_of(head, documents.labels)
     alone = torch.nn.functional.cross_entropy(torch.cat(logits), torch.from_numpy(targets))
     assert scores["loss"] == pytest.approx(alone.item(), abs=2e-2) and model.training
-
-
-def test_the_models_of_a_table_have_as_many_parameters() -> None:
-    head, counts = listops.Head(listops.ONE, ("0", "1")), {}
-    for name, fields in listops.MODELS.items():
-        model = listops.DocumentClassifier(listops.model_config(name, **listops.SIZES, **fields), head)
-        counts[name] = sum(p.numel() for p in model.parameters())
-    assert all(0.9 < count / counts["flash"] < 1.1 for count in counts.values()), counts
 
 
 def test_a_line_of_the_table_has_one_number_of_steps_and_one_rate() -> None:
@@ -100,40 +85,10 @@ def test_a_line_of_the_table_has_one_number_of_steps_and_one_rate() -> None:
     assert "4 expressions a step" in text and "first symbol, 0.360 (standard error 0.181)" in text
 
 
-def test_the_rule_of_one_symbol_knows_the_outermost_operator() -> None:
-    """On few expressions, by a slow count."""
-    train, _, test = listops.splits_of(32)
-    found = listops.by_operator(2)
-    assert found["n_train"] == 32 and found["n_test"] == len(test)
-    right = 0
-    for ids, label in zip(test.ids, test.labels, strict=True):
-        same = [value for other, value in zip(train.ids, train.labels, strict=True) if other[1] == ids[1]]
-        right += label == max(dict.fromkeys(same), key=same.count)
-    assert found["accuracy"] == right / len(test)
-
-
 def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
     asked = np.eye(3)
     asking = np.array([[1.0, 0, 0], [0.6, 0.8, 0], [0.7, 0.1, 0.1]])
     assert retrieval.ranks(asking, asked).tolist() == [1, 1, 3]
-
-
-def test_differences_from_words_are_of_the_same_seed() -> None:
-    rows = [{"model": model, "seed": seed, "tokens": length, "accuracy": accuracy} for length in retrieval.LENGTHS
-            for model, seed, accuracy in (("small", 1, 0.6), ("TF-IDF", 0, 0.1), ("TF-IDF", 1, 0.5))]
-    text = retrieval.table(rows)
-    assert "| TF-IDF | 0.30 (0.10-0.50) |" in text and "| small | +0.100 | +0.100 | +0.100 |" in text
-
-
-def test_means_of_first_tokens_do_not_depend_on_what_follows() -> None:
-    model = listops.LanguageModel(listops.model_config("flash", n_layers=1, d_model=32, query_key_dim=16, chunk_size=64,
-                                                       vocab_size=50, context=256)).eval()
-    rows = torch.randint(50, (2, retrieval.LENGTHS[-1])).tolist()
-    cut = [[7, *row[: retrieval.LENGTHS[0]]] for row in rows]
-    found = retrieval.vectors(model, rows, 7)
-    expected = torch.nn.functional.normalize(model.hidden(torch.tensor(cut)).double().mean(1), dim=-1).detach().numpy()
-    assert np.abs(found[retrieval.LENGTHS[0]] - expected).max() < 1e-6
-    assert [each.shape for each in found.values()] == [(2, 32)] * 3
 
 
 def test_a_table_goes_into_its_place_of_a_page_or_nowhere(tmp_path: Path) -> None:
