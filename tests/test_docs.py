@@ -139,6 +139,12 @@ def test_there_are_pages() -> None:
     assert len(NAME.findall((ROOT / "docs" / "paper.md").read_text(encoding="utf-8"))) > 100
 
 
+def test_the_pages_stay_short() -> None:
+    """30,000 words in docs/, 150 lines of README: more is not read."""
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in DOCS) <= 30_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_nothing_says_to_install_us_by_name() -> None:
     """No index has the package: whoever registered its name would be run. Of all tracked files."""
     by_name = re.compile(r"""(?:pip install|uv add|uv pip install)\b[^\n;,]*[\s"'`]lineartime(?![\w/])""")
