@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks import Row
 from lineartime.atomic_io import append_json_lines, read_json_lines
 from lineartime.errors import LineartimeError, NumericsError
-from lineartime.info import table
 from lineartime.release.provenance import commit, provenance
 from lineartime.runtime import choose_settings, peak_bytes
 from lineartime.settings import require, require_name
@@ -160,39 +158,20 @@ def compared_ms(row: Row) -> Row:
     return row[f"{row['clock']}_ms"]
 
 
-COLUMNS = {"": "{label}", "type": "{dtype}", "context": "{context_tokens:,}", " ": "{context}",
-           "tokens": "{tokens_per_step:,}", "ms": "{ms[median]:,.2f}",
-           "quartiles": "{ms[q1]:,.2f} to {ms[q3]:,.2f}", "tokens/s": "{tokens_per_s:,.0f}",
-           "slowest": "{slowest_token_ms[max]:,.2f}", "peak MiB": "{peak_mib:,.0f}", "above": "{above_import_mib:,.0f}",
-           "state": "{state_bytes:,}", "error": "{check[error]:.1g}"}
-"""What is printed: by heading the format of a row's values, "ms" being its times by the clock that is compared."""
-
-
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print the rows of one run for a person: those of the columns that any of them has, and below what failed."""
-    first, console = rows[0], Console(highlight=False)
-    console.width = max(console.width, 140)
-    n_threads, on_cpu = first["threads"], first["device"] == "cpu"
-    timed = f"processor time, {n_threads} thread{'s' * (n_threads > 1)}" if on_cpu else first["gpu"]
-    console.print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run "
-                  f"{first['run']}", markup=False)
-    texts = {heading: [formatted(text, row) for row in rows] for heading, text in COLUMNS.items()}
-    shown = {heading: column for heading, column in texts.items() if any(column)}
-    made = table(*shown, width=14)
-    for line in zip(*shown.values(), strict=True):
-        made.add_row(*line)
-    console.print(made)
+    """Print the rows of one run for a person, a line each."""
+    first = rows[0]
+    timed = f"processor time, threads: {first['threads']}" if first["device"] == "cpu" else first["gpu"]
+    print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run {first['run']}")
     for row in rows:
+        what = f"{row['label']:<36} {row.get('dtype', ''):<9} context {row['context_tokens']:,}"
+        what += f" {row['context']}" if "context" in row else ""
         if "failed" in row:
-            print(f"{row['label']} failed: {row['failed']}")
-
-
-def formatted(text: str, row: Row) -> str:
-    """A column of a row; nothing where the row has no such value."""
-    try:
-        return text.format_map(row | {"ms": compared_ms(row)} if "clock" in row else row)
-    except (KeyError, TypeError):
-        return ""
+            print(f"{what} failed: {row['failed']}")
+            continue
+        ms, memory = compared_ms(row), f", peak {row['peak_mib']:,.0f} MiB" if "peak_mib" in row else ""
+        print(f"{what}  {ms['median']:,.2f} ms ({ms['q1']:,.2f} to {ms['q3']:,.2f}), "
+              f"{row['tokens_per_s']:,.0f} tokens/s{memory}")
 
 
 def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]:

@@ -127,20 +127,27 @@ def measure_group(cases: Sequence[StepCase], references: dict[object, Row], fold
             progress(f"{case.text}: check and warm-up")
             wanted = references[case.reference]
             answers.append(wanted if "failed" in wanted else worker.ask({"wanted": wanted}))
-        alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
-        # On a processor all keep their memory between steps if it is enough for all.
-        needed, on_cpu = sum(answers[i]["above_import_mib"] for i in alive) * 2**20, machine["device"] == "cpu"
-        hold = on_cpu and needed < 0.8 * (available_bytes() or 0)
-        if on_cpu and not hold:
-            progress("too little memory for all at once: each gives it back after its step, and takes one more before")
-        # Who holds its memory warms up in a round of its own, before the first that is timed.
-        for number, i in measure.in_turn(alive, range(-1 if hold else 0, repeats)):
-            progress(f"round {number + 1} of {repeats}: {cases[i].text}")
-            answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
-            answers[i] = answer if "failed" in answer else answers[i] | answer
+        return take_turns(cases, workers, answers, machine["device"] == "cpu", repeats, progress)
     finally:
         for worker in workers:
             worker.close()
+
+
+def take_turns(cases: Sequence[StepCase], workers: Sequence[measure.Worker], answers: Sequence[Row], on_cpu: bool,
+               repeats: int, progress: Progress) -> list[Row]:
+    """Let those that were checked take a step in turn, `repeats` times; each one's answers with all times."""
+    answers = list(answers)
+    alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
+    # On a processor all keep their memory between steps if it is enough for all.
+    needed = sum(answers[i]["above_import_mib"] for i in alive) * 2**20
+    hold = on_cpu and needed < 0.8 * (available_bytes() or 0)
+    if on_cpu and not hold:
+        progress("too little memory for all at once: each gives it back after its step, and takes one more before")
+    # Who holds its memory warms up in a round of its own, before the first that is timed.
+    for number, i in measure.in_turn(alive, range(-1 if hold else 0, repeats)):
+        progress(f"round {number + 1} of {repeats}: {cases[i].text}")
+        answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
+        answers[i] = answer if "failed" in answer else answers[i] | answer
     for i in alive:
         if "failed" not in answers[i]:
             answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"

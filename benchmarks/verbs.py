@@ -235,9 +235,9 @@ def recall(
     wrong = given.keys() - {*MODEL_FIELDS, *TRAIN_FIELDS}
     if wrong:
         raise UsageError("not a setting of recall", ", ".join(sorted(wrong)))
-    from benchmarks.recall import report, study
+    from benchmarks.recall import report as recall_report
+    from benchmarks.recall import study
     from benchmarks.recall.measure import n_asked
-    from lineartime.release.provenance import provenance
     from lineartime.training import StopSignal
 
     content, about = study.read_study(), study.task_of(task, data)
@@ -245,8 +245,8 @@ def recall(
                if name not in content["models"] and (name in shipped_models() or Path(name).is_dir())]
     runs = [*map(named_folder, trained), *([model_folder(shipped)] if shipped else [])]
     names = [name for name in models or [] if name not in trained]
-    if runs and data is None:
-        raise UsageError("a trained model is asked in text alone", runs[0], "give --task text and --data")
+    require(not runs or data is not None, "a trained model is asked in text alone", " ".join(map(str, runs)),
+            "give --task text and --data")
     if not runs and not names:
         names = content["lists"]["few" if task == study.TEXT else "main"]
     train = study.training(task, about, given if names else {})
@@ -258,37 +258,39 @@ def recall(
     tried = numbers(rates) if rates else content["study"]["learning_rates"]
     n_seeds = seeds or content["study"]["seeds"]
     results_are_files()
-
-    def made(name: str) -> dict[str, Any]:
-        """Where a row comes from, without the folders of the machine."""
-        words = ["python", "-m", "benchmarks", "recall", name, "--task", task]
-        for text in settings or []:
-            words += ["--set", text]
-        return provenance() | {"command": shlex.join(words)}
-
+    # Where a row comes from, without the folders of the machine.
+    words = ["--task", task, *(word for text in settings or [] for word in ("--set", text))]
+    command_of = partial(recall_command, words)
     measured = []
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         for run in runs:
-            assert data is not None
             length = fields.get("context", about.length)
             progress = stop.watch("nothing is written", terminal.count, "asking", n_asked(length, about.n_facts))
-            row = study.ask_run(run, data, length, progress) | made(run.name)
+            row = study.ask_run(run, cast(Path, data), length, progress) | command_of(run.name)
             append_json_lines(rows, [row])
-            say(report.line(row))
-
-        def on_step(record: dict[str, Any]) -> None:
-            stop.check("what is measured is in the rows; the same command goes on")
-            terminal.step(record)
-
+            say(recall_report.line(row))
         for number, name in enumerate(names, 1):
             note(f"{name} ({number} of {len(names)}), {task}: {len(tried)} learning rates, {n_seeds} seeds")
-            for row in study.measure_model(name, task, about, train, fields, tried, n_seeds, rows, partial(made, name),
-                                           on_step=on_step):
+            for row in study.measure_model(name, task, about, train, fields, tried, n_seeds, rows,
+                                           partial(command_of, name), on_step=partial(check_and_show, stop, terminal)):
                 measured.append(row)
-                say(report.line(row))
+                say(recall_report.line(row))
     if measured:
-        print(f"\n{report.section(measured, task)}\n")
+        print(f"\n{recall_report.section(measured, task)}\n")
     say(f"rows     {rows}")
+
+
+def recall_command(words: list[str], name: str) -> dict[str, Any]:
+    """Where a row of recall comes from: provenance, and the command with these words behind the model's name."""
+    from lineartime.release.provenance import provenance
+
+    return provenance() | {"command": shlex.join(["python", "-m", "benchmarks", "recall", name, *words])}
+
+
+def check_and_show(stop: Any, terminal: Terminal, record: dict[str, Any]) -> None:
+    """After a step: raise if somebody asked to stop, else show how far it is."""
+    stop.check("what is measured is in the rows; the same command goes on")
+    terminal.step(record)
 
 
 def recurrence(

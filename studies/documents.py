@@ -310,21 +310,26 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         if less:
             parts += ["Less the score of TF-IDF on the same passages, mean over the seeds with its 95 % interval; bold "
                       "where that leaves 0 out.", markdown(["model", "how it reads", "score", *lengths], less)]
-    if {*EQUAL_SIZES} <= {row["model"] for row in rows}:
-        first, second = EQUAL_SIZES
-        less = []
-        for name in TASKS:
-            own = [row for row in rows if row["task"] == name]
-            less += [[name, label, *(difference_text(differences(by_seed(own, first, "whole", length, score),
-                                                                 by_seed(own, second, reading, length, score)))
-                                     for length, reading in SECOND_READS.items())]
-                     for score, label in MEASURES.items()]
-        lengths = [f"{length:,} tokens" + ("" if reading == "whole" else f", {reading}")
-                   for length, reading in SECOND_READS.items()]
-        parts += [f"**{first.removesuffix(FROZEN)} less {second.removesuffix(FROZEN)}**, both frozen, on the same "
-                  "passages; windows are those of the Transformer++. Mean over the seeds with its 95 % interval.",
-                  markdown(["task", "score", *lengths], less)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *equal_sizes(rows)])
+
+
+def equal_sizes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Differences of FLASH from the Transformer++ of its size, if both have rows."""
+    first, second = EQUAL_SIZES
+    if not {*EQUAL_SIZES} <= {row["model"] for row in rows}:
+        return []
+    less = []
+    for name in TASKS:
+        own = [row for row in rows if row["task"] == name]
+        less += [[name, label, *(difference_text(differences(by_seed(own, first, "whole", length, score),
+                                                             by_seed(own, second, reading, length, score)))
+                                 for length, reading in SECOND_READS.items())]
+                 for score, label in MEASURES.items()]
+    lengths = [f"{length:,} tokens" + ("" if reading == "whole" else f", {reading}")
+               for length, reading in SECOND_READS.items()]
+    return [f"**{first.removesuffix(FROZEN)} less {second.removesuffix(FROZEN)}**, both frozen, on the same passages; "
+            "windows are those of the Transformer++. Mean over the seeds with its 95 % interval.",
+            markdown(["task", "score", *lengths], less)]
 
 
 def by_seed(rows: Sequence[dict[str, Any]], model: str, reading: str, length: int,

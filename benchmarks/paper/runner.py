@@ -309,19 +309,24 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
             told = time.monotonic()
     if process.returncode == 0 or stop.number is not None:
         return None
-    said, code = last_line(log), process.returncode
+    error = error_of(process.returncode, label, log, n_ranks)
+    if isinstance(error, NumericsError) or (isinstance(error, ResourceError) and error.what == "out of memory"):
+        return str(error)
+    raise error
+
+
+def error_of(code: int, label: str, log: Path, n_ranks: int) -> LineartimeError:
+    """The error that a process of ours ended with, by its exit code and the last line that it said."""
+    if code == -signal.SIGKILL:
+        return ResourceError("out of memory", label, "the system killed it, or somebody did")
+    said = last_line(log)
     if n_ranks > 1:  # what torchrun says of the rank that failed first is last
         text = log.read_text(encoding="utf-8", errors="replace")
         said = (re.findall(r"^error: .*$", text, re.MULTILINE) or [said])[-1]
         code = int((re.findall(r"^ *exitcode *: (-?\d+)", text, re.MULTILINE) or [code])[-1])
     what, _, rest = said.removeprefix("error: ").partition(": ")
     kinds = {each.exit_code: each for each in LineartimeError.__subclasses__() if each.exit_code > 1}
-    error = kinds.get(code, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
-    if code == -signal.SIGKILL:
-        error = ResourceError("out of memory", label, "the system killed it, or somebody did")
-    if isinstance(error, NumericsError) or (isinstance(error, ResourceError) and error.what == "out of memory"):
-        return str(error)
-    raise error
+    return kinds.get(code, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
 
 
 def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:

@@ -55,7 +55,8 @@ def test_a_process_measures_an_op(capsys):
         assert row["tokens_per_s"] == pytest.approx(96e3 / row["cpu_ms"]["median"])
     print_rows(rows)
     printed = capsys.readouterr().out
-    assert "op: time of a call, processor time, 1 thread; 3 rounds" in printed and "softmax_attention:fused" in printed
+    assert "op: time of a call, processor time, threads: 1; 3 rounds" in printed
+    assert "softmax_attention:fused" in printed
 
 
 def test_what_cannot_be_measured_is_refused():

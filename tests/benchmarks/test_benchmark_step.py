@@ -8,20 +8,17 @@ import pytest
 import torch
 import typer
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure, peers, step
 from benchmarks import verbs as cli
 from benchmarks.__main__ import app
 from benchmarks.cells import named_calls, read_cells, shape_named, shaped_config
 from benchmarks.peers import WINDOW_TOKENS, build, parse_label
-from benchmarks.step import benchmark_step, random_batch, step_cases
-from lineartime.config import PRESETS, ModelConfig, TrainConfig, to_dict
+from benchmarks.step import benchmark_step, step_cases
+from lineartime.config import PRESETS, ModelConfig, to_dict
 from lineartime.errors import ResourceError, UsageError
 from lineartime.info import describe
 from lineartime.model import LanguageModel
-from lineartime.training import compute_gradient
 from workers_here import work_here
 
 TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, "gau": {"n_layers": 2},
@@ -73,28 +70,6 @@ def test_unfused_attention_is_the_same_function(task):
         gradients.append([out, *(p.grad for p in model.parameters())])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("text", ["flash", "transformer++", "flash-pytorch", "performer", "combiner"])
-def test_flops_of_a_step_are_those_that_pytorch_counts(text, monkeypatch):
-    def plain(x_ND, weight_VD, bias_V, targets_N):
-        """The same loss in products that PyTorch's counter sees; it does not see those made in place."""
-        return nn.functional.cross_entropy(nn.functional.linear(x_ND, weight_VD, bias_V), targets_N, reduction="none")
-
-    for module in ("lineartime.model", "benchmarks.peers"):
-        monkeypatch.setattr(f"{module}.linear_cross_entropy", plain)
-    label, n_rows = parse_label(text), 2
-    config = tiny(label.preset)
-    model, (task, batch) = build(label, config), random_batch(config, n_rows, config.context, 0, torch.device("cpu"))
-    if isinstance(model, LanguageModel):
-        model.set_impl("reference")  # what is made again, and what is left out, is not counted
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-        compute_gradient(model, task, batch, n_rows, TrainConfig())
-    n_chunks = config.context // 16
-    # FLASH's chunk states are sums. That they are made by a product with zeros and ones is not counted.
-    sums = 2 * 2 * n_chunks**2 * config.query_key_dim * config.d_inner * config.n_layers * n_rows
-    assert (describe(config).flops.training * n_rows * config.context
-            == counted.get_total_flops() - sums * (text == "flash"))
 
 
 def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
@@ -153,20 +128,6 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     assert [order for _, order in here if order and "warm" in order] == [
         {"warm": 1, "release": True, "timed": True}] * 4
     assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
-
-
-def test_together_measures_all_contexts_of_a_type_side_by_side(here):
-    rows = benchmark_step(cells("flash", contexts=(32, 64), precisions=("float32", "bfloat16")), repeats=1,
-                          together=True)
-    assert [(row["context_tokens"], row["dtype"]) for row in rows] == [
-        (32, "float32"), (64, "float32"), (32, "bfloat16"), (64, "bfloat16")]
-    assert [row["run"] == rows[0]["run"] for row in rows] == [True, True, False, False]
-    assert 1e-4 < rows[2]["check"]["error"] <= step.LIMITS["bfloat16"]
-
-
-def test_models_that_see_both_ways_are_measured_on_masks(here):
-    rows = benchmark_step(cells("flash", config_of=lambda preset: tiny(preset, "c4")), repeats=1)
-    assert rows[0]["config"]["causal"] is False and rows[0]["check"]["error"] < 1e-4
 
 
 def test_what_does_another_step_is_not_timed(here, monkeypatch):
@@ -259,20 +220,6 @@ def test_the_files_calls_can_be_made():
     rows = step_cases(["flash"], (512, 1024, 2048, 4096), ["bfloat16"], tokens=2048, config_of=tiny)
     assert [cell.n_rows for cell in rows] == [4, 2, 1, 1] and all("--tokens 2048" in " ".join(words)
                                                                   for words in latency.values())
-
-
-def test_a_wrong_file_of_cells_is_refused(tmp_path):
-    path = tmp_path / "cells.toml"
-    with pytest.raises(UsageError, match="no file of cells"):
-        read_cells(path)
-    for text in ("[a]\nlabel = 3", "[tables", "tables = 3", "a = " + "[" * 100_000):
-        path.write_text(text)
-        with pytest.raises(UsageError, match="not a file of cells"):
-            read_cells(path)
-    with pytest.raises(UsageError, match="did you mean small"):
-        named_calls(["smal"])
-    with pytest.raises(UsageError, match="unknown shape"):
-        shape_named("smal")
 
 
 def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path, monkeypatch):

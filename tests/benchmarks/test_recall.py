@@ -2,10 +2,6 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -234,18 +230,6 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
     assert call(*command, app=app)[0] == 0 and len(rows.read_text().splitlines()) == 6
 
 
-def test_a_study_that_is_stopped_says_so(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "recall", "flash", "--set", "steps=100000", "--json", tmp_path / "rows"],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    assert process.stderr is not None
-    assert "flash (1 of 1), pairs" in process.stderr.readline()
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-    printed = process.communicate(timeout=60)[1]
-    assert process.returncode == 143 and "the same command goes on" in printed.splitlines()[-1], printed
-
-
 @pytest.mark.parametrize(("arguments", "match"), [
     (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
     (["--set", "data=x"], "not a setting of recall: data"), (["--set", "d_model=0"], "d_model must be at least 1"),
@@ -257,12 +241,6 @@ def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
     code, _, err = call("recall", *arguments, "--json", str(tmp_path / "rows"), app=app)
     assert_refused(code, err, 2, match)
     assert not (tmp_path / "rows").exists()
-
-
-def test_a_run_that_failed_before_its_first_score_says_so():
-    failed = {"model": "flash", "task": "pairs", "learning_rate": 0.1, "seed": 0, "curve": [], "passed": None,
-              "failed": "the loss is not finite"}
-    assert report.line(failed) == "flash, pairs, rate 0.1, seed 0: the loss is not finite"
 
 
 def row(model: str, rate: float, seed: int, right: float, step: int | None) -> dict:

@@ -112,22 +112,6 @@ def test_where_it_loses_is_bold(tmp_path):
     assert "| bfloat16 | fastest of each | - | - | **0.33** " in ratio_table(only_table(tmp_path, rows))
 
 
-def test_contexts_that_were_read_are_not_beside_those_that_were_filled(tmp_path):
-    rows = [made(model, ms, benchmark="decode", context=2048) | {"context": how} for model, ms, how in (
-        ("flash", 20, "filled"), ("flash", 10, "read"), ("transformer++", 30, "filled"), ("transformer++", 30, "read"))]
-    filled_table, read_table = tables_of(cells_of(tmp_path, rows))
-    assert "| 1.50 " in ratio_table(filled_table) and "| 3.00 " in ratio_table(read_table)
-
-
-def test_machines_threads_sizes_and_names_have_tables_of_their_own(tmp_path):
-    rows = [made(), made(threads=2), made(run="2", n_parameters=112_000_000), made(cell="other"),
-            made(cpu="Another CPU"), made("transformer++", n_parameters=2_900_000)]
-    sizes = [len(table) for table in tables_of(cells_of(tmp_path, rows))]
-    assert sorted(sizes) == [1, 1, 1, 1, 2]
-    parts = [made(cell="wide/2K"), made(cell="wide/8K", context=8192)]
-    assert len(only_table(tmp_path, parts)) == 2
-
-
 SHIPPED = [row for row in map(json.loads, (ROOT / "benchmarks/rows/speed.jsonl").read_text().splitlines())
            if row["benchmark"] != "read"]
 ONE_OF_EACH = {row["benchmark"]: row for row in SHIPPED}

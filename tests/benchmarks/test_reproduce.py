@@ -12,12 +12,10 @@ from typer.testing import CliRunner
 
 import text_files
 from benchmarks.__main__ import app
-from benchmarks.paper import memory, runner, scales
+from benchmarks.paper import runner, scales
 from benchmarks.paper.records import by_key, read_records, records_of
-from benchmarks.paper.report import table_section
-from benchmarks.paper.results import results_of
 from benchmarks.paper.scales import SCALES, Scale, Text, cells_of
-from benchmarks.paper.tables import SCALE_NAMES, TABLES, Column
+from benchmarks.paper.tables import SCALE_NAMES, TABLES
 from lineartime.cli import verbs
 from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.prepare import SAMPLE
@@ -203,26 +201,6 @@ def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again
     less = by_key([{name: value for name, value in row.items() if name != "recurrence"}])
     assert runner.missing_jobs([cell], less, seeds=1) == [job]
     assert [row["kind"] for row in runner.run_job(job, less, place, StopSignal())] == ["train"]
-
-
-def test_the_study_of_memory_is_reported_from_its_runs(tiny, warm, here, monkeypatch):
-    """Every number of the report is there when small runs of the study have written their rows."""
-    place, _ = tiny
-    study, rows = TABLES["memory"], ("FLASH", "FLASH (LocalOnly)")
-    monkeypatch.setitem(TABLES, "memory", dataclasses.replace(
-        study, models={row: dataclasses.replace(study.models[row], at_scale={"cpu": {"learning_rate": rate}})
-                       for row, rate in zip(rows, (5e-3, 1e-3), strict=True)},  # or they end a millionth apart
-        columns={"4096": Column("pg19", 128)}, cells={"cpu": [(row, "4096") for row in rows]},
-        evaluations={"context_use": "--contexts 32,64,128", "recurrence": "--chunk 16"}))
-    assert runner.reproduce("memory", "cpu", place, StopSignal()) == 6  # two seeds of two models, two step times
-    found = results_of("memory", "cpu", read_records(place.rows))
-    text = table_section(found)
-    assert "Not measured yet" not in text and " of 1 documents at each context, of models trained at 128." in text
-    lines = [line for line in text.splitlines() if line.startswith("| FLASH (LocalOnly) |")]
-    assert len(lines) == 7 and not any(" - " in line or "nan" in line for line in lines)
-    losses = {(row, seed): loss for (row, _, seed), loss in found.trained.loss.items()}
-    differences = {seed: losses[rows[1], seed] - losses[rows[0], seed] for seed in (0, 1)}
-    assert memory.difference_text(differences) in lines[1] and min(map(abs, differences.values())) > 0.001
 
 
 @pytest.mark.parametrize(("code", "said", "result"), [
