@@ -5,6 +5,7 @@ TOO_OLD = error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) -V 2>
 help:
 	@echo "make train   train FLASH on a book that ships here, in about five minutes"
 	@echo "make test    run the tests; PYTEST_ARGS='tests/core/test_config.py -k toml' picks some"
+	@echo "make test-all  the rest of the tests: rarer combinations of options, further kernel cases"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
@@ -29,6 +30,9 @@ TWO_PROCESSES = -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reord
 
 test: .venv/installed
 	.venv/bin/python -m pytest $(TWO_PROCESSES) $(PYTEST_ARGS)
+
+test-all: .venv/installed
+	.venv/bin/python -m pytest $(TWO_PROCESSES) -m rest $(PYTEST_ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check
@@ -112,4 +116,4 @@ clean:
 	rm -rf .venv .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lineartime tests -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help train test lint types bench bench-all gpu docs drills campaign wheel lowest ecosystem env clean
+.PHONY: help train test test-all lint types bench bench-all gpu docs drills campaign wheel lowest ecosystem env clean

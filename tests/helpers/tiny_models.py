@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from lineartime.config import ModelConfig, model_config
@@ -85,6 +86,23 @@ BIDIRECTIONAL = {
                                                   **LONG_MEMORY),
 }
 """What only a bidirectional model can be."""
+
+COMBINED = {
+    "flash-quad softmax", "flash-quad heads", "flash-quad no gate", "flash-quad key conv", "mc-tfm++ overlap",
+    "flash rotated bias", "flash local overlap", "combiner rope base", "flash+ heads", "flash long memory",
+    "flash global heads long memory", "mc-tfm++ long memory", "flash near and long memory",
+    "mc-tfm++ near and long memory", "transformer++ key conv", "transformer++ relu2 key conv",
+    "flash global learned weights", "flash overlap learned weights", "flash learned weights long memory",
+    "flash-quad cls", "flash local first to all", "flash overlap cls first to all",
+    "flash cls first to all long memory",
+}
+"""Models whose options others have one by one. `make test` has every preset and every single option."""
+
+
+def case_of(name: str, *more: object, rest: bool = False) -> object:
+    """A case of a test over models. That of a combined model is left to `make test-all`, and so is any other with
+    `rest`."""
+    return pytest.param(name, *more, marks=pytest.mark.rest if rest or name in COMBINED else ())
 
 
 def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:

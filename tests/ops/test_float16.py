@@ -9,6 +9,7 @@ from lineartime.gau import GatedAttentionUnit
 from lineartime.generation.generate import decode_step, prefill
 from lineartime.model import LanguageModel
 from lineartime.ops import ablations, reference
+from marks import rest
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 
 LONG, CHUNK = 65_536, 256
@@ -32,9 +33,9 @@ def ids_of(n_chunks: int, chunk: int) -> Tensor:
     return (torch.arange(n_chunks * chunk) >= 40).long().view(1, n_chunks, chunk)
 
 
-@CAUSAL
-@DOCUMENTS
-@pytest.mark.parametrize("size", [0.005, 4.0])
+@pytest.mark.parametrize(("size", "documents", "causal"), [(0.005, False, True), (4.0, True, True), *rest(
+    *((size, documents, False) for size in (0.005, 4.0) for documents in (False, True)), (0.005, True, True),
+    (4.0, False, True))])
 def test_linear_attention_over_a_long_row(causal: bool, documents: bool, size: float) -> None:
     """At the size of initial heads, and of heads whose sums of k v exceed 65,504."""
     q, k, v = (random(1, LONG // CHUNK, CHUNK, 16, scale=scale, seed=seed)

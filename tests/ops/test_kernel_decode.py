@@ -18,7 +18,6 @@ from lineartime.ops.reference import rotary
 from tiny_models import CHUNK, CONFIGS, FLASH, random_ids, random_model, with_end
 
 S, C, END = 128, 128, 0
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BUFFERS = ("k_quad_BCS", "k_lin_BCS", "v_BCE")
 MADE_BY = ("gamma_4S", "beta_4S", "sin_BR", "cos_BR")
 
@@ -125,23 +124,29 @@ ROWS = [(0, 0), (C - 1, 0), (2 * C + 33, 0), (3 * C, 2 * C + 9), (3 * C + 77, 3 
 """A first token, a last slot, a row in its third chunk, documents that began before the chunk, in it and just now."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "e", "pooling"), [(ROWS[:3], 48, "mean"), (ROWS[3:], 16, "sum")])
+HALVES = (ROWS[:3], 48, "mean"), (ROWS[3:], 16, "sum")
+
+
+@pytest.mark.parametrize(("rows", "e", "pooling", "dtype"), [
+    (*HALVES[0], torch.bfloat16), (*HALVES[1], torch.float32), (*HALVES[1], torch.float16),
+    *(pytest.param(*half, dtype, marks=pytest.mark.rest) for half, dtype in (
+        (HALVES[0], torch.float32), (HALVES[0], torch.float16), (HALVES[1], torch.bfloat16)))])
 def test_held_to_float64(rows: list[tuple[int, int]], e: int, pooling: str, dtype: torch.dtype) -> None:
     assert_held(make_inputs(dtype, rows, e, pooling=pooling))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [
+    torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.rest) for dtype in (torch.float32, torch.float16))])
 def test_made_heads_are_held_to_float64(dtype: torch.dtype) -> None:
     assert_held(make_head_inputs(dtype, ROWS, 48))
 
 
-@pytest.mark.parametrize("c", [256, 512])
+@pytest.mark.parametrize("c", [256, pytest.param(512, marks=pytest.mark.rest)])
 def test_longer_chunks(c: int) -> None:
     assert_held(make_inputs(torch.bfloat16, [(2 * c + c // 2, c - 9)], 16, c))
 
 
-@pytest.mark.parametrize(("e", "columns"), [(112, 64), (240, 128)])
+@pytest.mark.parametrize(("e", "columns"), [(112, 64), pytest.param(240, 128, marks=pytest.mark.rest)])
 def test_wider_programs(e: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of many rows; the last one has columns to spare."""
     monkeypatch.setattr(decode_step, "MANY_PROGRAMS", 4)
@@ -162,8 +167,10 @@ def test_float32_parameters_and_strides() -> None:
     assert all(torch.equal(spread[name], buffers[name]) for name in BUFFERS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("base", [FLASH, CONFIGS["flash+"]], ids=["flash", "flash+"])
+@pytest.mark.parametrize(("dtype", "base"), [
+    (torch.bfloat16, FLASH), (torch.float32, CONFIGS["flash+"]),
+    *(pytest.param(*case, marks=pytest.mark.rest) for case in (
+        (torch.float32, FLASH), (torch.bfloat16, CONFIGS["flash+"])))], ids=str)
 def test_a_model_decodes_by_it(dtype: torch.dtype, base: ModelConfig) -> None:
     """Across the end of a chunk; memory and inputs are those of inference mode."""
     config = replace(base, n_layers=1, d_model=32, chunk_size=C, query_key_dim=S, context=2 * C, end_of_document=END)

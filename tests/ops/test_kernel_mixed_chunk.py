@@ -26,16 +26,18 @@ from tiny_models import random_ids
 assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention)
 
 
+ONE_DIRECTION = pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.rest)])
 EVERY_HELD = [(dtype, causal, with_documents) for dtype in DTYPES for causal in (True, False)
               for with_documents in (False, True)]
 
 
-ON_PUSH = {torch.bfloat16: {(True, False), (True, True), (False, False), (False, True)},
-           torch.float32: {(True, False), (False, True)}, torch.float16: {(False, True)}}
+BY_DEFAULT = {(torch.bfloat16, True, True), (torch.bfloat16, False, True), (torch.float32, True, False),
+              (torch.float16, False, True)}
+"""Each type and each direction; `make test-all` has the others."""
 
 
 @pytest.mark.parametrize(("dtype", "causal", "with_documents"), [
-    pytest.param(*case, marks=() if case[1:] in ON_PUSH[case[0]] else pytest.mark.campaign) for case in EVERY_HELD])
+    pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.rest) for case in EVERY_HELD])
 def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool) -> None:
     """Two chunks and part of a third in an odd number of rows, or one row; in float32 one and a part."""
     odd = with_documents and not causal and dtype == torch.bfloat16
@@ -45,22 +47,21 @@ def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool)
 
 
 @pytest.mark.parametrize("chunk, causal", [
-    (256, True), (256, False), *(pytest.param(512, causal, marks=pytest.mark.campaign) for causal in (True, False))])
+    (256, True), *(pytest.param(*case, marks=pytest.mark.rest) for case in ((256, False), (512, True), (512, False)))])
 def test_larger_chunks_are_attended_in_rounds(chunk: int, causal: bool) -> None:
     n_tokens = chunk + 21
     assert_held(make_inputs(1, n_tokens, torch.bfloat16, chunk=chunk), chunk_size=chunk, causal=causal,
                 segment_ids_BT=documents(1, n_tokens))
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@ONE_DIRECTION
 def test_sums_in_place_of_means(causal: bool) -> None:
     assert_held(make_inputs(1, 267, torch.bfloat16), chunk_size=128, causal=causal, pooling="sum",
                 segment_ids_BT=documents(1, 267))
 
 
 @pytest.mark.parametrize("kind, causal", [
-    ("hopper", True), ("small", True), *(pytest.param(kind, False, marks=pytest.mark.campaign)
-                                         for kind in ("hopper", "small"))])
+    pytest.param(kind, causal, marks=pytest.mark.rest) for kind in ("hopper", "small") for causal in (True, False)])
 def test_more_columns_and_parameters_of_the_same_type(kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiles of the other kinds of GPU."""
     monkeypatch.setattr(mixed_chunk, "tile_class", lambda device: kind)
@@ -68,12 +69,13 @@ def test_more_columns_and_parameters_of_the_same_type(kind: str, causal: bool, m
                 causal=causal)
 
 
-@pytest.mark.parametrize("n_tokens, dtype", [(1, torch.float32), (40, torch.bfloat16), (128, torch.float16)])
+@pytest.mark.parametrize("n_tokens, dtype", [
+    (1, torch.float32), (40, torch.bfloat16), pytest.param(128, torch.float16, marks=pytest.mark.rest)])
 def test_short_rows(n_tokens: int, dtype: torch.dtype) -> None:
     assert_held(make_inputs(2, n_tokens, dtype), chunk_size=128, causal=True)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@ONE_DIRECTION
 def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, how = make_inputs(2, 645, torch.float32), {"chunk_size": 128, "causal": causal,
                                                        "segment_ids_BT": documents(2, 645)}
@@ -90,8 +92,8 @@ def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest
 
 def test_every_run_gives_the_same_bits_in_any_layout() -> None:
     """Rows and tokens interleaved, every second column; as contiguous inputs give."""
-    inputs = make_inputs(2, 197, torch.bfloat16)
-    how = {"chunk_size": 128, "causal": True, "segment_ids_BT": documents(2, 197)}
+    inputs = make_inputs(2, 133, torch.bfloat16)
+    how = {"chunk_size": 128, "causal": True, "segment_ids_BT": documents(2, 133)}
     strided = {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in inputs.items()}
     strided["uvz"] = inputs["uvz"].transpose(0, 1).contiguous().transpose(0, 1)
     assert not any(x.is_contiguous() for x in strided.values())
@@ -100,7 +102,7 @@ def test_every_run_gives_the_same_bits_in_any_layout() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@ONE_DIRECTION
 def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -> None:
     """By the output at one token, in the middle of a document that begins in a chunk and ends in the next."""
     inputs = make_inputs(1, 300, torch.bfloat16)
@@ -153,7 +155,8 @@ def test_other_derivatives_are_refused() -> None:
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("preset, norm", [("flash", "layer_norm"), ("flash-quad", "scale_norm")])
+@pytest.mark.parametrize("preset, norm", [
+    ("flash", "layer_norm"), pytest.param("flash-quad", "scale_norm", marks=pytest.mark.rest)])
 def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str) -> None:
     """Under autocast, with checkpointing, and wrapped for data parallel training."""
     model = tiny(preset, norm=norm, end_of_document=0).train()
@@ -178,6 +181,7 @@ def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str
         dist.destroy_process_group()
 
 
+@pytest.mark.rest
 def test_text_is_that_of_the_reference() -> None:
     """Greedy, over the ends of chunks, by rows that stand at different places."""
     model = tiny("flash", end_of_document=0).eval()
@@ -190,8 +194,9 @@ def test_text_is_that_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("pooling, s, causal, with_documents", [
-    ("written", 128, True, True), ("written", 64, False, True), ("fixed", 128, False, False), *(
-        pytest.param(*case, marks=pytest.mark.campaign) for case in (
+    ("written", 128, True, True), ("written", 64, False, True), *(
+        pytest.param(*case, marks=pytest.mark.rest) for case in (
+            ("fixed", 128, False, False),
             ("written", 128, True, False), ("written", 128, False, False), ("fixed", 64, True, True),
             ("mean", 64, True, True), ("mean", 128, False, True)))])
 def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, causal: bool,
@@ -228,7 +233,8 @@ PLUS = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_g
 OPTIONS = {"query_key_dim 64": {"query_key_dim": 64}, "flash+": PLUS, "heads": {"n_heads": 2, **PLUS}}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [
+    "flash+", *(pytest.param(name, marks=pytest.mark.rest) for name in ("query_key_dim 64", "heads"))])
 def test_heads_that_pytorch_makes_are_attended_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny("flash", **OPTIONS[name]), []
     inner = mixed_chunk.gated_head_attention

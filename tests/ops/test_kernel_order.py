@@ -77,7 +77,9 @@ KERNELS = {name for module in (decode_step, gradients, mixed_chunk, norm, quadra
            for name, each in vars(module).items() if isinstance(each, triton.runtime.interpreter.InterpretedFunction)}
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(LONGER, marks=pytest.mark.campaign)], ids=["push", "longer"])
+@pytest.mark.parametrize("cases", [
+    pytest.param(CASES, id="short", marks=pytest.mark.rest),
+    pytest.param(LONGER, id="longer", marks=pytest.mark.campaign)])
 def test_no_launch_depends_on_the_order_of_its_programs(cases, monkeypatch):
     """By the addresses that programs read and write, and by the bits of all results in other orders."""
     launched = set()

@@ -19,11 +19,12 @@ KNOWN_SPILLS = {("attend_queries", 90, 512): 112, ("differentiate_keys", 80, 128
 OTHERS = {"add_norm_rows", "add_norm_rows_backward", "base_gradient_kernel", "decode_columns", "make_heads_kernel"}
 
 
-@pytest.fixture(scope="module", params=[(90, 80), *(pytest.param((arch,), marks=pytest.mark.campaign)
-                                                     for arch in SHARED_KIB)], ids=str)
+@pytest.fixture(scope="module", params=[
+    pytest.param((90, 80), marks=pytest.mark.rest),
+    *(pytest.param((arch,), marks=pytest.mark.campaign) for arch in SHARED_KIB)], ids=str)
 def rows(request, tmp_path_factory):
-    """Every program of the selected cases, from a process of its own: others here interpret kernels. By default few
-    cases for two architectures, else all for one."""
+    """Every program of the selected cases, from a process of its own: others here interpret kernels. `make
+    test-all` has few cases for two architectures, the campaign all for each one."""
     path = tmp_path_factory.mktemp("resources") / "rows.jsonl"
     selection = "everything" if len(request.param) == 1 else "few"
     done = subprocess.run([sys.executable, SCRIPT, path, selection, *map(str, request.param)], capture_output=True,
@@ -33,7 +34,7 @@ def rows(request, tmp_path_factory):
 
 
 def test_every_kernel_compiles(rows):
-    """By default for a Hopper, and what has other tiles for a GPU with little shared memory."""
+    """At least for a Hopper, and what has other tiles for a GPU with little shared memory."""
     compiled = {arch: {row["kernel"] for row in rows if row["arch"] == arch} for arch in SHARED_KIB}
     first, *others = filter(None, (compiled[arch] for arch in (90, 80, 86, 89, 100, 120)))
     assert first - {"scan_states"} == PRODUCTS | OTHERS
