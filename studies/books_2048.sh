@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FLASH, FLASH-Quad, Transformer++ and FLASH without its linear part on books at context 2048: docs/results.md, "Books".
+# FLASH, FLASH-Quad, Transformer++ and FLASH without its linear part on books at context 2048: benchmarks/tables/results.md, "Books at context 2,048".
 # usage: studies/books_2048.sh BOOKS OUT     BOOKS: a folder with train/, validation/ and test/, one .txt per book
 # Two runs at a time, one thread each; about an hour and a half on two idle cores. Stopped and started again, it goes on.
 set -euo pipefail

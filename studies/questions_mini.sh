@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A small FLASH that answers questions: pretrained on Wikipedia text, fine-tuned on TriviaQA and SQuAD, scored beside a guess by
-# word overlap: docs/results.md, "Questions". About 25 minutes on two idle cores. Stopped and started again, it goes on.
+# word overlap: benchmarks/tables/results.md, "Questions from Wikipedia text". About 25 minutes on two idle cores. Stopped and started again, it goes on.
 # usage: studies/questions_mini.sh WIKI TRIVIAQA SQUAD OUT
 #   WIKI: a folder of Wiki-40B parquet files     TRIVIAQA: a folder with qa/wikipedia-{train,dev}.json and evidence/
 #   SQUAD: a folder with one *train*.json and one *dev*.json in the form of SQuAD v1.1

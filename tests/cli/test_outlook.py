@@ -59,7 +59,7 @@ def test_the_sizes_of_every_model_rise_and_are_alike(model: str) -> None:
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_a_size_has_the_recipe_that_was_best_for_the_model(model: str) -> None:
-    """The table of docs/results.md, "The recipes of the sizes"."""
+    """The table of benchmarks/tables/results.md, "The recipes of the sizes"."""
     config = run_config({"model": model, "size": "tiny", "steps": 120, **PLACE})
     train = config.train
     gau = model in ("flash", "flash+", "flash-quad")
