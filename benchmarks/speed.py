@@ -98,10 +98,12 @@ def tables_of(rows: Sequence[Row]) -> "list[DataFrame]":
     if not rows:
         return []
     cells = pandas.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
+    # Sizes that are within SAME_SIZE of the next smaller one are of one class; a run has the size of its FLASH.
     size_of_run = ours_first(cells).drop_duplicates("run").set_index("run").n_parameters
     sizes = size_of_run.drop_duplicates().sort_values()
     classes = dict(zip(sizes, (sizes > SAME_SIZE * sizes.shift(fill_value=0)).cumsum(), strict=True))
     cells["size"] = cells.run.map(size_of_run).map(classes)
+    # A context with several numbers of tokens in a step is in as many tables.
     keys = ["benchmark", "name", "hardware", "threads", "size"]
     cells["rank"] = cells.groupby([*keys, "context"]).n_tokens.rank("dense", ascending=False)
     order = {benchmark: i for i, benchmark in enumerate(TITLES)}
@@ -152,8 +154,10 @@ def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant
         found = table[(table.side == side) & (True if variant is None else table.variant == variant)]
         return found.sort_values("ms", kind="stable").drop_duplicates(["n_run", *keys])
 
+    # Rows of one run stand beside each other; of several runs that have both sides the newest stays.
     both = fastest(ours).merge(fastest(rival), on=["n_run", *keys], suffixes=("", "_rival"))
     both = both.sort_values("n_run").drop_duplicates(keys, keep="last").sort_values("context")
+    # What FLASH was measured in and the other was not makes a ratio unfair: it is marked.
     variants = table.groupby(["side", "n_run", "context"]).variant.unique()
     both["unmatched"] = [[each for each in variants[ours, *at] if variant is None and each not in variants[rival, *at]]
                          for at in zip(both.n_run, both.context, strict=True)]

@@ -91,6 +91,7 @@ def frame_of(well: dict[Place, list[Record]], kind: Kind) -> pd.DataFrame:
 
 def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
     """The run of each column last that timed most of it, the newest of several."""
+    # The run with most lines of a column, of several the newest, is moved to the end.
     runs = timed.groupby(["column", "run"]).time.agg(["size", "max"]).reset_index().sort_values(["size", "max", "run"])
     best = runs.groupby("column").run.last()
     in_best = timed.run == best.reindex(timed.index.get_level_values("column")).to_numpy()
@@ -139,6 +140,7 @@ def gaps(results: Results, what: str) -> pd.Series:
 def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
     """By row and column: the reference's time of a step over the row's ("value"), in the last run that measured both,
     and quartile over opposite quartile ("low", "high")."""
+    # Each row's times per token beside the reference's of the same column and run; the last run that has both stays.
     times = results.timed[["median", "q1", "q3"]].div(results.timed.tokens, axis=0).assign(run=results.timed.run)
     theirs = times[times.index.get_level_values("row") == reference].reset_index()
     both = times.reset_index().merge(theirs.drop_duplicates(["column", "run"], keep="last"), on=["column", "run"],

@@ -4,7 +4,7 @@ import math
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -60,24 +60,14 @@ def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfi
     return model_config(preset, **{**sizes, **of_task, **own, **settings})
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run: a model, a task, and how it is learned."""
-
-    model: str
-    task: str
-    config: ModelConfig
-    train: TrainConfig
-
-    @property
-    def key(self) -> Row:
-        """The columns of a row by which a run is found again."""
-        settings = {each.name: getattr(self.config, each.name) for each in fields(ModelConfig)
-                    if getattr(self.config, each.name) != each.default}
-        training = {each.name: getattr(self.train, each.name) for each in fields(TrainConfig)
-                    if getattr(self.train, each.name) != each.default and each.name not in ("learning_rate", "seed")}
-        return {"kind": "recall", "task": self.task, "model": self.model, "settings": settings, "training": training,
-                "learning_rate": self.train.learning_rate, "seed": self.train.seed}
+def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Row:
+    """The columns of a row by which a run is found again: a model, a task, and how it is learned."""
+    settings = {each.name: getattr(config, each.name) for each in fields(ModelConfig)
+                if getattr(config, each.name) != each.default}
+    training = {each.name: getattr(train, each.name) for each in fields(TrainConfig)
+                if getattr(train, each.name) != each.default and each.name not in ("learning_rate", "seed")}
+    return {"kind": "recall", "task": task, "model": model, "settings": settings, "training": training,
+            "learning_rate": train.learning_rate, "seed": train.seed}
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -115,12 +105,13 @@ def measure_model(model: str, name: str, task: Task, train: TrainConfig, setting
     config = config_of(model, task, settings)
 
     def row_of(rate: float, seed: int) -> Row:
-        cell = Cell(model, name, config, replace(train, learning_rate=rate, seed=seed))
-        there = [row for row in read_rows(path) if all(row.get(name) == value for name, value in cell.key.items())]
+        chosen = replace(train, learning_rate=rate, seed=seed)
+        key = key_of(model, name, config, chosen)
+        there = [row for row in read_rows(path) if all(row.get(column) == value for column, value in key.items())]
         if there:
             return there[-1]
-        found = measure(config, task, cell.train, length=config.context, n_facts=task.n_facts, **told)
-        row = {**cell.key, **found, **facts()}
+        found = measure(config, task, chosen, length=config.context, n_facts=task.n_facts, **told)
+        row = {**key, **found, **facts()}
         append_json_lines(path, [row])
         return row
 
