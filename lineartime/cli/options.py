@@ -46,10 +46,14 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 def option(field: "dataclasses.Field[Any]", annotation: Any) -> inspect.Parameter:
     """The parameter that typer makes an option of, or a positional argument."""
     kind, text, *spelled = typing.get_args(annotation)
+    if not isinstance(text, str):  # it is typer's own already
+        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                                 annotation=annotation)
     name, _, metavar = (spelled[0] if spelled else f"--{field.name.replace('_', '-')}").partition(" ")
     choices = [choice for choice in typing.get_args(kind) if typing.get_origin(kind) is Literal]
-    more = {"help": text, "autocompletion": (lambda start: [each for each in choices if each.startswith(start)])
-            if choices else None}
+    more: dict[str, Any] = {"help": text}
+    if choices:
+        more["autocompletion"] = lambda start: [choice for choice in choices if choice.startswith(start)]
     shown = (typer.Option(name, metavar=metavar or None, **more) if name.startswith("--") else
              typer.Argument(metavar=name, **more))
     default = None if is_several(annotation) else ... if field.default is dataclasses.MISSING else field.default

@@ -30,13 +30,14 @@ from lineartime.cli.terminal import (
     say_stopping,
 )
 from lineartime.data.pretrained import named_folder
-from lineartime.distributed.ranks import TIMEOUT_S
+from lineartime.distributed.ranks import TIMEOUT_S, launched
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Fields, FineTuning, Labels, TaskName
 from lineartime.run_config import parse_setting
 from lineartime.settings import require_name
 
 if TYPE_CHECKING:
+    from lineartime.cli.evaluate import EvaluateOptions
     from lineartime.qa.spans import AnswerPrediction
 
 FOR_QUESTIONS = ("questions", "evidence", "negatives", "stride", "max_answer_tokens")
@@ -203,3 +204,52 @@ def say_answer(found: "AnswerPrediction", facts: dict[str, Any] | None) -> None:
     say(f"score    {span.score:.2f}  (below 0 the model holds it likelier that the answer is not there)")
     say(f"where    characters {span.start:,} to {span.stop:,} of {document.name} ({found.n_windows:,} windows read)")
     say(f"         ... {before} [{' '.join(span.text.split())}] {after} ...")
+
+
+def evaluate_questions(run: Path | None, options: "EvaluateOptions") -> None:
+    """Score the answers of a fine-tuned run, or of a file, by the official rules, and print the scores."""
+    from lineartime.atomic_io import write_json
+    from lineartime.qa.metrics import check_predictions, score_answers
+    from lineartime.qa.questions import read_json, read_questions
+
+    questions, predictions = options.questions or [], options.predictions
+    if launched().size > 1:
+        raise UsageError("questions are answered in one process", "evaluate --questions", "leave out torchrun")
+    asked = list(read_questions(questions, options.evidence))
+    if predictions is None and not any(question.accepted for question in asked):
+        raise UsageError("no question has an answer to compare with", ", ".join(map(str, questions)),
+                         "--predictions FILE writes answers without scoring them")
+    if options.score is not None:
+        result = score_answers(asked, check_predictions(read_json(options.score), str(options.score)))
+    else:
+        from lineartime.load import load_span_model
+        from lineartime.qa.spans import evaluate_questions
+
+        assert run is not None
+        model, tokenizer, facts = load_span_model(run, strict=options.strict)
+        with Terminal() as terminal:
+            scores, answers = evaluate_questions(model.to(pick_device(options.device)), tokenizer, asked,
+                                                 context=options.context, stride=options.stride,
+                                                 max_answer_tokens=options.max_answer_tokens,
+                                                 batch_rows=options.batch_rows or 8, precision=options.precision,
+                                                 progress=terminal.counting("answering", len(asked)))
+        result = facts | scores
+        if predictions is not None:
+            write_json(predictions, answers, ascii_only=False)
+    if options.as_json:
+        print(json.dumps(result))
+        return
+    say_question_scores(result)
+    if predictions is not None:
+        say(f"answers  {predictions}")
+
+
+def say_question_scores(result: dict[str, Any]) -> None:
+    """Say exact match and F1, where there are answers to compare with."""
+    if "f1" not in result:
+        return
+    overlap, without = result["word_overlap"], result["questions_without_document"]
+    say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
+        + (f", {result['n_missing']:,} of them without a prediction" if result["n_missing"] else "")
+        + (f"; {without:,} have no document" if without else ""))
+    say(f"EM {overlap['exact_match']:.2f}, F1 {overlap['f1']:.2f} by word overlap, without a model")

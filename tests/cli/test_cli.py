@@ -246,7 +246,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["wrong contexts"], ["evaluate", run, "--data", data, "--contexts", "64,32"]),
         (2, ["whole numbers"], ["evaluate", run, "--data", data, "--contexts", "a"]),
         (2, ["--batch-rows"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--batch-rows", "2"]),
-        (2, ["without --contexts"], ["evaluate", run, "--data", data, "--out", tmp_path / "x.json"]),
+        (2, ["--out goes with --contexts"], ["evaluate", run, "--data", data, "--out", tmp_path / "x.json"]),
         (3, ["no document has", "work"], ["evaluate", run, "--data", data, "--contexts", "32,1000000"]),
         (6, ["cannot write"], ["evaluate", run, "--data", data, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
         (2, ["--out"], ["plot", run, run]),

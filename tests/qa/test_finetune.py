@@ -358,7 +358,7 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, 
     refused(capsys, ["evaluate", done, "--data", folder / "prepared"], 2, "--questions")
     refused(capsys, ["evaluate", done], 2, "--data")
     refused(capsys, ["evaluate", done, "--questions", dev, "--data", folder / "prepared"], 2,
-            "scores either a run or a file of answers")
+            "--questions and --data; leave one out")
     refused(capsys, ["evaluate", "--questions", dev], 2, "--score")
     refused(capsys, ["evaluate", done, "--questions", dev, "--score", dev], 2, "--score")
     refused(capsys, ["evaluate", "--questions", dev, "--score", dev], 3, "a prediction is not a string")
@@ -368,8 +368,10 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, 
         refused(capsys, ["evaluate", done, "--questions", squad(tmp_path, answers=[])], 2, "--predictions")
         refused(capsys, ["evaluate", done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], 6,
                 "p.json")
-    refused(capsys, ["evaluate", "--questions", dev, "--score", dev, "--context", 9], 2, "no model reads")
-    refused(capsys, ["evaluate", done, "--data", folder / "prepared", "--stride", 9], 2, "are for --questions")
+    refused(capsys, ["evaluate", "--questions", dev, "--score", dev, "--context", 9], 2,
+            "--score and --context; leave one out")
+    refused(capsys, ["evaluate", done, "--data", folder / "prepared", "--stride", 9], 2,
+            "--stride goes with --questions")
     refused(capsys, ["generate", done, "x"], 2, "lineartime answer")
     ask = ["answer", done, "--question", "Who?"]
     refused(capsys, ask, 2, "--document")

@@ -236,7 +236,7 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
     assert call("info", exported)[1].split("\n", 1)[1] == call("info", "tiny")[1].split("\n", 1)[1]
     for words, arguments in [(["tinny", "did you mean tiny"], ["generate", "--model", "tinny", "x"]),
                              (["generate needs a model", "small"], ["generate"]),
-                             (["two models are given"], ["evaluate", exported, "--model", "tiny", *score]),
+                             (["RUN and --model; leave one out"], ["evaluate", exported, "--model", "tiny", *score]),
                              (["an exported folder already", exported], ["export", "tiny", "--out", run / "x"]),
                              (["not fine-tuned on labels"], ["classify", "tiny", run / "metrics.jsonl"]),
                              *((["no weights here: tinny", "shipped model: tiny"], wrong) for wrong in (
