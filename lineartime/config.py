@@ -6,7 +6,8 @@ the command line refuses a wrong configuration at once.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +19,20 @@ LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_fac
            "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16,
            "window_tokens": 2**26}
 """The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
+
+BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "must be at least 1": (lambda value: value >= 1, (
+        "n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context",
+        "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
+        "keep", "context_parallel", "window_tokens")),
+    "must be positive": (lambda value: value > 0, (
+        "init_std", "linear_scale_init", "local_scale_init", "linear_divisor", "learning_rate", "adam_epsilon",
+        "clip")),
+    "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
+    "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
+    "must be above 1": (lambda value: value > 1, ("rope_base",))}
+"""What the numbers of settings must be, in words and as a test, and the fields for which it holds; None is always
+allowed where a field's type allows it."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +126,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
-        check_largest(self)
+        check_bounds(self)
         self._check_chunks()
         self._check_kernel()
         self._check_memory()
@@ -125,9 +138,6 @@ class ModelConfig:
                     f"attn_kernel = {self.attn_kernel}")
         require(self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width",
                 f"d_model = {self.d_model}")
-        require(self.init_std > 0, "init_std must be positive", f"init_std = {self.init_std}")
-        require(self.attn_scale_len is None or self.attn_scale_len >= 1, "attn_scale_len must be at least 1",
-                f"attn_scale_len = {self.attn_scale_len}")
         if self.end_of_document is not None:
             require(0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
                     f"{self.end_of_document} of {self.vocab_size}")
@@ -182,16 +192,12 @@ class ModelConfig:
 
     def _check_memory(self) -> None:
         """Raise UsageError for an option beyond the paper in a model that has no place for it."""
-        require(self.rope_base > 1, "rope_base must be above 1", f"rope_base = {self.rope_base:g}")
         require(self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
                 f"rope_base = {self.rope_base:g}, rel_pos = {self.rel_pos}", "leave it out")
         for name in ("linear_scale_init", "linear_rope", "linear_gate", "linear_norm", "linear_divisor"):
             require(getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
                     f"{name} is for the linear half of mixed chunk attention",
                     f"attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}", "leave it out")
-        for name in ("linear_scale_init", "local_scale_init", "linear_divisor"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be positive", f"{name} = {value}")
         require(self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out",
                 f"rel_pos = {self.rel_pos}", "leave linear_rope out")
         require((self.chunk_pooling == "fixed") == (self.linear_divisor is not None),
@@ -309,8 +315,14 @@ class ModelConfig:
         return None
 
 
-def check_largest(config: Any) -> None:
-    """Raise UsageError for a field above its `LARGEST` value."""
+def check_bounds(config: Any) -> None:
+    """Raise UsageError for a number outside its `BOUNDS`, or above its `LARGEST` value."""
+    kinds = typing.get_type_hints(type(config))
+    for words, (holds, names) in BOUNDS.items():
+        for name in names:
+            value = getattr(config, name, None)
+            off = 'say "none" for off' if type(None) in typing.get_args(kinds.get(name)) else None
+            require(value is None or holds(value), f"{name} {words}", f"{name} = {value}", off)
     for name, largest in LARGEST.items():
         value = getattr(config, name, None)
         require(value is None or value <= largest, f"{name} is too large", f"{name} = {value}",
@@ -442,18 +454,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
-                     "keep", "context_parallel"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1", f"{name} = {getattr(self, name)}")
-        check_largest(self)
-        for name in ("warmup_steps", "weight_decay", "seed"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative", f"{name} = {getattr(self, name)}")
-        for name in ("learning_rate", "adam_epsilon"):
-            require(getattr(self, name) > 0, f"{name} must be positive", f"{name} = {getattr(self, name)}")
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1)", f"{name} = {getattr(self, name)}")
-        require(self.clip is None or self.clip > 0, "clip must be positive",
-                f"clip = {self.clip}", 'say "none" for off')
+        check_bounds(self)
         require(self.warmup_steps <= self.steps, "warm-up is longer than the run",
                 f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
         require(self.schedule == "wsd" or self.decay_share == TrainConfig.decay_share,
@@ -469,8 +470,6 @@ class TrainConfig:
         require(not self.shard or self.context_parallel.bit_count() == 1,
                 "1, 2, 4, ... ranks can share a row of a sharded model",
                 f"context_parallel = {self.context_parallel}", "choose a power of 2, or set shard = false")
-        require(self.window_tokens is None or self.window_tokens >= 1, "window_tokens must be at least 1",
-                f"window_tokens = {self.window_tokens}", 'say "none" for whole rows')
         for name, given in (("shard", self.shard), ("activation_checkpointing", self.activation_checkpointing),
                             ("context_parallel", self.context_parallel > 1)):
             require(self.window_tokens is None or not given, f"window_tokens does not go with {name}",
