@@ -141,7 +141,7 @@ def frequent_bigrams(stream: TokenStream, progress: Progress | None = None) -> n
 
 
 def describe(recurrence: Recurrence) -> list[str]:
-    """The table that `lineartime evaluate --recurrence` prints, line by line."""
+    """The table that `python -m benchmarks recurrence` prints, line by line."""
     said = recurrence.to_dict()
     lines = [f"{said['n_tokens']:,} tokens in rows of {recurrence.context:,}, chunks of {recurrence.chunk:,}: was the "
              "token, or the bigram that it ends, in its document before",
