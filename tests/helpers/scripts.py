@@ -1,4 +1,4 @@
-"""The scripts of studies/ and tools/ as modules."""
+"""The scripts of studies/ and examples/ as modules."""
 
 import importlib.util
 import sys
