@@ -8,9 +8,9 @@ import typer
 
 from lineartime.atomic_io import read_toml
 from lineartime.cli.arguments import Device, RankTimeout, Setting, complete_from
-from lineartime.cli.outlook import Pace, say_plan, tokens_of
 from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping, summary
 from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
+from lineartime.cli.train_plan import Pace, say_plan, tokens_of
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
 from lineartime.run_config import SIZES, parse_setting

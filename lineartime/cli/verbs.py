@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lineartime.cli import describe, documents, evaluate, finished, generate, prepare, questions, train
+from lineartime.cli import describe, documents, evaluate, export_plot, generate, prepare, questions, train
 from lineartime.cli.examples import add_examples
 from lineartime.cli.exits import exit_code
 from lineartime.cli.options import with_options
@@ -16,7 +16,7 @@ from lineartime.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
-for verb in (prepare.prepare, train.train, evaluate.evaluate, generate.generate, finished.export, finished.plot,
+for verb in (prepare.prepare, train.train, evaluate.evaluate, generate.generate, export_plot.export, export_plot.plot,
              describe.models, describe.config, describe.info, questions.finetune, questions.answer,
              documents.classify, documents.embed):
     app.command()(with_options(verb))

@@ -90,44 +90,71 @@ def _sources_of(path: Path, preferred: str | None) -> list[Source]:
 
 
 def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
-    names = files_below(folder)
-    readable = [name for name in names if ending_of(name)]
-    if not readable:
-        raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(ENDINGS)}")
-    _say_skipped(folder, [name for name in names if not ending_of(name)], f"it takes {', '.join(ENDINGS)}")
-    beside = [name for name in readable if ending_of(name) in (".md", ".txt.gz") and (
-        any(ending_of(other) not in PLAIN for other in readable) or Path(name).stem.lower() in ABOUT)]
-    if len(beside) < len(readable):
-        _say_skipped(folder, beside, "they lie beside text as records, or are about the folder")
-        readable = [name for name in readable if name not in {*beside}]
-    top = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") if "/" in name else "" for name in readable}
-    if "train" not in top.values():
-        top = {name: "" if "/" in name else _split_of(name) for name in readable}
-    if "train" in top.values():
-        endings = {ending_of(name) for name, split in top.items() if split}
-        for name, split in top.items():
-            if not split and "/" not in name and ending_of(name) in endings:
-                raise UsageError("this file belongs to no split", folder / name, "leave it out or name the files")
-        chosen = {name: split for name, split in top.items() if split}
-        _say_skipped(folder, [name for name in readable if name not in chosen], "they belong to no split")
+    """The files of a folder: its splits if it has a train split, else all that can be read; of one kind."""
+    readable = _readable_names(folder)
+    # Subfolders called train, validation and test come first, then such files.
+    splits = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") if "/" in name else "" for name in readable}
+    if "train" not in splits.values():
+        splits = {name: "" if "/" in name else _split_of(name) for name in readable}
+    if "train" in splits.values():
+        chosen = _files_of_splits(folder, splits)
     else:
+        _refuse_deeper_splits(folder, readable)
         chosen = dict.fromkeys(readable, "")
-        for name in readable:
-            if "/" in name and (_split_of(name.split("/")[-1]) == "train" or "train" in name.lower().split("/")[:-1]):
-                raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
-    endings = {PLAIN.get(ending_of(name), ending_of(name)) for name in chosen}
-    unread: tuple[str, ...] = ()
-    if preferred in endings:
-        unread = tuple(sorted(endings - {preferred}))
-        chosen = {name: split for name, split in chosen.items() if ending_of(name) == preferred}
-    elif len(endings) > 1:
-        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
-                         f"name the files of one kind, such as {folder}/*{min(endings)}")
+    chosen, unread = _of_one_kind(folder, chosen, preferred)
     sources = [Source(split, name, folder / name, unread) for name, split in chosen.items()]
     for source in sources:
         if not source.path.is_file():
             raise DataError("not a regular file", source.path)
     return sources
+
+
+def _readable_names(folder: Path) -> list[str]:
+    """The names of the files that can be read. An `.md` or `.txt.gz` that lies beside records, or is about the folder,
+    is left out if others are there."""
+    names = files_below(folder)
+    readable = [name for name in names if ending_of(name)]
+    if not readable:
+        raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(ENDINGS)}")
+    _say_skipped(folder, [name for name in names if not ending_of(name)], f"it takes {', '.join(ENDINGS)}")
+    has_records = any(ending_of(name) not in PLAIN for name in readable)
+    beside = [name for name in readable if ending_of(name) in (".md", ".txt.gz")
+              and (has_records or Path(name).stem.lower() in ABOUT)]
+    if len(beside) == len(readable):
+        return readable
+    _say_skipped(folder, beside, "they lie beside text as records, or are about the folder")
+    return [name for name in readable if name not in {*beside}]
+
+
+def _files_of_splits(folder: Path, splits: dict[str, str]) -> dict[str, str]:
+    """The files that belong to a split. Raises UsageError for one beside them that looks as if it should."""
+    chosen = {name: split for name, split in splits.items() if split}
+    endings = {ending_of(name) for name in chosen}
+    for name in splits:
+        if name not in chosen and "/" not in name and ending_of(name) in endings:
+            raise UsageError("this file belongs to no split", folder / name, "leave it out or name the files")
+    _say_skipped(folder, [name for name in splits if name not in chosen], "they belong to no split")
+    return chosen
+
+
+def _refuse_deeper_splits(folder: Path, names: list[str]) -> None:
+    """Raise UsageError for a train split in a subfolder: its validation split would be trained on."""
+    for name in names:
+        *parents, last = name.split("/")
+        if parents and (_split_of(last) == "train" or "train" in [parent.lower() for parent in parents]):
+            raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
+
+
+def _of_one_kind(folder: Path, chosen: dict[str, str], preferred: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The files with the preferred ending, and the endings that are left out; or all, which must be of one kind."""
+    endings = {PLAIN.get(ending_of(name), ending_of(name)) for name in chosen}
+    if preferred in endings:
+        chosen = {name: split for name, split in chosen.items() if ending_of(name) == preferred}
+        return chosen, tuple(sorted(endings - {preferred}))
+    if len(endings) > 1:
+        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
+                         f"name the files of one kind, such as {folder}/*{min(endings)}")
+    return chosen, ()
 
 
 def _say_skipped(folder: Path, names: list[str], why: str) -> None:

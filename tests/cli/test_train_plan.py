@@ -17,9 +17,9 @@ import lineartime
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import plan
-from lineartime.cli import outlook
-from lineartime.cli.outlook import Pace
+from lineartime.cli import train_plan
 from lineartime.cli.terminal import Terminal, duration
+from lineartime.cli.train_plan import Pace
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data import run_settings
 from lineartime.data.run_settings import fitting_size, sized_config, stored_sizes
@@ -36,7 +36,7 @@ PLACE = {"data": "D", "out": "R"}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("outlook"))
+    return prepare_text(tmp_path_factory.mktemp("plan"))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -169,7 +169,7 @@ def test_many_epochs_are_told(data: Path, capsys: pytest.CaptureFixture[str]) ->
     for n_epochs, told in ((10, "epochs\n"), (11, "epochs: above ten, the model learns the text by heart")):
         config = run_config({"model": "flash", "context": 8, "d_model": 16, "n_layers": 1, "vocab_size": 257,
                              "tokens_per_step": 8, "micro_batch_tokens": 8, "steps": n_tokens * n_epochs // 8, **PLACE})
-        outlook.say_plan(config, [manifest], "paper", "cpu")
+        train_plan.say_plan(config, [manifest], "paper", "cpu")
         assert f", {n_epochs} {told}" in capsys.readouterr().out
 
 
@@ -220,7 +220,7 @@ def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, call: Call,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's own micro-batches are timed, so its bytes are those of a run that nobody watches."""
-    monkeypatch.setattr(outlook, "COUNTED_FROM", 0)
+    monkeypatch.setattr(train_plan, "COUNTED_FROM", 0)
     code, said, err = call(*command(data, tmp_path / "run"))
     assert code == 0
     labels = [line.split()[0] for line in said.splitlines() if line]
@@ -245,7 +245,7 @@ def test_the_memory_of_a_run_is_counted(model: str, data: Path, capsys: pytest.C
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "rss_bytes", lambda: 2**29)  # other tests have left this process larger than a run's
     config = run_config({"model": model, "size": "tiny", "vocab_size": 257, "causal": model != "flash", **PLACE})
-    outlook.say_plan(config, [read_manifest(data)], "tiny", "cpu")
+    train_plan.say_plan(config, [read_manifest(data)], "tiny", "cpu")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
     assert 0.3 < float(line.split()[2]) < 3
 
