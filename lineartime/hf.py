@@ -57,7 +57,7 @@ from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
 from lineartime.weights.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
-from lineartime.weights.placed import use_hooks
+from lineartime.weights.placed import run_methods_on_device
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
@@ -161,8 +161,8 @@ class Reshaped(ConversionOps):
         return Reshaped()
 
 
-class Columns(NamedTuple):
-    """What a cache was given: the ids of columns, which are no padding, and vectors instead of embeddings or None."""
+class CachedInput(NamedTuple):
+    """One input of a cache: token ids, which of them are no padding, and vectors instead of embeddings or None."""
 
     ids_BN: Tensor
     valid_BN: Tensor
@@ -172,7 +172,7 @@ class Columns(NamedTuple):
 class LineartimeCache(Cache):
     """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size.
 
-    After `activate_past_recording` it can forget its last tokens: it keeps a copy of the state and what came since."""
+    After `activate_past_recording` it can forget its last tokens: it keeps a copy of the state and later inputs."""
 
     is_croppable = False  # not without recording
 
@@ -188,9 +188,9 @@ class LineartimeCache(Cache):
         self.forget_past()
 
     def forget_past(self) -> None:
-        self.before: DecodingState | None = None
-        self.since: list[Columns] = []
-        """While recording the state when it began, and what came since."""
+        self.state_before_inputs: DecodingState | None = None
+        self.inputs: list[CachedInput] = []
+        """While recording: the inputs so far, and a copy of the state before the first of them."""
         self.model: Any = lambda: None
         """A weak reference to the model: a copy of the cache is no copy of the model."""
 
@@ -202,9 +202,10 @@ class LineartimeCache(Cache):
         require(len(self.state.seq_lens_B) == len(ids_BN), "the cache holds another batch",
                 f"{len(self.state.seq_lens_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
         if self.is_recording:
-            if not self.since:
-                self.before, self.model = self.state.snapshot(), weakref.ref(model)
-            self.since.append(Columns(ids_BN, valid_BN, embeds_BND))
+            if not self.inputs:
+                self.state_before_inputs, self.model = self.state.snapshot(), weakref.ref(model)
+            self.inputs.append(CachedInput(ids_BN, valid_BN, embeds_BND))
+        # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
         order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state,
                              None if embeds_BND is None else in_order(embeds_BND, order_BN), collected)
@@ -240,14 +241,15 @@ class LineartimeCache(Cache):
         """Forget the last -`max_length` columns, or with a positive number all but the first `max_length`; then, and
         with 0, forget how to go back further. Raises UsageError for columns from before recording."""
         n_kept = self.n_columns + max_length if max_length <= 0 else min(max_length, self.n_columns)
-        n_before = self.n_columns - sum(columns.ids_BN.shape[1] for columns in self.since)
+        n_before = self.n_columns - sum(each.ids_BN.shape[1] for each in self.inputs)
         require(n_kept >= n_before, "this cache cannot forget these tokens", f"crop({max_length})",
                 "call activate_past_recording before it reads them")
-        model, since, n_all = self.model(), self.since, self.n_columns
-        if n_kept < n_all:
-            self.state, self.n_columns = self.before, n_before
+        if n_kept < self.n_columns:
+            # A sum over tokens cannot be undone exactly, so read the kept columns again from the copy of the state.
+            model = self.model()
+            self.state, self.n_columns = self.state_before_inputs, n_before
             recording, self.is_recording = self.is_recording, False
-            for ids_BN, valid_BN, embeds_BND in since:
+            for ids_BN, valid_BN, embeds_BND in self.inputs:
                 n = min(n_kept - self.n_columns, ids_BN.shape[1])
                 if n > 0:
                     self.extend(model, ids_BN[:, :n], valid_BN[:, :n],
@@ -317,17 +319,17 @@ class LineartimeModel(PreTrainedModel):
         n_past = 0 if cache is None else cache.n_columns
         if ids_BT is None:
             assert embeds_BTD is not None
-            ids_BT = no_tokens(embeds_BTD)
+            ids_BT = ids_of_vectors(embeds_BTD)
         n_rows, n_new = ids_BT.shape
         require(mask is None or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                 f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
                 "one number per row and token")
-        valid_BT = self.tokens_of(ids_BT, mask)
+        valid_BT = self.valid_tokens(ids_BT, mask)
         # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
         ids_BT = ids_BT.masked_fill((ids_BT == self.padding) | ~valid_BT, self.config.end_of_document or 0)
         seq_lens_B = ids_BT.new_zeros(n_rows) if cache is None or cache.state is None else cache.state.seq_lens_B
-        segment_ids_BT = self.documents(position_ids, ids_BT, valid_BT, seq_lens_B, cache)
-        refuse(kwargs, heeded=said_already(kwargs, n_past, n_new, position_ids))
+        segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, seq_lens_B, cache)
+        refuse_arguments(kwargs, allowed=redundant_arguments(kwargs, n_past, n_new, position_ids))
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         collected: list[Tensor] | None = [] if asked else None
         if cache is None:
@@ -344,11 +346,11 @@ class LineartimeModel(PreTrainedModel):
         pad = self.config.pad_token_id
         return pad if pad is not None and pad >= self.config.vocab_size else -1
 
-    def tokens_of(self, ids_BT: Tensor, mask: Tensor | None) -> Tensor:
+    def valid_tokens(self, ids_BT: Tensor, mask: Tensor | None) -> Tensor:
         """True for columns that are tokens: those of the mask's last columns, without a mask all but padding."""
         return ids_BT != self.padding if mask is None else mask[:, mask.shape[1] - ids_BT.shape[1] :].bool()
 
-    def documents(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor, seq_lens_B: Tensor,
+    def segment_ids(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor, seq_lens_B: Tensor,
                   cache: LineartimeCache | None) -> Tensor | None:
         """Segment ids of documents that begin where positions are 0 again, and at end-of-document tokens; None if
         positions say no more than the mask. Raises UsageError for positions that this model does not take."""
@@ -384,7 +386,7 @@ class LineartimeModel(PreTrainedModel):
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
         not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
-        missing in `LanguageModel`; UsageError as `weights.placed.use_hooks` does."""
+        missing in `LanguageModel`; UsageError as `weights.placed.run_methods_on_device` does."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -399,7 +401,7 @@ class LineartimeModel(PreTrainedModel):
         if wrong:
             raise CheckpointError("the checkpoint's tensors are not this model's", f"{place}: {first_five(wrong)}")
         if getattr(model, "hf_device_map", None):
-            use_hooks(model.model)
+            run_methods_on_device(model.model)
         readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor and not p.is_meta}
         check_finite(readable, place)  # quantised and offloaded weights are not
         return (model, found) if output_loading_info else model
@@ -444,7 +446,7 @@ class LineartimeModel(PreTrainedModel):
 
 
 class Head(NamedTuple):
-    """The head of a language model, tied to the embedding."""
+    """What transformers reads of an output layer; the weight is the embedding's."""
 
     weight: Tensor
     bias: Tensor
@@ -476,7 +478,7 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = loss = None
         if labels is not None:
-            valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
+            valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
             learned_BT = valid_BT[:, 1:] & valid_BT[:, :-1] & (labels[:, 1:] != self.padding)
             loss = mean_loss(self.model, x_BTD[:, :-1], labels[:, 1:].masked_fill(~learned_BT, -100),
                              num_items_in_batch)
@@ -510,21 +512,21 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
 
     def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> LogitsProcessorList:
         """Processors that never see the padding token: some look up the logits of each token of the prompt."""
-        pad, instead = self.padding, self.config.end_of_document or 0
+        pad, replacement = self.padding, self.config.end_of_document or 0
         if encoder_input_ids is not None:
-            encoder_input_ids = encoder_input_ids.masked_fill(encoder_input_ids == pad, instead)
+            encoder_input_ids = encoder_input_ids.masked_fill(encoder_input_ids == pad, replacement)
         processors = WithoutPadding(super()._get_logits_processor(*args, encoder_input_ids=encoder_input_ids, **kwargs))
-        processors.padding, processors.instead = pad, instead
+        processors.padding, processors.replacement = pad, replacement
         return processors
 
 
 class WithoutPadding(LogitsProcessorList):
-    """Logits processors that see the token `instead` of padding."""
+    """Logits processors that see the token `replacement` where the ids have `padding`."""
 
-    padding = instead = 0
+    padding = replacement = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return super().__call__(input_ids.masked_fill(input_ids == self.padding, self.instead), scores, **kwargs)
+        return super().__call__(input_ids.masked_fill(input_ids == self.padding, self.replacement), scores, **kwargs)
 
 
 class LineartimeForMaskedLM(LineartimeModel):
@@ -549,7 +551,7 @@ class LineartimeForMaskedLM(LineartimeModel):
                                        output_hidden_states=output_hidden_states, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
-            valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
+            valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
             loss = mean_loss(self.model, x_BTD, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
         if labels is None or not self.training:
             logits_BTV = self.model.logits(x_BTD)
@@ -584,7 +586,8 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             valid_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            loss = (place_loss(start_BT, start_positions, valid_BT) + place_loss(end_BT, end_positions, valid_BT)) / 2
+            start_loss = position_loss(start_BT, start_positions, valid_BT)
+            loss = (start_loss + position_loss(end_BT, end_positions, valid_BT)) / 2
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT, hidden_states=states)
 
 
@@ -610,11 +613,12 @@ class LineartimeForSequenceClassification(LineartimeModel):
         error, or the sum over `num_items_in_batch`."""
         x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds,
                                        output_hidden_states=output_hidden_states, **kwargs)
-        valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
+        valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1)[:, 0]
         scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
         logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
         if labels is not None:
+            # As transformers does: without a problem_type the labels' number and type decide which loss it is.
             wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
             n_labels: Tensor | int = labels.numel()
             if kind is None and wide_BL.shape[1] > 1 and labels.is_floating_point():
@@ -625,7 +629,7 @@ class LineartimeForSequenceClassification(LineartimeModel):
                 total = F.mse_loss(wide_BL, labels.to(wide_BL.dtype).view_as(wide_BL), reduction="sum")
             else:
                 total, n_labels = F.cross_entropy(wide_BL, labels.view(-1), reduction="sum"), (labels != -100).sum()
-            loss = mean_of(total, n_labels, num_items_in_batch)
+            loss = mean_per_label(total, n_labels, num_items_in_batch)
         return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
 
 
@@ -650,15 +654,15 @@ class LineartimeForTokenClassification(LineartimeModel):
         logits_BTL = self.score(x_BTD)
         loss = None
         if labels is not None:
-            valid_BT = self.tokens_of(no_tokens(x_BTD) if input_ids is None else input_ids, attention_mask)
+            valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
             labels = labels.masked_fill(~valid_BT, -100)
             total = F.cross_entropy(at_least_float32(logits_BTL).flatten(0, 1), labels.flatten(), reduction="sum")
-            loss = mean_of(total, (labels != -100).sum(), num_items_in_batch)
+            loss = mean_per_label(total, (labels != -100).sum(), num_items_in_batch)
         return TokenClassifierOutput(loss=loss, logits=logits_BTL, hidden_states=states)
 
 
-def no_tokens(x_BTD: Tensor) -> Tensor:
-    """The ids of vectors: not those of a token, nor of padding, which is -1 where it is no token of its own."""
+def ids_of_vectors(x_BTD: Tensor) -> Tensor:
+    """Ids that stand for vectors: -2, which is no token and not `LineartimeModel.padding` either."""
     return torch.full(x_BTD.shape[:2], -2, device=x_BTD.device)
 
 
@@ -666,7 +670,7 @@ def class_head(config: LineartimeConfig) -> torch.nn.Linear:
     return torch.nn.Linear(config.d_model, config.num_labels)
 
 
-def place_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:
+def position_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:
     """-ln p of the places, the mean over those in a row's tokens (valid_BT is not 0); 0 without one."""
     inside_B = (place_B >= 0) & (place_B < logits_BT.shape[1])
     known_B = inside_B & (valid_BT.gather(1, torch.where(inside_B, place_B, 0)[:, None])[:, 0] != 0)
@@ -679,29 +683,29 @@ def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: T
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()
-    return mean_of(total, len(at_K), n_items)
+    return mean_per_label(total, len(at_K), n_items)
 
 
-def mean_of(total: Tensor, n_labels: Tensor | int, n_items: Tensor | int | None) -> Tensor:
+def mean_per_label(total: Tensor, n_labels: Tensor | int, n_items: Tensor | int | None) -> Tensor:
     """A sum of losses over its labels, or over `n_items`; 0 without labels."""
     return total / torch.as_tensor(n_labels if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
-def refuse(arguments: dict[str, Any], heeded: set[str]) -> None:
-    """Raise UsageError for an argument that would be ignored, unless transformers passes it as None or False."""
+def refuse_arguments(arguments: dict[str, Any], allowed: set[str]) -> None:
+    """Raise UsageError for an argument that this model would ignore. transformers passes some as None or False."""
     for name, value in arguments.items():
-        require(name in heeded or value is None or value is False, "this model takes no such argument", name,
+        require(name in allowed or value is None or value is False, "this model takes no such argument", name,
                 "leave it out")
 
 
-def said_already(arguments: dict[str, Any], n_past: int, n_new: int, position_ids: Tensor | None) -> set[str]:
-    """The names of arguments that say what is known without them: `generate` with stop_strings hands its tokenizer on,
-    older versions of transformers number the columns, collators that pack give the bounds of documents beside
-    position_ids."""
+def redundant_arguments(arguments: dict[str, Any], n_past: int, n_new: int, position_ids: Tensor | None) -> set[str]:
+    """The names of arguments that repeat what the model knows already, so that it may ignore them."""
+    # `generate` with stop_strings passes its tokenizer on. Older versions of transformers number the columns.
     names = {"tokenizer"}
     columns = arguments.get("cache_position")
     if columns is not None and columns.tolist() == [*range(n_past, n_past + n_new)]:
         names.add("cache_position")
+    # Collators that pack documents pass their bounds in several forms beside position_ids.
     if position_ids is not None:
         begins = (position_ids.flatten() == 0).nonzero().flatten().tolist()
         names |= {"max_length_q", "max_length_k"}

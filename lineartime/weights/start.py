@@ -39,9 +39,10 @@ def find_weights(source: Source) -> tuple[Path, dict[str, Any]]:
         checkpoint.load(folder, "")
     else:
         folder = newest_checkpoint(folder)
-    one = folder / WEIGHTS_FILE  # of weights in parts, their manifest has the hash of each
-    return folder, {"from": source.name, "from_sha256": hash_of(one if one.exists() else folder / checkpoint.MANIFEST)
-                    ["sha256"], "from_model": to_dict(source.model)}
+    # Weights of a sharded run lie in several files; their manifest has the hash of each.
+    one_file = folder / WEIGHTS_FILE
+    hashed = hash_of(one_file if one_file.exists() else folder / checkpoint.MANIFEST)
+    return folder, {"from": source.name, "from_sha256": hashed["sha256"], "from_model": to_dict(source.model)}
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
@@ -73,22 +74,23 @@ def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
 
 def first_weights(folder: Path, source: ModelConfig, tokenizer: Tokenizer,
                   wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
-    """`checkpoint.read_parts` of the weights in `folder`. Rows of the vocabulary that they lack are the means of the
-    rows of the tokens that they were written with before: those of the new token's text in the old tokenizer, or of
-    all where it has none.
+    """`checkpoint.read_parts` of the weights in `folder`. A token that their vocabulary lacks begins with the mean of
+    the rows that its text has in the old tokenizer, or of all rows if its text has none.
 
     tokenizer: that of the data. Raises CheckpointError as `read_parts` does."""
     old = load_tokenizer(folder / TOKENIZER_FILE)
     new = (added_tokens(old, tokenizer) or {}) if old.sha256 != tokenizer.sha256 else {}
-    found = checkpoint.read_parts(folder, WEIGHTS, {name: part for name, part in wanted.items()
+    parts = checkpoint.read_parts(folder, WEIGHTS, {name: part for name, part in wanted.items()
                                                     if not new or name not in VOCABULARY})
-    for name in set(wanted) - set(found):
+    for name in set(wanted) - set(parts):
         shape, start, stop = wanted[name]
-        n_old = (source.vocab_size, *shape[1:])
-        rows = checkpoint.read_parts(folder, WEIGHTS, {name: (n_old, 0, math.prod(n_old))})[name].view(n_old).float()
+        # The vocabulary has grown: read the old tensor whole, fill in the new rows, and cut out the wanted part.
+        old_shape = (source.vocab_size, *shape[1:])
+        old_part = {name: (old_shape, 0, math.prod(old_shape))}
+        rows = checkpoint.read_parts(folder, WEIGHTS, old_part)[name].view(old_shape).float()
         whole = torch.zeros(*shape)
         whole[: len(rows)] = rows
         for token, text in new.items():
             whole[token] = rows[old.encode(text) or slice(None)].mean(0)
-        found[name] = whole.flatten()[start:stop]
-    return found
+        parts[name] = whole.flatten()[start:stop]
+    return parts

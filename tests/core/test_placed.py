@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lineartime.errors import UsageError
-from lineartime.weights.placed import use_hooks
+from lineartime.weights.placed import run_methods_on_device
 from tiny_models import CONFIGS, FLASH, random_model
 
 IDS = torch.tensor([[3, 0, 5, 7, 2, 9, 1, 4, 8, 6], [0, 0, 2, 5, 5, 1, 12, 11, 3, 10]])
@@ -57,7 +57,7 @@ def on_two_devices(config):
     for i, layer in enumerate(model.layers):
         later = i >= len(model.layers) // 2
         hooks(layer.to("meta") if later else layer, "meta" if later else "cpu")
-    use_hooks(model)
+    run_methods_on_device(model)
     return model
 
 
@@ -88,7 +88,7 @@ def test_weights_that_wait_are_there_while_their_layer_runs(name):
     there.load_state_dict(model.state_dict())
     for layer in model.layers:
         hooks(layer, "cpu", waits=True)
-    use_hooks(model)
+    run_methods_on_device(model)
     with torch.no_grad():
         assert torch.equal(model(IDS), there(IDS))
         if model.config.causal:
@@ -103,4 +103,4 @@ def test_the_embedding_does_not_wait():
     model = random_model(FLASH)
     model.embed.to("meta")
     with pytest.raises(UsageError, match=r"only layers wait .*: device_map: embed.weight; give"):
-        use_hooks(model)
+        run_methods_on_device(model)
