@@ -13,10 +13,11 @@ from benchmarks import Row
 from benchmarks.markdown import parameters, tokens, unique
 from benchmarks.paper.results import Results, costs, curve_of, of_cell, speedups, step_speedups
 from benchmarks.paper.tables import value
+from benchmarks.pictures import Line, Panel, Picture
 from benchmarks.recall.report import ABOUT, learned, sizes, without_keys
 from benchmarks.recall.study import read_study
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
-from lineartime.plot import COLOURS, Line, Panel, Picture
+from lineartime.plot import COLOURS
 
 if TYPE_CHECKING:
     from pandas import DataFrame

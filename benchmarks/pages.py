@@ -15,12 +15,12 @@ from benchmarks.figures import figures_of, recall_picture, speed_pictures
 from benchmarks.paper.report import table_section
 from benchmarks.paper.results import results_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
+from benchmarks.pictures import Picture, draw
 from benchmarks.recall.report import section as recall_section
 from benchmarks.recall.study import read_study
 from benchmarks.speed import speed_section, tables_of
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.errors import DataError, UsageError
-from lineartime.plot import Picture, draw
 from lineartime.settings import require, require_name
 
 Kind = Literal["speed", "table", "recall"]

@@ -1,14 +1,13 @@
-"""Pictures as PNG: panels of lines or dots, and with them the curves of one run and of several beside each other."""
+"""Curves as PNG: of one run, of several runs side by side, and of what models gain from context."""
 
-import hashlib
 import itertools
 import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,184 +29,11 @@ DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
 """Told apart by people with any colour vision (Okabe and Ito, and a red of Tol's)."""
 DASHED: dict[str, Any] = {"color": "#555555", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
-
-
-@dataclass(frozen=True)
-class Line:
-    """Points from left to right: place and height, and perhaps the least and the most that the height may be."""
-
-    name: str
-    """In the legend, if there is one."""
-    points: tuple[tuple[float, ...], ...]
-    style: dict[str, Any] = field(default_factory=dict)
-    """Settings of matplotlib other than the usual ones."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Lines; or dots, which are names below each other; or a heat map."""
-
-    title: str
-    x_label: str
-    y_label: str = ""
-    lines: tuple[Line, ...] = ()
-    dots: tuple[tuple[str, tuple[float, ...], str], ...] = ()
-    """Of each name the numbers of its seeds, perhaps none, and what is written at the right."""
-    heat: tuple[tuple[str, tuple[float | None, ...]], ...] = ()
-    """Of each name, from the top, shares between 0 and 1 from left to right, from begin to end: a heat map. None is
-    left white."""
-    x_scale: Literal["linear", "log", "positions"] = "linear"
-    """"positions" are powers of two."""
-    contexts: tuple[tuple[int, str], ...] = ()
-    """What is written along the bottom, which then has powers of two."""
-    log_heights: bool = False
-    level: float | None = None
-    """Height of a dashed line; among dots, its place."""
-    level_name: str = ""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Panels under a caption, which says all that the alternative text of the picture has to say."""
-
-    caption: str
-    panels: tuple[Panel, ...]
-
-
-def digest(picture: Picture) -> str:
-    """A hash of all that a picture is drawn from; the file carries it, so that one of older rows is found out."""
-    def drawn(fields: list[tuple[str, Any]]) -> dict[str, Any]:  # older pictures know no heat maps
-        return {name: value for name, value in fields if name != "heat" or value}
-
-    return hashlib.sha256(json.dumps(asdict(picture, dict_factory=drawn)).encode()).hexdigest()
-
-
-def draw(picture: Picture, path: Path) -> None:
-    """Write a picture as PNG, whole or not at all. Raises ResourceError."""
-    import matplotlib
-
-    with matplotlib.rc_context({
-            "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "axes.spines.top": False,
-            "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True, "axes.axisbelow": True,
-            "grid.color": "#e8e8e8", "legend.frameon": False}), replaced(path) as file:
-        figure_of(picture).savefig(file, format="png", facecolor="white", metadata={"Rows": digest(picture)})
-
-
-def figure_of(picture: Picture) -> "Figure":
-    """Panels beside each other, in at most three columns, and one legend for all of them below."""
-    from matplotlib.figure import Figure
-
-    panels = picture.panels
-    n_columns = 2 if len(panels) == 4 else min(3, len(panels))
-    n_rows = math.ceil(len(panels) / n_columns)
-    width = max(0.3 + 4.2 * n_columns, 8)
-    height = 0.3 + n_rows * max(1.1 + 0.36 * len(panel.dots) if panel.dots else 3.2 for panel in panels)
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
-    for axes in places[len(panels):]:
-        axes.remove()
-    handles: dict[str, Any] = {}
-    for i, (axes, panel) in enumerate(zip(places, panels, strict=False)):
-        left = panels[i - 1] if i % n_columns else None
-        draw_dots(axes, panel)
-        draw_heat(axes, panel)
-        draw_lines(axes, panel)
-        scale_axes(axes, panel, panels)
-        axes.set_title(panel.title)
-        axes.set_xlabel(panel.x_label)
-        axes.set_ylabel(panel.y_label if left is None or left.y_label != panel.y_label else "")
-        if left and left.dots:
-            axes.tick_params(labelleft=[name for name, *_ in left.dots] != [name for name, *_ in panel.dots])
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    if handles:
-        n_legend_rows = math.ceil(len(handles) / max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles)))))
-        figure.set_figheight(height + 0.25 * n_legend_rows)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center",
-                      ncols=math.ceil(len(handles) / n_legend_rows))
-    figure.suptitle(textwrap.fill(picture.caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left",
-                    color="#555555")
-    return figure
-
-
-def draw_lines(axes: "Axes", panel: Panel) -> None:
-    """Lines, each with a band from the least to the most; a single point has a bar."""
-    for line in (line for line in panel.lines if line.points):
-        x, y, *reach = (list(column) for column in zip(*line.points, strict=True))
-        style = {"linewidth": 1.5, "marker": "o", "markersize": 4, "zorder": 2, **line.style}
-        style |= {"marker": "o", "markersize": 6} if len(x) == 1 else {}
-        (drawn,) = axes.plot(x, y, label=line.name, **style)
-        if reach and len(x) == 1:
-            axes.vlines(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.5, linewidth=2)
-        elif reach:
-            axes.fill_between(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.18, linewidth=0)
-    if panel.level is not None:
-        (axes.axvline if panel.dots else axes.axhline)(panel.level, label=panel.level_name, **DASHED)
-
-
-def draw_dots(axes: "Axes", panel: Panel) -> None:
-    """Every seed a ring, the mean a dot with its words at the right, a bar from the least to the most."""
-    for place, (_, values, note) in enumerate(panel.dots):
-        axes.axhline(place, color="#e8e8e8", linewidth=0.8, zorder=0)
-        if values:
-            axes.plot([min(values), max(values)], [place, place], color=COLOURS[0], linewidth=2, alpha=0.5)
-            if len(values) > 1:
-                axes.plot(values, [place] * len(values), "o", color=COLOURS[0], markerfacecolor="none", label="a seed")
-            axes.plot([sum(values) / len(values)], [place], "o", color=COLOURS[0], markersize=8, label="mean")
-        axes.annotate(note, (1.02, place), va="center", xycoords=("axes fraction", "data"), fontsize=9.5,
-                      color="#333333" if values else "#888888")
-    if panel.dots:
-        axes.set_yticks(range(len(panel.dots)), [name for name, *_ in panel.dots])
-        axes.tick_params(axis="y", length=0)
-        axes.set_ylim(len(panel.dots) - 0.5, -0.5)
-        axes.grid(axis="y", visible=False)
-        axes.margins(x=0.08)
-
-
-def draw_heat(axes: "Axes", panel: Panel) -> None:
-    """A field for each share, the number in it."""
-    if not panel.heat:
-        return
-    names, shares = zip(*panel.heat, strict=True)
-    axes.imshow(np.array(shares, dtype=float), vmin=0, vmax=1, cmap="YlGnBu", aspect="auto")
-    for row, values in enumerate(shares):
-        for column, share in enumerate(values):
-            if share is not None:
-                axes.text(column, row, f"{share:.2f}".replace("0.", "."), ha="center", va="center", fontsize=8.5,
-                          color="white" if share > 0.6 else "#333333")
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xticks([-0.5, len(shares[0]) - 0.5], ["begin", "end"])
-    axes.grid(visible=False)
-
-
-def scale_axes(axes: "Axes", panel: Panel, panels: Sequence[Panel]) -> None:
-    """Scales of a panel and what is written along its axes. Logarithmic heights are those of all panels."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    if panel.contexts or panel.x_scale == "positions":
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K"))
-    if panel.contexts:
-        axes.set_xticks(*zip(*panel.contexts, strict=True))
-    if panel.log_heights:
-        heights = [height for each in panels if each.log_heights
-                   for line in each.lines for point in line.points for height in point[1:]]
-        low, high = min(heights), max(heights)
-        room = max(1.15, 2.3 * (low / high) ** 0.5)  # two round numbers are between limits that are 5 times apart
-        axes.set(yscale="log", ylim=(low / room, high * room))
-    if panel.x_scale == "log":
-        axes.set_xscale("log")
-    for axis in [axes.xaxis] * (panel.x_scale == "log") + [axes.yaxis] * panel.log_heights:
-        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
-        axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
-        axis.set_minor_formatter(NullFormatter())
-
-
-def middle(first: int, last: int) -> float:
-    """Of the positions from a first to a last, where position is on a logarithmic scale."""
-    return ((first - 0.5) * (last + 0.5)) ** 0.5
+STYLE: dict[Any, Any] = {
+    "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e8e8e8", "legend.frameon": False}
+"""Settings of matplotlib for all pictures."""
 
 
 @dataclass(frozen=True)
@@ -259,41 +85,58 @@ def plot_run(run_dir: Path) -> Path:
     """Draw a run's loss into its folder and return the picture's path: training loss thin and smoothed, held-out loss
     as points.
 
-    Raises UsageError where nothing has been trained, CheckpointError for a damaged run."""
+    Raises UsageError where nothing has been trained, CheckpointError for a damaged run, ResourceError."""
+    import matplotlib
+
     curves = read_curves(run_dir)
     xz, at_end = curves.final.get("xz_bits_per_byte"), curves.final.get("held_out", {}).get("bits_per_byte")
-    style = {"color": COLOURS[0], "marker": ""}
-    panel = Panel(curves.title, f"step of {curves.tokens_per_step:,} tokens", f"loss, {curves.unit}", (
-        Line("", after_start(curves.step, curves.loss), {**style, "alpha": 0.25, "linewidth": 0.7}),
-        Line("training", after_start(curves.step, smoothed(curves.loss)), {**style, "linewidth": 1.8}),
-        Line("held-out" + (f", {at_end:.3f} bits per byte at the end" if at_end is not None else ""),
-             tuple(curves.held_out), {"color": COLOURS[1]})),
-        level=xz / curves.bits_per_nat if curves.bits_per_nat and xz is not None else None,
-        level_name="" if xz is None else f"xz -9e, {xz:.3f} bits per byte")
-    draw(Picture("", (panel,)), run_dir / PLOT_FILE)
+    with matplotlib.rc_context(STYLE):
+        figure, (axes,) = empty_figure(1)
+        axes.set(title=curves.title, xlabel=f"step of {curves.tokens_per_step:,} tokens",
+                 ylabel=f"loss, {curves.unit}")
+        start = len(curves.step) // 30  # the loss falls so fast there that the rest would be pressed flat
+        draw_curve(axes, curves.step[start:], curves.loss[start:], "", color=COLOURS[0], alpha=0.25, linewidth=0.7)
+        draw_curve(axes, curves.step[start:], smoothed(curves.loss)[start:], "training", color=COLOURS[0],
+                   linewidth=1.8)
+        if curves.held_out:
+            score = f", {at_end:.3f} bits per byte at the end" if at_end is not None else ""
+            steps, held_out = zip(*curves.held_out, strict=True)
+            draw_curve(axes, steps, held_out, f"held-out{score}", color=COLOURS[1], marker="o")
+        if curves.bits_per_nat and xz is not None:
+            axes.axhline(xz / curves.bits_per_nat, label=f"xz -9e, {xz:.3f} bits per byte", **DASHED)
+        save_figure(figure, run_dir / PLOT_FILE)
     return run_dir / PLOT_FILE
 
 
-def plot_comparison(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
-    """Draw several runs beside each other: loss over tokens, and held-out loss by position in the context.
+def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
+    """Draw several runs in one picture: loss over tokens, and held-out loss by position in the context.
 
     run_dirs: label to run. Losses compare where the tokenizer is the same. Raises UsageError where nothing has been
-    trained."""
+    trained, CheckpointError for a damaged run, ResourceError."""
+    import matplotlib
+
     runs = {label: read_curves(run_dir) for label, run_dir in run_dirs.items()}
-    losses, places = [], []
-    for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
-        scored, millions_per_step = bool(curves.held_out), curves.tokens_per_step / 1e6
-        losses += [Line("" if scored else label, after_start(curves.step * millions_per_step, smoothed(curves.loss)),
-                        {"color": colour, "marker": "", "linewidth": 1.2, "alpha": 0.45 if scored else 1}),
-                   Line(label, tuple((step * millions_per_step, loss) for step, loss in curves.held_out),
-                        {"color": colour})]
-        blocks = curves.final.get("held_out", {}).get("loss_by_position", [])
-        places += [Line(label, by_position(blocks, "loss"), {"color": colour})] if blocks else []
     unit = ", ".join(sorted({curves.unit for curves in runs.values()}))
-    panels = [Panel("held-out loss (points) and training loss", "million tokens of training", unit, tuple(losses))]
-    if places:
-        panels.append(Panel("held-out loss by position", "position, tokens", unit, tuple(places), x_scale="positions"))
-    draw(Picture("", tuple(panels)), out_png)
+    blocks = {label: curves.final.get("held_out", {}).get("loss_by_position", []) for label, curves in runs.items()}
+    with matplotlib.rc_context(STYLE):
+        figure, (losses, *by_position) = empty_figure(2 if any(blocks.values()) else 1)
+        losses.set(title="held-out loss (points) and training loss", xlabel="million tokens of training", ylabel=unit)
+        for axes in by_position:
+            axes.set(title="held-out loss by position", xlabel="position, tokens")
+            use_powers_of_two(axes)
+        for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
+            tokens, start = curves.step * curves.tokens_per_step / 1e6, len(curves.step) // 30
+            scored = bool(curves.held_out)
+            draw_curve(losses, tokens[start:], smoothed(curves.loss)[start:], "" if scored else label, color=colour,
+                       linewidth=1.2, alpha=0.45 if scored else 1)
+            if scored:
+                steps, held_out = zip(*curves.held_out, strict=True)
+                draw_curve(losses, np.array(steps) * curves.tokens_per_step / 1e6, held_out, label, color=colour,
+                           marker="o")
+            if blocks[label]:
+                draw_curve(by_position[0], middles(blocks[label]), [block["loss"] for block in blocks[label]], label,
+                           color=colour, marker="o")
+        save_figure(figure, out_png)
     return out_png
 
 
@@ -301,23 +144,31 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
     """Draw what models gain from context: the same tokens at several contexts, with standard errors over documents; and
     loss by position in the document, at the shortest context and at the longest.
 
-    files: label to what `lineartime evaluate --contexts` wrote. Raises DataError for anything else."""
+    files: label to what `lineartime evaluate --contexts` wrote. Raises DataError for anything else, ResourceError."""
+    import matplotlib
+
     uses = {label: read_context_use(path) for label, path in files.items()}
-    gains, losses = [], []
-    for colour, (label, use) in zip(itertools.cycle(COLOURS), uses.items(), strict=False):
-        errors = [error or 0.0 for error in use["gain_errors"]]
-        gains.append(Line(f"{label}, trained at {use['trained_context']:,}; {use['n_tokens']:,} tokens of "
-                          f"{len(use['documents'])} documents",
-                          tuple((context, gain, gain - error, gain + error) for context, gain, error in zip(
-                              use["contexts"], use["gains"], errors, strict=True)), {"color": colour}))
-        losses += [Line("", by_position(use["loss_by_position"], which), {"color": colour, "linestyle": dashes})
-                   for which, dashes in (("shortest", ":"), ("longest", "-"))]
-    contexts = sorted({context for use in uses.values() for context in use["contexts"]})
-    draw(Picture("Gain from context, the same tokens; loss by position at the longest context (dotted: the shortest)", (
-        Panel("gain from context", "context, tokens", "nats per token below the shortest", tuple(gains), level=0,
-              contexts=tuple((context, f"{context:,}") for context in contexts)),
-        Panel("loss by position", "tokens of the document so far", "nats per token", tuple(losses),
-              x_scale="positions"))), out_png)
+    with matplotlib.rc_context(STYLE):
+        figure, (gain, loss) = empty_figure(2)
+        gain.set(title="gain from context", xlabel="context, tokens", ylabel="nats per token below the shortest")
+        loss.set(title="loss by position", xlabel="tokens of the document so far", ylabel="nats per token")
+        for axes in (gain, loss):
+            use_powers_of_two(axes)
+        for colour, (label, use) in zip(itertools.cycle(COLOURS), uses.items(), strict=False):
+            errors = np.array([error or 0.0 for error in use["gain_errors"]])
+            gains = np.array(use["gains"])
+            draw_curve(gain, use["contexts"], gains, f"{label}, trained at {use['trained_context']:,}; "
+                       f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents", color=colour, marker="o")
+            gain.fill_between(use["contexts"], gains - errors, gains + errors, color=colour, alpha=0.18, linewidth=0)
+            for which, dashes in (("shortest", ":"), ("longest", "-")):
+                blocks = use["loss_by_position"]
+                draw_curve(loss, middles(blocks), [block[which] for block in blocks], "", color=colour, marker="o",
+                           linestyle=dashes)
+        gain.axhline(0, **DASHED)
+        contexts = sorted({context for use in uses.values() for context in use["contexts"]})
+        gain.set_xticks(contexts, [f"{context:,}" for context in contexts])
+        save_figure(figure, out_png, "Gain from context, the same tokens; loss by position at the longest context "
+                    "(dotted: the shortest)")
     return out_png
 
 
@@ -340,14 +191,56 @@ def read_context_use(path: Path) -> dict[str, Any]:
         raise DataError("not a file of `lineartime evaluate --contexts`", path) from None
 
 
-def by_position(blocks: Sequence[Mapping[str, Any]], which: str) -> tuple[tuple[float, float], ...]:
-    """Points of a line: one of the losses of each block of positions, at its middle."""
-    return tuple((middle(block["first"], block["last"]), block[which]) for block in blocks)
+def empty_figure(n_panels: int) -> "tuple[Figure, list[Axes]]":
+    """A figure of panels beside each other."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(0.3 + 4.2 * n_panels, 8), 3.5), dpi=DPI, layout="constrained")
+    return figure, list(figure.subplots(1, n_panels, squeeze=False).flat)
 
 
-def after_start(x: np.ndarray, y: np.ndarray) -> tuple[tuple[float, float], ...]:
-    """Points of a line but the first thirtieth, where the loss falls so fast that the rest would be pressed flat."""
-    return tuple(zip(x.tolist(), y.tolist(), strict=True))[len(x) // 30:]
+def draw_curve(axes: "Axes", x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, label: str,
+               **style: Any) -> None:
+    """A line, which is not in the legend if its label is "". A single point is a dot, or nobody would see it."""
+    dot = {"marker": "o", "markersize": 6} if len(x) == 1 else {}
+    axes.plot(x, y, label=label, **({"linewidth": 1.5, "markersize": 4, "zorder": 2} | style | dot))
+
+
+def use_powers_of_two(axes: "Axes") -> None:
+    """A logarithmic x axis of token counts: 64, 256, 1K, 4K."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K"))
+
+
+def finish_figure(figure: "Figure", caption: str) -> None:
+    """Put the caption above the panels, and one legend for all of them below, for which the figure grows."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    width, height = figure.get_size_inches()
+    if handles:
+        n_rows = math.ceil(len(handles) / max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles)))))
+        figure.set_figheight(height + 0.25 * n_rows)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center",
+                      ncols=math.ceil(len(handles) / n_rows))
+    figure.suptitle(textwrap.fill(caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left", color="#555555")
+
+
+def save_figure(figure: "Figure", path: Path, caption: str = "") -> None:
+    """Finish a figure and write it as PNG, whole or not at all. Raises ResourceError."""
+    finish_figure(figure, caption)
+    with replaced(path) as file:
+        figure.savefig(file, format="png", facecolor="white")
+
+
+def middles(blocks: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The middle of each block of positions on a logarithmic scale."""
+    return [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -73,9 +73,9 @@ def plot(
         raise UsageError("the picture needs a file", "plot", "give --out a .png")
     if files and len(files) < len(named):
         raise UsageError("runs and files of `evaluate --contexts` side by side", str(files[0]), "draw them apart")
-    from lineartime.plot import plot_comparison, plot_context_use, plot_run
+    from lineartime.plot import plot_context_use, plot_run, plot_side_by_side
 
     if out is None:
         say(str(plot_run(Path(runs[0]))))
         return
-    say(str((plot_context_use if files else plot_comparison)(named, out)))
+    say(str((plot_context_use if files else plot_side_by_side)(named, out)))

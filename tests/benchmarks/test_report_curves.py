@@ -9,7 +9,7 @@ from benchmarks.figures import figures_of
 from benchmarks.paper.results import results_of
 from benchmarks.paper.scales import SCALES, Cell
 from benchmarks.paper.tables import TABLES
-from lineartime.plot import digest, draw
+from benchmarks.pictures import digest, draw
 from made_rows import final_loss, made_rows, step_ms
 
 

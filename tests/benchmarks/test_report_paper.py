@@ -29,10 +29,10 @@ from benchmarks.paper.results import (
 )
 from benchmarks.paper.scales import cells_of
 from benchmarks.paper.tables import PAPER, TABLES
+from benchmarks.pictures import digest
 from benchmarks.recall.study import read_rows as read_recall
 from benchmarks.speed import read_rows as read_speed
 from lineartime.errors import DataError, UsageError, escaped
-from lineartime.plot import digest
 from made_rows import made_rows, step_row, times, train_row
 from rendered_markdown import ODD, rendered
 

@@ -22,7 +22,7 @@ from lineartime.load import load_model
 from lineartime.masking import NO_TARGET, mask_tokens, masked_rows, masked_sample
 from lineartime.model import LanguageModel, masked_token_losses
 from lineartime.objectives import MaskedTokens
-from lineartime.plot import plot_comparison
+from lineartime.plot import plot_side_by_side
 from lineartime.run import read_metrics
 from lineartime.run_config import run_config
 from lineartime.training import compute_gradient
@@ -330,5 +330,5 @@ def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
 
 
 def test_masked_runs_are_drawn_beside_each_other(whole, tmp_path):
-    picture = plot_comparison({"a": whole[0], "b": whole[0]}, tmp_path / "two.png")
+    picture = plot_side_by_side({"a": whole[0], "b": whole[0]}, tmp_path / "two.png")
     assert imread(picture).shape[1] == 1305

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from lineartime.config import TrainConfig, model_config, to_dict
 from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
-from lineartime.plot import plot_comparison, plot_context_use, plot_run, read_curves, smoothed
+from lineartime.plot import plot_context_use, plot_run, plot_side_by_side, read_curves, smoothed
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 
@@ -74,7 +74,7 @@ def test_plot_run_draws_training_and_held_out_loss(tmp_path):
 def test_a_run_at_any_stage_can_be_drawn(tmp_path, options):
     run = make_run(tmp_path / "run", **options)
     assert coloured(plot_run(run), "#0072B2") > 0
-    assert coloured(plot_comparison({"one": run}, tmp_path / "one.png"), "#0072B2") > 0
+    assert coloured(plot_side_by_side({"one": run}, tmp_path / "one.png"), "#0072B2") > 0
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
@@ -85,16 +85,16 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     plot_run(run)
 
 
-def test_plot_comparison_draws_every_run_in_both_panels(tmp_path):
+def test_plot_side_by_side_draws_every_run_in_both_panels(tmp_path):
     runs = {f"model {i}": make_run(tmp_path / f"{i}", result=i != 2) for i in range(3)}
-    picture = plot_comparison(runs, tmp_path / "out.png")
+    picture = plot_side_by_side(runs, tmp_path / "out.png")
     width = imread(picture).shape[1]
     assert width == 1305
     # A third colour is nowhere in the right panel, above the legend: that run has no result.
     right = imread(picture)[:-100, width // 2 :, :3]
     third = np.array(matplotlib.colors.to_rgb("#009E73"))
     assert coloured(picture, "#009E73") > 100 and (np.abs(right - third).max(-1) < 0.02).sum() == 0
-    narrow = plot_comparison({"model 2": tmp_path / "2"}, tmp_path / "narrow.png")
+    narrow = plot_side_by_side({"model 2": tmp_path / "2"}, tmp_path / "narrow.png")
     assert imread(narrow).shape[1] < width
 
 
@@ -166,7 +166,7 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
     run = make_run(tmp_path / "run")
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(ResourceError, match="cannot write"):
-        plot_comparison({"run": run}, tmp_path / "taken.png")
+        plot_side_by_side({"run": run}, tmp_path / "taken.png")
     assert not list(tmp_path.glob(".tmp*"))
     with pytest.raises(ResourceError, match="cannot write"):
-        plot_comparison({"run": run}, tmp_path / "missing" / "out.png")
+        plot_side_by_side({"run": run}, tmp_path / "missing" / "out.png")
