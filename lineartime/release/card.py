@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from huggingface_hub import ModelCardData
+
 from lineartime.config import ModelConfig, to_dict
 from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
@@ -69,8 +71,8 @@ def front_matter(config: ModelConfig, does: str) -> str:
     licence and the language are not known here."""
     tags = [nearest_preset(config), *(["gated-attention-unit"] if config.ffn == "gau" else []),
             *(["linear-attention"] if config.attn_type in ("mixed_chunk", "linear") else [])]
-    return (f"---\n# license and language: not known to lineartime; name them here\nlibrary_name: lineartime\n"
-            f"pipeline_tag: {does}\ntags: [{', '.join(tags)}]\n---\n\n")
+    fields = ModelCardData(library_name="lineartime", pipeline_tag=does, tags=tags).to_yaml()
+    return f"---\n# license and language: not known to lineartime; name them here\n{fields}\n---\n\n"
 
 
 def model_table(card: Card) -> str:
