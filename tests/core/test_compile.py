@@ -15,6 +15,7 @@ from lineartime import GatedAttentionUnit, MultiHeadAttention
 from lineartime.config import model_config
 from lineartime.layers import sequence_info
 from lineartime.model import token_losses
+from marks import rest
 from tiny_models import CONFIGS, LONG_MEMORY, random_ids, random_model, with_end
 
 SMALL = {"d_model": 64, "n_layers": 2, "vocab_size": 97, "context": 512}
@@ -40,10 +41,10 @@ def gradients(model, rows_BT, dtype):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("name", "length", "dtype", "checkpointing"), [
-    ("flash", 512, torch.bfloat16, False), ("flash", 512, torch.bfloat16, True),
-    ("flash, documents", 203, torch.float32, False), ("transformer++", 203, torch.float32, False),
-    *(pytest.param(*case, torch.float32, False, marks=pytest.mark.campaign)
-      for case in (("flash", 512), ("long memory", 203)))])
+    ("flash, documents", 203, torch.float32, False),
+    *rest(("flash", 512, torch.bfloat16, False), ("flash", 512, torch.bfloat16, True),
+          ("flash", 512, torch.float32, False), ("transformer++", 203, torch.float32, False),
+          ("long memory", 203, torch.float32, False))])
 def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing):
     """At most twice as far from float64 as eager layers in the same type, or the rounding of a few operations in that
     type. 203 tokens end inside a chunk."""
@@ -76,8 +77,9 @@ def test_a_copy_of_a_compiled_model_runs_on_its_own_weights():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["transformer", "transformer++", "transformer++ gate"])
+@pytest.mark.parametrize(("name", "causal"), [("transformer++", True), *rest(
+    ("transformer++", False), *((name, causal) for name in ("transformer", "transformer++ gate")
+                                for causal in (True, False)))])
 def test_packed_transformers_compile_to_one_graph(name, causal):
     model, ids_BT = random_model(replace(with_end(CONFIGS[name]), causal=causal)), random_ids(2, 23)
     valid_BT = torch.arange(23) < torch.tensor([[23], [15]])
@@ -94,8 +96,9 @@ def test_packed_transformers_compile_to_one_graph(name, causal):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["flash", "flash-quad", "flash-quad rotated bias"])
+@pytest.mark.parametrize(("name", "causal"), [("flash", True), *rest(
+    ("flash", False), *((name, causal) for name in ("flash-quad", "flash-quad rotated bias")
+                        for causal in (True, False)))])
 def test_exported_with_any_length(name, causal):
     """One program for rows of 2 to 400 tokens in several documents, to the bit."""
     model = random_model(replace(with_end(CONFIGS[name]), causal=causal, context=400,
@@ -127,7 +130,7 @@ class Unchecked(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["flash", *rest("flash-quad", "attention")])
 def test_a_layer_alone_is_one_graph_and_its_checks_are_not_in_it(name):
     """With documents and padding too, and exported for any batch and length."""
     torch.manual_seed(0)

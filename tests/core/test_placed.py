@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from lineartime.errors import UsageError
 from lineartime.weights.placed import run_methods_on_device
-from tiny_models import CONFIGS, FLASH, random_model
+from tiny_models import CONFIGS, FLASH, case_of, random_model
 
 IDS = torch.tensor([[3, 0, 5, 7, 2, 9, 1, 4, 8, 6], [0, 0, 2, 5, 5, 1, 12, 11, 3, 10]])
 
@@ -61,7 +61,7 @@ def on_two_devices(config):
     return model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*map(case_of, CONFIGS)])
 def test_what_a_layer_reads_is_on_its_device(name, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # "meta" has none
     model = on_two_devices(CONFIGS[name])
@@ -82,7 +82,7 @@ def test_a_cache_is_on_the_device_of_its_layer(name):
         state.select(torch.tensor([1, 0, 0]))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*map(case_of, CONFIGS)])
 def test_weights_that_wait_are_there_while_their_layer_runs(name):
     model, there = random_model(CONFIGS[name]), random_model(CONFIGS[name])
     there.load_state_dict(model.state_dict())

@@ -588,7 +588,7 @@ print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, re
 """
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.rest)])
 def test_memory_does_not_grow_with_the_text(tmp_path, jobs):
     peaks = []
     for megabytes in (2, 10):

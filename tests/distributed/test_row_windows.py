@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from context_ranks import BEGIN, LENGTH, SHARED, Tokens, model_of
+from context_ranks import BEGIN, LENGTH, ON_PUSH, SHARED, Tokens, model_of
 from lineartime import layers
 from lineartime.config import TrainConfig
 from lineartime.distributed.context import exchange_states
@@ -14,6 +14,7 @@ from lineartime.errors import UsageError
 from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig, run_config
 from lineartime.training import compute_gradient, train
+from marks import rest
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids
 from tiny_runs import SETTINGS, prepare_text
 
@@ -40,7 +41,7 @@ def error_of(found, wanted):
                  for a, b in zip(gradients, others, strict=True)))
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", [*ON_PUSH, *rest(*(name for name in SHARED if name not in ON_PUSH))])
 def test_the_gradient_is_that_of_the_whole_row(name):
     model = model_of(name, True, end_of_document=0)
     whole = gradient_of(model)
@@ -103,6 +104,7 @@ def test_activations_do_not_grow_with_the_row():
     assert four < 1.1 * window < 0.7 * most_kept(model, 1, random_ids(1, 2 * LENGTH + 1, seed=5))
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_layers_are_compiled_a_few_times_for_any_number_of_windows():
     torch.compiler.reset()

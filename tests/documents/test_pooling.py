@@ -23,7 +23,7 @@ from lineartime.documents.pooling import (
 from lineartime.documents.vectors import contrastive_losses
 from lineartime.errors import DataError, UsageError
 from lineartime.model import DocumentClassifier, LanguageModel
-from tiny_models import BIDIRECTIONAL, CONFIGS, CONTEXT, UNPACKED, random_model, with_end
+from tiny_models import BIDIRECTIONAL, CONFIGS, CONTEXT, UNPACKED, case_of, random_model, with_end
 
 LENGTHS = (1, 61, 24, 3, 25, 23, 48, 2)
 
@@ -46,7 +46,7 @@ def close(a, b):
     return np.abs(a - b).max() <= 1e-12 * max(1, np.abs(b).max())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*map(case_of, CONFIGS)])
 def test_a_causal_model_reads_any_length_as_one_row(name):
     model = random_model(with_end(CONFIGS[name]))
     assert carries_state(model.config) == (model.config.max_len is None)

@@ -24,6 +24,7 @@ SHARE = ["kills=3", "corruptions=6", "commands=10", "documents=3", "ranks=1"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
+@pytest.mark.rest
 def test_a_share_of_the_drills(tmp_path):
     done = subprocess.run([sys.executable, "-m", "drills", *SHARE, "--work", tmp_path], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": PATHS})

@@ -1,6 +1,7 @@
-"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py PORT OUT [DATA]`.
+"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py OUT DATA PART`.
 
-It forks `WORLD` ranks, which do every case, one after the other, and writes the largest errors into OUT, by case."""
+It forks `WORLD` ranks, which do every case of a part, "push" or "rest", one after the other, and writes the largest
+errors into OUT, by case."""
 
 import datetime
 import json
@@ -38,6 +39,9 @@ SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale
           "flash global", "flash key conv", "flash write gate", "flash read norm", "flash fixed", "flash long memory",
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks"]
 """Of `CONFIGS`, the models whose rows ranks can share."""
+ON_PUSH = ["flash", "flash local", "flash global", "flash key conv", "flash fixed", "flash long memory", "mc-tfm++",
+           "performer"]
+"""Those of `make test`: a model for each thing that ranks exchange, or do not."""
 OFTEN = ["flash", "flash long memory"]
 """Those that 2, 3 and 4 ranks share; the others 3."""
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
@@ -299,13 +303,13 @@ def gradient_error(world, causal, clip_scope, fault=None):
                  for p, g in zip(model.parameters(), gradients, strict=True)))
 
 
-def run_cases(world, data):
-    """Every case on the first 2, 3 and all ranks."""
+def run_cases(world, data, push):
+    """Every case of `make test`, or of the rest, on the first 2, 3 and all ranks."""
     results = {"errors": {}, "mutants": {}, "bytes": {}, "steps": {}, "compiled": {}}
     groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(2, WORLD + 1)}
     ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}
     for causal in (True, False):
-        for name in SHARED:
+        for name in (name for name in SHARED if (name in ON_PUSH) == push):
             case = Case(name, causal, N_LAYOUTS if name in OFTEN else N_LAYOUTS // 2)
             for n, ranks in ranks_of.items():
                 if n == 3 or name in OFTEN:
@@ -318,9 +322,9 @@ def run_cases(world, data):
                     with mock.patch.object(reference, "SCAN_BLOCK", 3):
                         results["errors"][f"blocks of blocks, causal {causal}"] = case.error(ranks)
         case = Case("flash long memory", causal, ends=True)
-        if 3 in ranks_of:
+        if 3 in ranks_of and push:
             results["errors"][f"documents by tokens, causal {causal}"] = case.error(ranks_of[3])
-    if 3 in ranks_of:
+    if 3 in ranks_of and not push:
         cases = {(model, causal): Case(model, causal, N_LAYOUTS // 2) for causal in (True, False)
                  for model in ("flash long memory", "flash", "performer blocks")}
         for name, (*fault, causal) in MUTANTS.items():
@@ -328,27 +332,29 @@ def run_cases(world, data):
                      "flash long memory" if "neighbours" in name or "numbered" in name else "flash")
             with mutated(*fault):
                 results["mutants"][name] = cases[model, causal].error(ranks_of[3])
-        for name in ("flash", "flash long memory", "mc-tfm++", "mc-tfm++ long memory", "performer blocks"):
+    if 3 in ranks_of and push:
+        for name in ("flash", "flash long memory", "mc-tfm++", "performer blocks"):
             for causal in (True, False):
                 results["bytes"][f"{name}, causal {causal}"] = [bytes_per_layer(name, causal, length, ranks_of[3])
                                                                 for length in (LENGTH, 4 * LENGTH)]
-    if 2 in ranks_of:
+    if 2 in ranks_of and push:
         results["compiled"]["linear_attention"] = compiled_error(ranks_of[2])
     dist.barrier()
-    for n_in_row in (2, 4):
+    for n_in_row in (2, 4) if push else ():
         shared = with_groups(in_rows(world, n_in_row), TIMEOUT)
         for causal in (True, False):
             scope = "local" if causal == (n_in_row == 2) else "global"
             key = f"{n_in_row} ranks a row, causal {causal}, {scope} clipping"
             results["steps"][key] = gradient_error(shared, causal, scope)
-    for fault in ("divisor", "targets"):
+    for fault in () if push else ("divisor", "targets"):
         shared = with_groups(in_rows(world, 2), TIMEOUT)
         results["mutants"][f"wrong {fault}"] = gradient_error(shared, True, "local", fault)
     settings = {"model": "flash", "data": data, **SETTINGS, "steps": 3}
-    for kind, n in ((kind, n) for kind in ("whole", "sharded") for n in (2, 4)):
+    for kind, n in ((kind, n) for kind in ("whole", "sharded") if (kind == "sharded") == push for n in (2, 4)):
         train({**settings, **MODES[kind], "context_parallel": n, "out": str(Path(data).parent / f"{kind}-{n}")},
               device="cpu")
-    results["interrupted"] = {mode: different_after_stops(mode, data, world.is_first) for mode in MODES}
+    results["interrupted"] = {mode: different_after_stops(mode, data, world.is_first) for mode in MODES
+                              if (mode == "sharded") == push}
     return results
 
 
@@ -380,14 +386,14 @@ def different_after_stops(mode, data, is_first):
     return [name for name in sorted({*left[0], *left[1]}) if left[0].get(name) != left[1].get(name)]
 
 
-def main(out, data):
+def main(out, data, part):
     children = []
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:
             os.environ["RANK"] = str(rank)
             with connected("cpu", timeout_s=TIMEOUT.seconds) as world:
-                results = run_cases(world, data)
+                results = run_cases(world, data, part == "push")
                 if world.is_first:
                     Path(out).write_text(json.dumps(results))
                 dist.barrier()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from marks import rest
 from tiny_runs import EVAL_EVERY, STEPS, assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
 from train_process import Launches, wait_for
 
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, *rest(signal.SIGINT)], ids=lambda number: number.name)
 WATCHED = {"lock", "resume", "compute_gradient", "evaluate", "save", "finish", "final evaluate", "xz_bits_per_byte",
            "generate", "plot_run"}
 
@@ -89,8 +90,13 @@ def kill_until(n_kills, n_inside, processes, data, reference, folder):
     print(f"{kills} kills, {inside} inside a save, {runs} runs, {launched} processes")
 
 
-def test_ten_kills(processes, data, reference, tmp_path):
-    kill_until(10, 2, processes, data, reference, tmp_path)
+def test_four_kills(processes, data, reference, tmp_path):
+    kill_until(4, 1, processes, data, reference, tmp_path)
+
+
+@pytest.mark.rest
+def test_twenty_kills(processes, data, reference, tmp_path):
+    kill_until(20, 4, processes, data, reference, tmp_path)
 
 
 @pytest.mark.campaign
@@ -108,15 +114,17 @@ def stopped_at(launches, event, *signals):
     return launches.processes.wait(pid)
 
 
+BY_DEFAULT = {"lock 1": signal.SIGINT, "compute_gradient 8": signal.SIGTERM, "save 1": signal.SIGINT,
+              "final evaluate 1": signal.SIGTERM}
+"""A moment of each stage: before, in and between steps, in a save, and in the score after them."""
 MOMENTS = ["lock 1", "resume 1", "compute_gradient 1", "compute_gradient 8", "evaluate 2",
            f"evaluate {STEPS // EVAL_EVERY}", "save 1", "end of save 2", "final evaluate 1", "xz_bits_per_byte 1",
            "generate 1"]
-BY_BOTH = ("lock 1", "compute_gradient 8", "save 1")
 
 
 @pytest.mark.parametrize(("moment", "number"), [pytest.param(
     moment, number, id=f"{moment}-{number.name}",
-    marks=() if number == signal.SIGTERM or moment in BY_BOTH else pytest.mark.campaign)
+    marks=() if BY_DEFAULT.get(moment) == number else pytest.mark.rest)
     for moment in MOMENTS for number in (signal.SIGTERM, signal.SIGINT)])
 def test_a_stop_saves_and_the_same_command_resumes(moment, number, launches, out, reference):
     assert stopped_at(launches, moment, number) == 128 + number, launches.printed()

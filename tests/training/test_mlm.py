@@ -26,6 +26,7 @@ from lineartime.plot import plot_side_by_side
 from lineartime.run import read_metrics
 from lineartime.run_config import run_config
 from lineartime.training import compute_gradient
+from marks import rest
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import (
     EVAL_EVERY,
@@ -174,7 +175,7 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     assert imread(out / "loss.png").shape[1] == 1200
 
 
-@pytest.mark.parametrize("moment", ["compute_gradient 8", "final evaluate 1"])
+@pytest.mark.parametrize("moment", ["compute_gradient 8", *rest("final evaluate 1")])
 def test_killed_and_started_again_it_leaves_the_same_bytes(moment, whole, data, processes, tmp_path):
     launches = Launches(processes, tmp_path, command(data, tmp_path / "run", task="c4"))
     pid = launches.start(wait_at=moment)
