@@ -67,7 +67,7 @@ class FineTuning:
     strict: Annotated[bool, "Refuse a pretrained run whose newest checkpoint is damaged."] = False
 
     def __post_init__(self) -> None:
-        if self.run in shipped_models():
+        if isinstance(self.run, str) and self.run in shipped_models():
             object.__setattr__(self, "run", named_folder(self.run))
         for name in ("run", "out", "evidence"):
             if getattr(self, name) is not None:
