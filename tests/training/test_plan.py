@@ -100,7 +100,8 @@ LARGER = {"d_model": 256, "n_layers": 6, "context": 512, "tokens_per_step": 4096
 
 
 @pytest.mark.parametrize(("n_ranks", "model", "settings"), [
-    *rest((1, "flash", {}), (2, "flash", {"micro_batch_tokens": 1024, "shard": True, "clip_scope": "global"})),
+    *rest((2, "flash", {"micro_batch_tokens": 1024, "shard": True, "clip_scope": "global"})),
+    pytest.param(1, "flash", {}, marks=pytest.mark.campaign),
     pytest.param(1, "transformer++", {"n_heads": 4}, marks=pytest.mark.campaign),
     pytest.param(1, "flash-quad", {"activation_checkpointing": True}, marks=pytest.mark.campaign),
     pytest.param(1, "flash", {"activation_checkpointing": True}, marks=pytest.mark.campaign),
