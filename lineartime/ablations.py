@@ -51,6 +51,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def __init__(self, config: ModelConfig):
         self.check_kind(config)
+        # Not the constructor of the GAU, which refuses ablations.
         ResidualLayer.__init__(self, config)
         self.make_parameters(n_made=2 if config.chunk_size is None else 6 if config.first_to_all else 4,
                              out_width=config.d_inner if config.gate else 2 * config.d_inner)
@@ -80,6 +81,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             return self.attend_as_flash(normed_BTD, info)
         use_kernels(self.impl, normed_BTD.device, unsupported_variant)  # raises for impl "triton", or notes the reason
         u_BTE, v_BTE, z_BTS = self.split(self.in_proj(normed_BTD))
+        # Heads of q and k. From here on each attention head is an entry of the batch, with its row's documents.
         conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
         heads, gate_BT = self.make_heads(z_BTS, conv_BTS, info)
         if segment_ids_BT is not None:
@@ -111,6 +113,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         h, e, s = self.config.n_heads, self.config.d_inner, self.config.query_key_dim
         uv_BTF, z_BTS = uvz_BTF.split([2 * e, s], dim=-1)
         if h > 1:
+            # A head takes its columns of u and its columns of v, so each is cut on its own.
             uv_BTF = torch.cat([fold_heads(part_BTE, h) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
         return uv_BTF, F.silu(z_BTS)
 
@@ -151,9 +154,11 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         config, n_tokens, learned = self.config, v_BTE.shape[1], self.config.chunk_pooling == "attention"
         assert config.chunk_size is not None
         c = config.chunk_size
+        # Rows are cut into chunks; where rows end inside a chunk, ids of -1 mark what is missing.
         segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, config.causal and not learned)
         q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads)
         v_BGCE, a_BGG = to_chunks(v_BTE, c), None
+        # Appendix A: how much chunk g reads of chunk h is learned, and not the same for all.
         if learned:
             assert segment_ids_BGC is not None
             a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
@@ -176,9 +181,11 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
         chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)
         distance_GG = chunk_G - chunk_G[:, None]
+        # When causal, a chunk asks by the summary of the chunk before it, and reads earlier chunks only.
         asking_BGS = torch.cat([z_BGS[:, :1], z_BGS[:, :-1]], dim=1) if self.config.causal else z_BGS
         hidden_BGG = ~valid_BGC.any(-1)[:, None, :] | (self.config.causal & (distance_GG >= 0))
         gamma_2S, beta_2S = self.chunk_scale_offset.gamma, self.chunk_scale_offset.beta
+        # Query and key of a summary are two more cheap transforms of z.
         q_BGS, k_BGS = asking_BGS * gamma_2S[0] + beta_2S[0], z_BGS * gamma_2S[1] + beta_2S[1]
         a_BGG = learned_chunk_weights(q_BGS, k_BGS, self.chunk_bias.at(distance_GG[None]),
                                       scale_len=self.config.n_chunks)
@@ -204,6 +211,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         uv_B1F, z_B1S = self.split_uv(uvz_B1F)
         heads, gate_B1 = self.heads_next(z_B1S, info, inputs, cache)
         at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
+        # The same kernel as FLASH's, with heads that are made here.
         out_BE = ops.chunk_decode_step(
             uv_B1F[:, 0], torch.stack(heads)[:, :, 0], cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS,
             cache.v_BCE, cache.kv_BSE, at.offset_B, at.first_B, cache.factor(at, gate_B1)[:, 0, 0], impl=self.impl)

@@ -69,10 +69,12 @@ class GatedAttentionUnit(ResidualLayer):
         """Set the initial values of Codes 6 and 8: normal(0, std) for matrices, normal(0, 0.02) for scales of heads and
         the position bias, 0 for offsets, 1 for norm scales; `linear_scale_init` for scales of the linear half's queries
         and keys, `local_scale_init` for those of all others."""
+        # Matrices by `std`; the scales and the bias keep the listing's 0.02, whatever the width of the model.
         for matrix in (self.in_proj.weight, self.out_proj.weight):
             nn.init.normal_(matrix, std=std)
         for scale in (self.scale_offset.gamma, *self.rel_pos_bias.parameters()):
             nn.init.normal_(scale, std=0.02)
+        # Heads 2 and 3 are the linear half's query and key; all others count as local.
         if self.config.linear_scale_init is not None:
             nn.init.constant_(self.scale_offset.gamma[2:4], self.config.linear_scale_init)
         if self.config.local_scale_init is not None:
@@ -87,6 +89,8 @@ class GatedAttentionUnit(ResidualLayer):
         """W_o (u * A v): `[B, T, D]`."""
         config, bias = self.config, self.rel_pos_bias
         assert info.rotary is not None
+        # One matmul makes u, v and z. The op applies their SiLU, makes the heads, attends and multiplies by u, so that
+        # kernels can do all of it without storing what is between.
         uvz_BTF = self.in_proj(normed_BTD)
         gamma, beta, (sin, cos) = self.scale_offset.gamma, self.scale_offset.beta, info.rotary
         if config.chunk_size is None:
@@ -120,14 +124,17 @@ class GatedAttentionUnit(ResidualLayer):
         as in training; the tokens before and after them separately."""
         if not isinstance(cache, ChunkState) or not self.config.attends_as_flash:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
+        # A new token per row is one launch of a kernel on a GPU.
         if self.can_step_in_kernel(uvz_BNF, inputs, cache):
             return self.step_in_kernel(uvz_BNF, info, inputs, cache)
+        # Otherwise a prompt: chunks that are filled from their first to their last token run as in training.
         first = inputs.whole_chunks(cache.v_BCE.shape[1])
         if not first:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
         if first == inputs.n_new and max(first) == uvz_BNF.shape[1]:
             return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
         assert info.rotary is not None
+        # Cut off the tokens that fill up the open chunk, and in the next call those of a chunk that stays open.
         cut = inputs.cut(first)
         angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
         parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)
@@ -137,6 +144,7 @@ class GatedAttentionUnit(ResidualLayer):
         """`attend_next` of tokens at any place."""
         assert info.rotary is not None
         config, (gamma, beta), (sin, cos) = self.config, (self.scale_offset.gamma, self.scale_offset.beta), info.rotary
+        # The heads are made as in training, and what was read before is in the cache.
         u_BNE, v_BNE, z_BNS = split_uvz(uvz_BNF, config.query_key_dim)
         heads_HBNS = make_heads(z_BNS, gamma, beta, sin, cos)
         if isinstance(cache, KeyValueCache):
@@ -151,6 +159,7 @@ class GatedAttentionUnit(ResidualLayer):
         0: no state changes by them, and no token before them sees them."""
         assert info.rotary is not None
         c = cache.v_BCE.shape[1]
+        # The op begins with the state that the cache holds, and leaves there the state after its last chunk.
         state = CarriedState(*cache.past(inputs))
         out_BNE = ops.gated_chunk_attention(
             inputs.without_padding(uvz_BNF), self.scale_offset.gamma, self.scale_offset.beta, *info.rotary,
@@ -169,6 +178,7 @@ class GatedAttentionUnit(ResidualLayer):
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""
         assert info.rotary is not None
+        # Where in its chunk each row's token is, and what its state is divided by.
         at = inputs.token_position(self.config, cache.kv_BSE.dtype)
         sin_BR, cos_BR = (angle.expand(len(uvz_B1F), -1, -1)[:, 0] for angle in info.rotary)
         out_BE = ops.chunk_decode_step(

@@ -63,6 +63,7 @@ class RelPosBias(nn.Module):
         """The bias at the offsets key position minus query position: integers of any shape, |offset| < n in a table."""
         if self.n < TOEPLITZ_BELOW:
             return self.weight[offset + self.n - 1]
+        # rope(a, i) . rope(b, j) written as a sum over frequencies, which needs the difference of i and j alone.
         a1, a2 = self.a.chunk(2)
         b1, b2 = self.b.chunk(2)
         sin, cos = rotary(-offset, BIAS_WIDTH, self.a.dtype)
@@ -201,6 +202,7 @@ def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
     token are one empty document."""
     if segment_ids_BT.numel() == 0:
         return [0, 0]
+    # A document begins at the first token of a row and wherever the id changes.
     starts_BT = torch.ones_like(segment_ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     return [*starts_BT.flatten().nonzero().flatten().tolist(), segment_ids_BT.numel()]
@@ -246,6 +248,7 @@ class ResidualLayer(nn.Module):
     def init_weights(self, std: float) -> None:
         """Set initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for the scales
         of heads and the position bias, 0 for offsets and other biases, 1 for norm scales."""
+        # What a parameter is can be told from its name: a norm's scale, an offset, a matrix or a scale of heads.
         for child, module in self.named_children():
             for name, parameter in module.named_parameters():
                 if child.endswith("norm"):
@@ -267,6 +270,7 @@ class ResidualLayer(nn.Module):
         self.check_input(x_BTD)
         check_shape("segment_ids", segment_ids, x_BTD.shape[:2])
         check_shape("padding_mask", padding_mask, x_BTD.shape[:2])
+        # Padding goes to the end of its row, where it shifts neither positions nor chunks.
         order_BT = None
         if padding_mask is not None:
             order_BT, segment_ids = tokens_first(padding_mask, segment_ids)

@@ -67,6 +67,7 @@ class MultiHeadAttention(ResidualLayer):
                  linear_scale_init: float | None = None, linear_rope: bool = True, linear_gate: bool = False,
                  linear_norm: bool = False, linear_divisor: float | None = None, keys_start_as_queries: bool = False,
                  init_std: float = 0.02):
+        # Fields that are not given are those of the preset with this kind of attention.
         presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
         preset = TRANSFORMER_PLUS_PLUS if config is not None else presets.get(attn_type, TRANSFORMER_PLUS_PLUS)
         config = layer_config(
@@ -84,8 +85,10 @@ class MultiHeadAttention(ResidualLayer):
         super().__init__(config)
         d = config.d_model
         self.norm = make_norm(config)
+        # q, k, v and perhaps a gate are made by one matmul.
         self.in_proj = nn.Linear(d, (4 if config.gate else 3) * d)
         self.out_proj = nn.Linear(d, d)
+        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's position bias.
         if config.attn_type == "mixed_chunk":
             self.scale_offset = ScaleOffset(2, d)
         if config.attn_type == "rowmajor_axial":

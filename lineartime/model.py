@@ -76,6 +76,7 @@ class LanguageModel(nn.Module):
         returned, at_K and targets are of this rank's part of them, `[B, T / W]`. Raises UsageError for a row longer
         than the position tables allow, wrong segment ids, a mask, segment ids or targets of another shape, and for rows
         or a model that ranks cannot share."""
+        # The head is the largest matmul, so it runs for the tokens that are asked for and no others.
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
@@ -230,6 +231,7 @@ class LanguageModel(nn.Module):
         UsageError past the end of a position table."""
         if ids_BN.numel() == 0:
             return self.norm(self.embed(ids_BN))
+        # Which positions and documents the new tokens have follows from what each row has read.
         inputs = DecodeInputs(state.seq_lens_B, state.start_B, n_new_B, self.begins(ids_BN))
         self.check_length(inputs.longest)
         x_BND = self.extend_layers(ids_BN, inputs, state.caches, embeds_BND, collected)
@@ -246,6 +248,7 @@ class LanguageModel(nn.Module):
     def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
                       embeds_BND: Tensor | None = None, collected: list[Tensor] | None = None) -> Tensor:
         """`extend` without the update of `DecodingState`; only the caches are updated."""
+        # Padding behind a row's new tokens may count past the table's end; what it gets there is never read.
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
         info = sequence_info(self.config, position_BN, self.embed.weight.dtype)

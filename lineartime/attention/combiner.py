@@ -39,6 +39,7 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
 
     A last row of fewer than C tokens has summaries only for the places of its tokens."""
     n_tokens, width, missing = q_BTHK.shape[1], q_BTHK.shape[-1], -q_BTHK.shape[1] % chunk_size
+    # Fill up the last row of C tokens and cut the document into rows.
     q, k, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, chunk_size)) for x in (q_BTHK, k_BTHK, v_BTHK))
     q = q / width**0.5
     # Scores within a row. The summaries are made of them before the causal mask, which is for the tokens alone.
@@ -108,6 +109,7 @@ class Combiner:
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """The heads concatenated: `[B, T, D]`. x_BTD: the normed input, from which q, k and v were projected."""
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        # Each document by itself, for its rows of C tokens begin at its first token.
         angles = () if info.rotary is None else tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary)
         parts = [self.attend_document(x, q, k, v, sin_cos)[0]
                  for q, k, v, x, *sin_cos in by_document((q_BTHK, k_BTHK, v_BTHK, x_BTD, *angles), info)]
@@ -122,6 +124,7 @@ class Combiner:
         c = config.chunk_size
 
         def summarise(vs_BGCHK: Tensor) -> Tensor:
+            # A key for the summary at each place, rotated like the token at that place.
             summary_BGCD = to_chunks(x_BTD, c) + self.summary_proj(vs_BGCHK.flatten(3))
             key_BGCHK = self.summary_key(self.summary_norm(summary_BGCD)).unflatten(-1, (config.n_heads, -1))
             if not angles:

@@ -33,9 +33,11 @@ class MixedChunk:
         config, n_tokens, h = self.config, v_BTHK.shape[1], self.config.n_heads
         assert config.chunk_size is not None
         c = config.chunk_size
+        # The keys as they are, or with `key_conv` mixed with those of the tokens before them.
         k_BTD, ids_BT = k_BTHK.flatten(2), info.segment_ids_BT
         conv_BTD = k_BTD if self.key_conv is None else self.key_conv(k_BTD, ids_BT, info.ranks)
         heads_4BTK, gate_BT = self.make_heads(q_BTHK, k_BTHK, conv_BTD, info)
+        # Rows are cut into chunks; each attention head is an entry of the batch.
         q_quad, k_quad, q_lin, k_lin = (to_chunks(x, c) for x in heads_4BTK)
         v_BTK = fold_heads(v_BTHK.flatten(2), h)
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)

@@ -135,6 +135,7 @@ class Performer:
         """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models. A new
         document resets the state."""
         assert isinstance(cache, PrefixState)
+        # The sum holds numerator and denominator, so that a step is one update, one read and one division.
         fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))
         v1 = with_ones(v_BNHK)
         if inputs.single_token:
@@ -143,6 +144,7 @@ class Performer:
             cache.kv_BHMK += product("bnhm,bnhk->bhmk", fk, v1)
             y = product("bnhm,bhmk->bnhk", fq, cache.kv_BHMK)
             return (y[..., :-1] / y[..., -1:]).to(v_BNHK.dtype).flatten(2)
+        # Several tokens: each row's documents in turn, a new document from an empty sum.
         out = torch.zeros_like(v_BNHK)
         states = list(cache.kv_BHMK.split(1))
         for row in range(len(v_BNHK)):

@@ -24,6 +24,7 @@ class Softmax:
         one call of variable-length attention. Documents without `cu_seqlens`, as in compiled models, take a mask."""
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
         if info.cu_seqlens is None and info.segment_ids_BT is not None:
+            # Compiled code has one shape for any documents: a mask, T x T.
             seen_B1TT = (info.segment_ids_BT[:, :, None] == info.segment_ids_BT[:, None])[:, None]
             seen_B1TT = seen_B1TT.tril() if self.config.causal else seen_B1TT
             out_BHTK = F.scaled_dot_product_attention(q_BTHK.transpose(1, 2), k_BTHK.transpose(1, 2),
@@ -31,6 +32,7 @@ class Softmax:
             return out_BHTK.transpose(1, 2).flatten(2)
         if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
             return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
+        # Otherwise a call for each document, which needs no mask.
         parts = []
         for qkv in by_document((q_BTHK, k_BTHK, v_BTHK), info):
             q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in qkv)
@@ -49,6 +51,7 @@ class Softmax:
         h = self.config.n_heads
         q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h)
                                for x in (rotate_heads(q_BNHK, info), rotate_heads(k_BNHK, info), v_BNHK))
+        # The new keys and values join those of the cache; a mask hides what a row does not have, or later tokens.
         k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h))
         q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
         mask_B1NL = None if inputs.visible is None else inputs.visible[:, None]
@@ -66,6 +69,7 @@ def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: li
     `[B, T, H, K]`. cu_seqlens: document boundaries, `[0, ..., B T]`."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # PyTorch's kernel takes all documents of all rows one after another, and where each begins.
     cumulative = torch.tensor(cu_seqlens, dtype=torch.int32, device=q_BTHK.device)
     longest = max(stop - start for start, stop in itertools.pairwise(cu_seqlens))
     q_THK, k_THK, v_THK = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
