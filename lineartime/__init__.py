@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from lineartime.documents.classify import classify
     from lineartime.documents.embed import embed
     from lineartime.evaluation import evaluate
-    from lineartime.finetune_config import DocumentTuning, FineTuning
+    from lineartime.finetune_config import FineTuning
     from lineartime.finetuning import finetune
-    from lineartime.finetuning import finetune as finetune_documents
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate
     from lineartime.generation.step import DecodeStep
@@ -30,20 +29,18 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["PRESETS", "DecodeStep", "DocumentTuning", "FeedForward", "FineTuning", "GatedAttentionUnit",
-           "LanguageModel", "ModelConfig", "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate",
-           "evaluate_questions", "finetune", "finetune_documents", "generate", "load_classifier", "load_model",
-           "load_span_model", "measure_context_use", "model_config", "model_folder", "open_split",
-           "prepare", "read_questions", "train"]
+__all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
+           "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate", "evaluate_questions", "finetune",
+           "generate", "load_classifier", "load_model", "load_span_model", "measure_context_use", "model_config",
+           "model_folder", "open_split", "prepare", "read_questions", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
          "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
          "generate": "generation.generate", "DecodeStep": "generation.step",
-         "FineTuning": "finetune_config", "DocumentTuning": "finetune_config", "finetune": "finetuning",
-         "read_questions": "qa.questions", "evaluate_questions": "qa.spans", "model_folder": "data.pretrained",
-         "embed": "documents.embed", "classify": "documents.classify", "load_classifier": "load",
-         "finetune_documents": "finetuning"}
+         "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
+         "evaluate_questions": "qa.spans", "model_folder": "data.pretrained", "embed": "documents.embed",
+         "classify": "documents.classify", "load_classifier": "load"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
 """The settings of a fine-tuning, for Python and for the shell."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -148,9 +147,3 @@ class FineTuning:
 def name_of(rate: float) -> str:
     """A learning rate in the name of its run: `1e-04`, with as many digits as necessary."""
     return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
-
-
-def DocumentTuning(model: Path, documents: Iterable[Path | str], validation: Iterable[Path | str], out: Path,
-                   **more: Any) -> FineTuning:
-    """`FineTuning` for labels, or with task="embed" for vectors: the name that it had in version 0.1."""
-    return FineTuning(model, tuple(documents), tuple(validation), out, **{"task": "classify", **more})

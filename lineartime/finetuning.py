@@ -174,7 +174,3 @@ def check_settings(stored: dict[str, Any], settings: dict[str, Any], out: Path) 
     if changed:
         raise UsageError("another fine-tuning is here", out,
                          f"{'; '.join(changed)}. Give another --out, or the same settings")
-
-
-finetune_documents = finetune
-"""The name that it had for documents in version 0.1."""

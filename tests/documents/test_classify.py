@@ -25,7 +25,7 @@ from lineartime.documents.pooling import document_ids
 from lineartime.documents.tasks import LabelObjective
 from lineartime.documents.texts import TokenizedTexts, drawn_stretch
 from lineartime.errors import CheckpointError, DataError, Stopped, UsageError, escaped
-from lineartime.finetune_config import DocumentTuning, Fields
+from lineartime.finetune_config import Fields, FineTuning
 from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentClassifier
 from lineartime.run import Run, read_metrics
@@ -61,10 +61,10 @@ def folder(tmp_path_factory):
 
 
 def plan(folder, out, kind="one", **changes):
-    fields = {"learning_rates": (3e-2, 1e-3), "epochs": 4, "labels": kind, "patience": 20,
+    fields = {"learning_rates": (3e-2, 1e-3), "epochs": 4, "task": "classify", "labels": kind, "patience": 20,
               "settings": {"tokens_per_step": 8 * CONTEXT, "micro_batch_tokens": 4 * CONTEXT, "eval_every": 3,
                            "save_every": 5, "clip": None}, **changes}
-    return DocumentTuning(folder / "model", (folder / f"train-{kind}.jsonl",), (folder / f"dev-{kind}.jsonl",), out,
+    return FineTuning(folder / "model", (folder / f"train-{kind}.jsonl",), (folder / f"dev-{kind}.jsonl",), out,
                           test=(folder / f"test-{kind}.jsonl",), **fields)
 
 
@@ -269,7 +269,7 @@ def test_batches_are_a_function_of_seed_and_step(folder):
 
     def task(seed=0):
         settings = {"seed": seed, "tokens_per_step": 4 * CONTEXT}
-        how = DocumentTuning("", ("x",), ("x",), Path("x"), settings=settings)
+        how = FineTuning("", ("x",), ("x",), Path("x"), "classify", settings=settings)
         config = runs_of(how, lineartime.model_config("flash", context=CONTEXT), 8, 9)["1e-03"]
         return LabelObjective(config, head, train, train, None)
 
@@ -316,7 +316,7 @@ def test_losses():
 def test_the_loss_of_a_row_does_not_depend_on_its_batch(folder, causal):
     """Padding and neighbours count for nothing: each row is its document alone, as it is read when it is classified."""
     train = TokenizedTexts([np.arange(n, dtype=np.uint16) + 20 for n in (5, 32, 17, 1)], ["a", "b", "c", "a"])
-    how = DocumentTuning("", ("x",), ("x",), "x", settings={"tokens_per_step": 4 * CONTEXT})
+    how = FineTuning("", ("x",), ("x",), "x", "classify", settings={"tokens_per_step": 4 * CONTEXT})
     config = runs_of(how, replace(lineartime.load_model(folder / "model")[0].config, causal=causal), 4, 9)["1e-03"]
     task = LabelObjective(config, ONE, train, train, [0.5, 2.0, 3.0])
     model = DocumentClassifier(config.model, ONE).double()

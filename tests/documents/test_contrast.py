@@ -17,7 +17,7 @@ from lineartime.documents.tasks import PairObjective
 from lineartime.documents.texts import TokenizedTexts, read_texts
 from lineartime.documents.vectors import contrastive_losses, score_pairs
 from lineartime.errors import DataError, UsageError
-from lineartime.finetune_config import DocumentTuning, Fields
+from lineartime.finetune_config import Fields, FineTuning
 from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentEncoder
 from lineartime.run import read_metrics
@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 def plan(folder, out, **changes):
     fields = {"learning_rates": (1e-2,), "epochs": 10, "fields": Fields("text", "other"),
               "settings": {"tokens_per_step": 13 * CONTEXT, "eval_every": 5, "save_every": 3, "clip": None}, **changes}
-    return DocumentTuning(folder / "model", (folder / "train.jsonl",), (folder / "dev.jsonl",), out, task="embed",
+    return FineTuning(folder / "model", (folder / "train.jsonl",), (folder / "dev.jsonl",), out, task="embed",
                           test=(folder / "test.jsonl",), **fields)
 
 
@@ -184,7 +184,7 @@ def test_the_verbs(folder, done, tmp_path, call):
 
 
 def test_a_fine_tuned_encoder_can_learn_labels(folder, done, tmp_path):
-    how = DocumentTuning(done, (folder / "train.jsonl",), (folder / "dev.jsonl",), tmp_path / "out", epochs=1,
+    how = FineTuning(done, (folder / "train.jsonl",), (folder / "dev.jsonl",), tmp_path / "out", "classify", epochs=1,
                          fields=Fields("text", label="other"), learning_rates=(1e-3,))
     with pytest.raises(DataError, match="a label that no training document has"):  # it gets as far as the labels
         finetune(how, device=CPU)

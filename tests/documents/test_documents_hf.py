@@ -15,7 +15,7 @@ import lineartime
 import lineartime.hf
 from command_line import assert_refused
 from command_line import call as call  # a fixture
-from lineartime.finetune_config import DocumentTuning
+from lineartime.finetune_config import FineTuning
 from lineartime.finetuning import finetune
 from made_documents import CONTEXT, made_rows, write_model, write_rows
 
@@ -31,7 +31,7 @@ def trained(request, tmp_path_factory):
     write_model(folder / "model", causal=ways == "causal")
     rows = write_rows(folder / "rows.jsonl", made_rows(8, 1, kind))
     settings = {"tokens_per_step": 4 * CONTEXT, "eval_every": 100, "clip": None}
-    finetune(DocumentTuning(folder / "model", (rows,), (rows,), folder / "out", labels=kind, epochs=1,
+    finetune(FineTuning(folder / "model", (rows,), (rows,), folder / "out", "classify", labels=kind, epochs=1,
                                       learning_rates=(1e-2,), settings=settings), device=CPU)
     return folder / "out", kind
 

@@ -286,7 +286,7 @@ def test_sentence_transformers_gives_the_vectors_of_embed(tmp_path):
     texts = [f"{text} {i}" for i, text in enumerate(TEXTS)]
     documents = tmp_path / "texts.jsonl"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    lineartime.finetune_documents(lineartime.DocumentTuning(
+    lineartime.finetune(lineartime.FineTuning(
         Path(SMALL), (documents,), (documents,), tmp_path / "vectors", task="embed", learning_rates=(1e-4,),
         context=64, settings={"steps": 1, "tokens_per_step": 256, "micro_batch_tokens": 256}), device="cpu")
     export_documents(tmp_path / "vectors", tmp_path / "shared")
