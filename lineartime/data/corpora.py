@@ -117,7 +117,7 @@ def hub_files(task: str, out: Path, *, documents: int | None, field: str,
             with paths[-1].open("w", encoding="utf-8") as file:
                 for number, (_, record) in enumerate(group):
                     where = f"{name}, {split}, document {number}"
-                    text = text_field(record, field, where, "record")
+                    text = text_field(record, field, where)
                     text = convert(text, where) if convert else text
                     file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         if folder / "train.jsonl" not in paths:

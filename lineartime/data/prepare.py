@@ -302,10 +302,12 @@ def _describe(manifest: Manifest, tokenizer: Tokenizer) -> None:
     manifest.dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
 
 
-def _add_notes(manifest: Manifest, tokenizer: Tokenizer, keeps: bool) -> None:
+def _add_notes(manifest: Manifest, tokenizer: Tokenizer, n_empty: int, keeps: bool) -> None:
     asked = manifest.settings.get("vocab_size", 0)
     if tokenizer.vocab_size < asked:
         manifest.notes.append(f"the text gave a vocabulary of {tokenizer.vocab_size:,} of the {asked:,} asked for")
+    if n_empty:
+        manifest.notes.append(f"{n_empty:,} files have no documents and were left out")
     if manifest.blank_documents:
         manifest.notes.append(f"{manifest.blank_documents:,} documents are white space only and were left out")
     if not keeps:
@@ -366,7 +368,8 @@ def _write_folder(folder: Path, manifest: Manifest, files: list[CheckedFile], pa
         what = ("the end of the only document" if parts["validation"].unit == "characters" else
                 f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances")
         logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
-    _add_notes(manifest, tokenizer, next(unit.keeps for of, unit, _ in units if of == split and unit.rows))
+    n_empty = sum(file.documents + file.blank == 0 for file in files)
+    _add_notes(manifest, tokenizer, n_empty, next(unit.keeps for of, unit, _ in units if of == split and unit.rows))
     (folder / DATA_MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 

@@ -1,105 +1,212 @@
-"""Documents read from text files, a piece at a time, so that memory does not grow with a file or a document.
+"""The one reader of text files, for every verb. It reads a piece at a time, so memory does not grow with a file or a
+document.
 
-A `.txt`, `.md` or `.txt.gz` is one document; `.jsonl`, `.jsonl.gz` and `.json.gz` hold one per line (a JSON object),
-`.parquet` one per row."""
+    kind        documents
+    .txt .md    one
+    .csv .tsv   one in each row; the first row names the columns
+    .jsonl      one in each line, a JSON object
+    .json       the same, or one array of objects
+    .parquet    one in each row
 
+All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at its beginning and
+blank rows are left out. What is wrong is a DataError with the file and the line, row or byte."""
+
+import bz2
 import codecs
 import contextlib
+import csv
+import functools
+import glob
 import gzip
+import io
 import json
+import logging
+import lzma
+import math
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lineartime.errors import DataError
 
-ENDINGS = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
+READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
 PIECE = 1 << 16
 """Characters in a piece."""
 MAX_LINE_BYTES = 64 << 20
+MAX_ARRAY_BYTES = 1 << 30
+"""Largest JSON array, which is read whole."""
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
-"""Text may be so many times its file, or so many characters."""
+"""Text may be so many times its file, or so many bytes."""
 BYTE_ORDER_MARK = "\ufeff"
 AS_UTF8 = "save it as UTF-8"
 Convert = Callable[[str, str], str]
 """Turns a record's field into text. The second argument is the field's place, for errors."""
 
-
-class Piece(NamedTuple):
-    """Part of a document; `last` marks the document's end."""
-
-    text: str
-    last: bool
+logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Place:
-    """Where reading a file begins: `at` is a byte, or a row of parquet; `line` is the number of the line before."""
+class Place(NamedTuple):
+    """Where reading a file can begin: `at` is a byte, or a row of parquet; `line` is the number of the line before."""
 
     at: int = 0
     line: int = 0
 
 
+class Piece(NamedTuple):
+    """Part of a document; `last` marks the document's end. next: where reading can go on, if it can."""
+
+    text: str
+    last: bool
+    next: Place | None = None
+
+
+class Row(NamedTuple):
+    """A record with its place, for errors. next: where reading can go on, if it can."""
+
+    where: str
+    fields: Any
+    next: Place | None = None
+
+
 def ending_of(name: str) -> str:
-    """The one of `ENDINGS` that a file name has, or ""."""
-    return next((ending for ending in sorted(ENDINGS, key=len, reverse=True) if name.lower().endswith(ending)), "")
+    """The ending of a file that can be read, in lower case, such as ".jsonl.gz"; "" of any other."""
+    found = ENDING.search(name)
+    return found[0].lower() if found else ""
+
+
+def is_one_document(name: str) -> bool:
+    """Whether a file that can be read is one document, and not rows."""
+    return ending_of(name).startswith((".txt", ".md"))
+
+
+def expanded(name: Path | str) -> list[Path]:
+    """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the path itself."""
+    found = [] if os.path.lexists(name) else sorted(glob.glob(str(name), recursive=True))
+    return [Path(each) for each in found] or [Path(name)]
+
+
+def files_below(folder: Path) -> list[str]:
+    """Relative names of all files that are not hidden, in order; each folder is read once, through links too. Raises
+    OSError."""
+
+    def refuse(e: OSError) -> None:
+        raise e
+
+    names: list[str] = []
+    seen: set[str] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        if os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".")]
+        names += [(Path(parent) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
+def text_files_below(folder: Path) -> tuple[list[str], list[str]]:
+    """The relative names of the files of text in a folder, and of all others. A `.json` is one of the others where
+    there is more: it has settings more often than text. Raises OSError."""
+    names = files_below(folder)
+    text = {name: ending_of(name) for name in names if ending_of(name)}
+    text = {name: ending for name, ending in text.items() if ending != ".json"} or text
+    return list(text), [name for name in names if name not in text]
 
 
 def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES,
-                convert: Convert | None = None, place: Place | None = None) -> Iterator[Piece]:
+                convert: Convert | None = None, start: Place | None = None) -> Iterator[Piece]:
     """All documents of one file, in order, each as pieces of at most `PIECE` characters. A blank document is one empty
-    piece, or in a file that is one document pieces of white space. field: the JSON field or parquet column. convert:
-    applied to the field. place: where to begin. It moves along: after a document, and in a `.txt` after any piece, it
-    is where the next one begins. A compressed file has no place but its beginning, which does not move.
+    piece, or in a file that is one document pieces of white space. field: the field or column that holds the text.
+    convert: applied to it. start: where to begin, the `next` of an earlier piece. An empty file has no piece."""
+    start = start or Place()
+    if is_one_document(path.name):
+        yield from _pieces_of_text(path, start)
+        return
+    for where, record, following in read_rows(path, [field], max_line_bytes=max_line_bytes, start=start):
+        text = text_field(record, field, where)
+        text = convert(text, where) if convert else text
+        text = "" if text.isspace() else text
+        for piece in cut(text[i:i + PIECE] for i in range(0, len(text), PIECE)):
+            yield piece._replace(next=following) if piece.last else piece
 
-    Raises DataError, with the line, row or byte, for a file that cannot be read."""
-    place = Place() if place is None else place
-    with readable(path):
-        ending = ending_of(path.name)
-        if ending in (".txt", ".md"):
-            with opened(path) as file:
-                file.seek(place.at)
-                for piece in cut(text_blocks(file, path, place)):
-                    place.at += len(piece.text.encode())
-                    yield piece
+
+def _pieces_of_text(path: Path, start: Place) -> Iterator[Piece]:
+    """The pieces of a file that is one document."""
+    with readable(path), opened(path) as file:
+        if path.stat().st_size == 0:
             return
-        if ending == ".txt.gz":
-            with opened(path) as file:
-                yield from cut(text_blocks(file, path, Place()))
+        if _packing(path):
+            yield from cut(text_blocks(file, path, limit=most_bytes(path)))
             return
-        found = (_parquet_texts(path, field, place) if ending == ".parquet"
-                 else _json_texts(path, field, max_line_bytes, place))
-        empty, size, characters = True, path.stat().st_size, 0
-        for where, text in found:
-            empty, characters = False, characters + len(text)
-            require_expansion(path, size, characters)
-            text = convert(text, where) if convert else text
-            text = "" if text.isspace() else text
-            yield from cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
-        if empty:
-            raise DataError("no documents in this file", path)
+        mark = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+        at = start.at or mark
+        file.seek(at)
+        for text, last, _ in cut(text_blocks(file, path, at)):
+            at += len(text.encode())
+            yield Piece(text, last, Place(at))
+
+
+def read_rows(path: Path, names: Sequence[str], *, optional: Sequence[str] = (), max_line_bytes: int = MAX_LINE_BYTES,
+              start: Place | None = None) -> Iterator[Row]:
+    """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the file must have, and
+    those of `optional` that it has, are read."""
+    start, kind = start or Place(), ending_of(path.name)
+    if path.is_file() and path.stat().st_size == 0:
+        return
+    if kind == ".parquet":
+        yield from _parquet_rows(path, names, optional, start.at)
+        return
+    with readable(path), opened(path) as file:
+        if kind.startswith((".csv", ".tsv")):
+            yield from _csv_rows(file, path, "\t" if kind.startswith(".tsv") else ",")
+        elif not kind.startswith(".jsonl") and file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
+            yield from _array_rows(file, path)
+        else:
+            if start.at:
+                file.seek(start.at)
+            yield from json_lines(file, str(path), max_line_bytes, start.line, most_bytes(path),
+                                  can_seek=not _packing(path))
 
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Inside the block, errors of reading a file are DataErrors. Raises DataError for an empty file."""
+    """Inside the block, errors of reading a file are DataErrors."""
     try:
-        if path.stat().st_size == 0:
-            raise DataError("empty file", path, "take it out")
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        raise DataError("damaged gzip file", path, str(e)) from None
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
+        raise DataError(f"damaged {_packing(path)} file", path, str(e)) from None
     except OSError as e:
-        raise DataError("cannot read", path, e.strerror or str(e)) from None
+        what = f"damaged {_packing(path)} file" if _packing(path) and e.errno is None else "cannot read"
+        raise DataError(what, path, e.strerror or str(e)) from None
 
 
-def require_expansion(path: Path, size: int, expanded: int) -> None:
-    """Raise DataError for a file whose text is absurdly larger: made to exhaust its reader."""
-    if expanded > max(LARGEST_EXPANSION * size, EXPANSION_FREE):
-        raise DataError(f"the text is more than {LARGEST_EXPANSION} times the file", path, "unpack it first")
+def _packing(path: Path) -> str:
+    ending = path.suffix.lower()
+    return ending if ending in (".gz", ".bz2", ".xz", ".zst") else ""
+
+
+def opened(path: Path) -> IO[bytes]:
+    """The bytes of a file, unpacked."""
+    packing = _packing(path)
+    if packing == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    openers: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return openers[packing](path, "rb")
+
+
+def most_bytes(path: Path) -> int:
+    """How large the text of a file may be. One that is absurdly larger was made to exhaust its reader."""
+    return max(LARGEST_EXPANSION * path.stat().st_size, EXPANSION_FREE)
+
+
+def _too_large(name: object) -> DataError:
+    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
@@ -118,76 +225,41 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     yield Piece(buffer, True)
 
 
-def text_blocks(file: IO[bytes], name: object, place: Place) -> Iterator[str]:
-    """The text of an open file of UTF-8, which is at `place`, without its byte order mark, which `place` is moved
-    behind. name: for errors. Raises DataError, with the byte, for what is no text."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    position = place.at
+def text_blocks(file: IO[bytes], name: object, position: int = 0, limit: float = math.inf) -> Iterator[str]:
+    """The text of an open file of UTF-8, which is at byte `position`, without a byte order mark at its beginning. name:
+    for errors. limit: the most bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     while True:
         block = file.read(1 << 20)
         nul = block.find(b"\0")
         if nul >= 0:
             raise DataError("a NUL byte: this is no text", f"{name}, byte {position + nul}")
+        position += len(block)
+        if position > limit:
+            raise _too_large(name)
         try:
             text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as e:
-            # e.object begins with the unfinished bytes of the previous block.
-            byte = position + len(block) - len(e.object) + e.start
+        except UnicodeDecodeError as e:  # e.object begins with the unfinished bytes of the previous block
+            byte = position - len(e.object) + e.start
             raise DataError("not valid UTF-8", f"{name}, byte {byte}", AS_UTF8) from None
         if not block:
             return
-        if position == 0 and text.startswith(BYTE_ORDER_MARK):
-            place.at, text = len(BYTE_ORDER_MARK.encode()), text[1:]
         yield text
-        position += len(block)
 
 
-def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file, unpacked if it is a `.gz`."""
-    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")  # type: ignore[return-value]
-
-
-def check_gzip(path: Path) -> None:
-    """Read a `.gz` to its end. Raises DataError if it is damaged."""
-    with path.open("rb") as raw, gzip.open(raw) as file:
-        try:
-            while file.read(1 << 20):
-                require_expansion(path, os.fstat(raw.fileno()).st_size, file.tell())
-        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise DataError("damaged gzip file", f"{path}, at or before byte {raw.tell()}", str(e)) from None
-
-
-def _json_texts(path: Path, field: str, max_line_bytes: int, place: Place) -> Iterator[tuple[str, str]]:
-    """The line, for errors, and the text of each document."""
-    for where, record in json_records(path, max_line_bytes, place):
-        yield where, text_field(record, field, where, "line")
-
-
-def json_records(path: Path, max_line_bytes: int = MAX_LINE_BYTES,
-                 place: Place | None = None) -> Iterator[tuple[str, Any]]:
-    """The line, for errors, and the content of each line of a file of JSON lines that is not blank. place: as in
-    `read_pieces`. Raises DataError, with the line, for what is not JSON, and OSError."""
-    place, compressed = Place() if place is None else place, path.name.lower().endswith(".gz")
-    with opened(path) as file:
-        if place.at:
-            file.seek(place.at)
-        for number, where, record in json_lines(file, str(path), max_line_bytes, place.line):
-            if not compressed:
-                place.at, place.line = file.tell(), number
-            yield where, record
-
-
-def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES,
-               n_before: int = 0) -> Iterator[tuple[int, str, Any]]:
-    """The number, the place, for errors, and the content of each line of JSON lines that is not blank. n_before: lines
-    before the first. Raises DataError as `json_records` does."""
-    number = n_before
+def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES, n_before: int = 0,
+               limit: float = math.inf, *, can_seek: bool = False) -> Iterator[Row]:
+    """The records of open JSON lines. n_before: lines before the first. limit: the most bytes of all."""
+    number, n_bytes = n_before, 0
     while line := file.readline(max_line_bytes + 1):
-        number, where = number + 1, f"{name}:{number + 1}"
+        number, n_bytes = number + 1, n_bytes + len(line)
+        where = f"{name}:{number}"
         if len(line) > max_line_bytes:
             raise DataError("line is too long", where, f"the limit is {max_line_bytes} bytes")
+        if n_bytes > limit:
+            raise _too_large(name)
         if not line.isspace():
-            yield number, where, _record_of_line(line, where)
+            yield Row(where, _record_of_line(line, where), Place(file.tell(), number) if can_seek else None)
 
 
 def _record_of_line(line: bytes, where: str) -> Any:
@@ -195,16 +267,112 @@ def _record_of_line(line: bytes, where: str) -> Any:
         text = line.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as e:
         raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line", AS_UTF8) from None
-    return parse_json(text, where, object_pairs_hook=_object, parse_constant=_no_constant)
+    return parse_json(text, where, object_pairs_hook=_object)
 
 
-def text_field(record: Any, name: str, where: str, what: str) -> str:
-    """The text in a field of a record. Raises DataError if there is none; `what` is a word for the record."""
+def _array_rows(file: IO[bytes], path: Path) -> Iterator[Row]:
+    """The items of a JSON array, which is read whole."""
+    content = file.read(MAX_ARRAY_BYTES + 1)
+    if len(content) > min(MAX_ARRAY_BYTES, most_bytes(path)):
+        raise DataError("the array is too large", path, "write each item on a line of its own, as .jsonl")
+    try:
+        items = parse_json(content.decode("utf-8-sig"), path, object_pairs_hook=_object)
+    except UnicodeDecodeError as e:
+        raise DataError("not valid UTF-8", f"{path}, byte {e.start}", AS_UTF8) from None
+    for number, item in enumerate(items, 1):
+        yield Row(f"{path}, item {number}", item)
+
+
+def _csv_rows(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Row]:
+    """The rows of a table as text, placed by their first lines."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    line = 1
+    # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        rows = csv.reader(_checked_lines(text, path), delimiter=delimiter, strict=True)
+        try:
+            names = next(rows, [])
+            if len({*names}) < len(names):
+                raise DataError("the same column twice", path, ", ".join(names))
+            line = rows.line_num + 1
+            for row in rows:
+                where = f"{path}:{line}"
+                if row and len(row) != len(names):
+                    raise DataError("a row of another length", where, f"{len(row)} fields, the first row {len(names)}")
+                if row:
+                    yield Row(where, dict(zip(names, row, strict=True)))
+                line = rows.line_num + 1
+        except csv.Error as e:
+            raise DataError("not valid CSV", f"{path}:{line}", str(e)) from None
+
+
+def _checked_lines(file: Iterable[str], path: Path) -> Iterator[str]:
+    """The lines of a table. Warns of a last line without an end: the file may have been cut inside a field."""
+    number, line, n_characters, limit = 0, "", 0, most_bytes(path)
+    for number, line in enumerate(file, 1):
+        n_characters += len(line)
+        if n_characters > limit:
+            raise _too_large(path)
+        if "\0" in line:
+            raise DataError("a NUL byte: this is no text", f"{path}:{number}")
+        if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
+            raise DataError("not valid UTF-8", f"{path}:{number}", AS_UTF8)
+        yield line
+    if line and not line.endswith(("\n", "\r")):
+        warn_once(f"the last line has no end, so the file may be cut: {path}:{number}: {line!r:.80}")
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Warn of a file that may be read twice: it is checked first. A warning, for results may go to stdout."""
+    logger.warning(line)
+
+
+def _parquet_rows(path: Path, names: Sequence[str], optional: Sequence[str], first: int) -> Iterator[Row]:
+    """The rows of a parquet file from row `first`; 16 are in memory at a time, or one where text is much larger than
+    its file: one long text, again and again."""
+    import pyarrow
+    from pyarrow import parquet
+
+    row = 0
+    try:
+        with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
+            there = file.schema_arrow.names
+            for name in names:
+                if there.count(name) != 1:
+                    raise DataError(f"no column {name!r}", path, f"its columns are {', '.join(there)}")
+            columns = [*dict.fromkeys(names), *(name for name in optional if name in there)]
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            largest = max((group.total_byte_size for group in groups), default=0)
+            if largest > most_bytes(path):
+                raise _too_large(path)
+            n_rows = 1 if largest > LARGEST_EXPANSION * path.stat().st_size else 16
+            skipped = 0
+            while skipped < len(groups) and row + groups[skipped].num_rows <= first:
+                row += groups[skipped].num_rows
+                skipped += 1
+            for batch in file.iter_batches(batch_size=n_rows, columns=columns, use_threads=False,
+                                           row_groups=list(range(skipped, len(groups)))):
+                for i in range(batch.num_rows):
+                    row += 1
+                    if row > first:
+                        fields = {name: batch.column(name)[i].as_py() for name in columns}
+                        yield Row(f"{path}, row {row}", fields, Place(row))
+    except FileNotFoundError:
+        raise DataError("cannot read", path, "no such file") from None
+    except UnicodeDecodeError:
+        raise DataError("not valid UTF-8", f"{path}, row {row}") from None
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
+        raise DataError("cannot read as parquet", path, str(e).splitlines()[0] if str(e) else None) from None
+
+
+def text_field(record: Any, name: str, where: str) -> str:
+    """The text in a field of a record. Raises DataError if there is none."""
     if not isinstance(record, dict):
         raise DataError("not a JSON object", where)
     if name not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(f"no field {name!r}", where, f"the {what} has {names}")
+        raise DataError(f"no field {name!r}", where, f"it has {names}")
     return checked(record[name], f"field {name!r}", where)
 
 
@@ -228,10 +396,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def checked(text: Any, what: str, where: str) -> str:
     """`text` itself. Raises DataError unless it is a string of valid Unicode."""
     if not isinstance(text, str):
@@ -246,58 +410,3 @@ def check_text(text: str, what: str, where: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
-
-
-def _parquet_texts(path: Path, field: str, place: Place) -> Iterator[tuple[str, str]]:
-    """The row, for errors, and the text of each document."""
-    import pyarrow
-
-    def chosen(schema: Any) -> list[str]:
-        if schema.names.count(field) != 1:
-            raise DataError(f"no column {field!r}", path, f"its columns are {', '.join(schema.names)}")
-        kind = schema.field(field).type
-        if pyarrow.types.is_dictionary(kind):
-            kind = kind.value_type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise DataError(f"column {field!r} is not text", path, f"it is {kind}")
-        return [field]
-
-    for where, record in parquet_records(path, chosen, place.at):
-        text = checked(record[field], f"column {field!r}", where)
-        place.at += 1
-        yield where, text
-
-
-def parquet_records(path: Path, choose: Callable[[Any], list[str]],
-                    first: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place, whose rows begin at 1, and the columns of each row of a parquet file, without the `first` first ones,
-    16 rows in memory at a time.
-    `choose` names the columns, given the file's schema. Raises DataError for a file that cannot be read, and as
-    `choose` does."""
-    import pyarrow
-    from pyarrow import parquet
-
-    row = 0
-    try:
-        with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
-            columns = choose(file.schema_arrow)
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            largest = max((group.total_byte_size for group in groups), default=0)
-            require_expansion(path, path.stat().st_size, largest)
-            n_rows = 1 if largest > LARGEST_EXPANSION * path.stat().st_size else 16  # one long text, again and again
-            skipped = 0
-            while skipped < len(groups) and row + groups[skipped].num_rows <= first:
-                row += groups[skipped].num_rows
-                skipped += 1
-            for batch in file.iter_batches(batch_size=n_rows, columns=columns, use_threads=False,
-                                           row_groups=list(range(skipped, len(groups)))):
-                for i in range(batch.num_rows):
-                    if row >= first:
-                        yield f"{path}, row {row + 1}", {name: batch.column(name)[i].as_py() for name in columns}
-                    row += 1
-    except FileNotFoundError:
-        raise DataError("cannot read", path, "no such file") from None
-    except UnicodeDecodeError:
-        raise DataError("not valid UTF-8", f"{path}, row {row + 1}") from None
-    except (pyarrow.ArrowException, OSError, ValueError) as e:
-        raise DataError("cannot read as parquet", path, str(e).splitlines()[0] if str(e) else None) from None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lineartime.data.read_text import ENDINGS, Piece, Place, check_gzip, ending_of
+from lineartime.data.read_text import READS, Piece, ending_of, expanded, is_one_document, text_files_below
 from lineartime.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validatio
                "dev": "validation", "test": "test"}
 SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?")
 """Names of a split's files: `train`, `train-00000-of-00001`, `c4-train.00000-of-01024`."""
-PLAIN = dict.fromkeys((".txt", ".md", ".txt.gz"), ".txt")
-"""Endings of files that are one document; a folder may mix them."""
+FIRST = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+"""Of a folder files of other kinds are read only if it has none of these."""
 ABOUT = ("readme", "license", "notice", "contributing", "changelog")
 """Names of `.md` files that are about the folder."""
 LINE_SEARCH = 1 << 16
@@ -47,7 +47,8 @@ def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: 
     those are read. validation, test: files or folders of these splits. preferred: the ending to read if a folder has
     files of several formats. Raises UsageError for ambiguous inputs, DataError for inputs that are missing, empty or
     not regular files."""
-    inputs, validation, test = list(inputs), list(validation), list(test)
+    inputs, validation, test = ([path for name in names for path in expanded(name)]
+                                for names in (inputs, validation, test))
     sources = [source for path in inputs for source in _sources_of(Path(path), preferred)]
     splits = {source.split for source in sources}
     if "train" in splits and splits & {"validation", "test"}:
@@ -85,7 +86,7 @@ def _sources_of(path: Path, preferred: str | None) -> list[Source]:
     if not stat.S_ISREG(mode):
         raise DataError("not a regular file", path)
     if not ending_of(path.name):
-        raise UsageError("unknown kind of file", path, f"it takes {', '.join(ENDINGS)}")
+        raise UsageError("unknown kind of file", path, READS)
     return [Source(_split_of(path.name), path.name, path)]
 
 
@@ -110,20 +111,20 @@ def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
 
 
 def _readable_names(folder: Path) -> list[str]:
-    """The names of the files that can be read. An `.md` or `.txt.gz` that lies beside records, or is about the folder,
-    is left out if others are there."""
-    names = files_below(folder)
-    readable = [name for name in names if ending_of(name)]
+    """The names of the files that can be read. Left out if others are there: kinds that are not in `FIRST`; an `.md` or
+    `.txt.gz` that lies beside rows; and what is about the folder."""
+    readable, others = text_files_below(folder)
     if not readable:
-        raise DataError("nothing to read in this folder", folder, f"it takes {', '.join(ENDINGS)}")
-    _say_skipped(folder, [name for name in names if not ending_of(name)], f"it takes {', '.join(ENDINGS)}")
-    has_records = any(ending_of(name) not in PLAIN for name in readable)
-    beside = [name for name in readable if ending_of(name) in (".md", ".txt.gz")
-              and (has_records or Path(name).stem.lower() in ABOUT)]
-    if len(beside) == len(readable):
-        return readable
-    _say_skipped(folder, beside, "they lie beside text as records, or are about the folder")
-    return [name for name in readable if name not in {*beside}]
+        raise DataError("nothing to read in this folder", folder, READS)
+    _say_skipped(folder, others, READS)
+    about = [name for name in readable if ending_of(name) == ".md" and Path(name).stem.lower() in ABOUT]
+    chosen = [name for name in readable if name not in about] or about
+    chosen = [name for name in chosen if ending_of(name) in FIRST] or chosen
+    if not all(map(is_one_document, chosen)):
+        chosen = [name for name in chosen if ending_of(name) == ".txt" or not is_one_document(name)]
+    _say_skipped(folder, [name for name in readable if name not in {*chosen}],
+                 "they lie beside other text, or are about the folder")
+    return chosen
 
 
 def _files_of_splits(folder: Path, splits: dict[str, str]) -> dict[str, str]:
@@ -147,7 +148,7 @@ def _refuse_deeper_splits(folder: Path, names: list[str]) -> None:
 
 def _of_one_kind(folder: Path, chosen: dict[str, str], preferred: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
     """The files with the preferred ending, and the endings that are left out; or all, which must be of one kind."""
-    endings = {PLAIN.get(ending_of(name), ending_of(name)) for name in chosen}
+    endings = {".txt" if is_one_document(name) else ending_of(name) for name in chosen}
     if preferred in endings:
         chosen = {name: split for name, split in chosen.items() if ending_of(name) == preferred}
         return chosen, tuple(sorted(endings - {preferred}))
@@ -161,24 +162,6 @@ def _say_skipped(folder: Path, names: list[str], why: str) -> None:
     if names:
         more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
         logger.info(f"skipped     {', '.join(names[:5])}{more} in {folder}: {why}")
-
-
-def files_below(folder: Path) -> list[str]:
-    """Relative names of all files that are not hidden; each folder is read once, through links too."""
-
-    def refuse(e: OSError) -> None:
-        raise e
-
-    names: list[str] = []
-    seen: set[str] = set()
-    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        if os.path.realpath(parent) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(parent))
-        folders[:] = [name for name in sorted(folders) if not name.startswith(".")]
-        names += [(Path(parent) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
-    return sorted(names)
 
 
 def _split_of(name: str) -> str:
@@ -218,7 +201,7 @@ class Part(NamedTuple):
 
 
 Reader = Callable[..., Iterator[Piece]]
-"""`read_text.read_pieces` with its settings: takes a path, and a `place` to begin at."""
+"""`read_text.read_pieces` with its settings: takes a path, and a `start`."""
 
 
 def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23) -> CheckedFile:
@@ -226,17 +209,15 @@ def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23
 
     slice_characters: a slice ends after so many characters; in a `.txt` inside the document, otherwise with one. A
     compressed file is one slice."""
-    if source.name.lower().endswith(".gz"):
-        check_gzip(source.path)
     documents = blank = characters = before = n_pieces = 0
-    all_blank, place, in_one = True, Place(), ending_of(source.name) in PLAIN
+    all_blank = True
     begin, slices = (0, 0, False), list[Slice]()
-    for text, last in reader(source.path, place=place):
+    for text, last, following in reader(source.path):
         characters, n_pieces = characters + len(text), n_pieces + 1
         all_blank = all_blank and (not text or text.isspace())
-        if characters - before >= slice_characters and place.at > begin[0] and (last or in_one):
+        if characters - before >= slice_characters and following:
             slices.append(Slice(*begin[:2], n_pieces, characters - before, begin[2]))
-            begin = (place.at, place.line, not last and not text[-1].isspace())
+            begin = (following.at, following.line, not last and not text[-1].isspace())
             before, n_pieces = characters, 0
         if last:
             documents, blank, all_blank = documents + (not all_blank), blank + all_blank, True
@@ -254,7 +235,8 @@ def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> 
         own = [file for file in files if file.source.split == split]
         n_documents = sum(file.documents for file in own)
         if own and not n_documents:
-            raise DataError("nothing but white space", own[0].source.path, f"the {split} split would be empty")
+            what = "nothing but white space" if any(file.blank for file in own) else "no documents"
+            raise DataError(what, own[0].source.path, f"the {split} split would be empty")
         if own:
             parts[split] = Part([file for file in own if file.documents], "documents", [(0, n_documents)])
     if held_out is None:
@@ -291,7 +273,7 @@ def spread_documents(files: list[CheckedFile], share: float) -> list[int]:
 def _line_after(reader: Reader, whole: Part, start: int, stop: int) -> int:
     """The beginning of the first line after character `start` of a single document of `stop` characters; `start` if
     none is near."""
-    window = "".join(text for text, _ in pieces_of(reader, whole._replace(spans=[(start, start + LINE_SEARCH)])))
+    window = "".join(text for text, *_ in pieces_of(reader, whole._replace(spans=[(start, start + LINE_SEARCH)])))
     line = start + window.find("\n") + 1
     return line if line < stop else start
 
@@ -304,7 +286,7 @@ def pieces_of(reader: Reader, part: Part) -> Iterator[Piece]:
         if part.unit == "documents" and at + file.documents <= first:
             at += file.documents
             continue
-        for text, last in reader(file.source.path):
+        for text, last, _ in reader(file.source.path):
             if part.unit == "documents":
                 if text and at >= stop:
                     first, stop = next(spans, (sys.maxsize, sys.maxsize))

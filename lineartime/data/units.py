@@ -120,7 +120,7 @@ def _pieces(unit: Unit, reader: Reader) -> Iterator[tuple[str, bool, bool]]:
     for path, (at, line, n_pieces, _, in_word) in unit.slices:
         position = unit.begin
         in_word = in_word and (unit.first is None or position > unit.first)
-        for text, last in itertools.islice(reader(Path(path), place=Place(at, line)), n_pieces):
+        for text, last, _ in itertools.islice(reader(Path(path), start=Place(at, line)), n_pieces):
             if unit.first is not None:
                 whole, text = len(text), text[max(unit.first - position, 0):max(unit.stop - position, 0)]
                 position += whole

@@ -1,12 +1,9 @@
 """Documents with labels or without, read one after another from files, folders, the hub or stdin.
 
-A `.txt`, `.md` or `.txt.gz` is one document of any length, read in pieces. Files of records (`.csv`, `.csv.gz`,
-`.jsonl`, `.jsonl.gz`, `.json.gz`, `.parquet`) have one in each row. In a folder the label of a document that is a file
-is the name of the folder that holds it, the first below the given one. `hub:NAME/SPLIT`, or
-`hub:NAME:CONFIGURATION/SPLIT`, is a data set of the hub."""
+`data.read_text` says which files are read, and how. In a folder the label of a document that is a file is the name of
+the folder that holds it, the first below the given one. `hub:NAME/SPLIT`, or `hub:NAME:CONFIGURATION/SPLIT`, is a data
+set of the hub."""
 
-import csv
-import functools
 import io
 import itertools
 import logging
@@ -21,28 +18,26 @@ from typing import IO, Any, Literal, NamedTuple, cast, get_args
 
 from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import (
-    AS_UTF8,
     MAX_LINE_BYTES,
+    READS,
     Piece,
-    Place,
+    Row,
     checked,
     cut,
+    ending_of,
+    is_one_document,
     json_lines,
-    json_records,
-    opened,
-    parquet_records,
     read_pieces,
-    readable,
-    require_expansion,
+    read_rows,
     text_blocks,
     text_field,
+    text_files_below,
+    warn_once,
 )
-from lineartime.data.splits import files_below
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require, require_name
 
-PLAIN, RECORDS = (".txt", ".md", ".txt.gz"), (".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 STDIN, ON_STDIN, ON_HUB = "-", "stdin", "hub:"
 """The names of stdin as an input and as a place, and how the name of a data set of the hub begins."""
 Stdin = Literal["text", "jsonl"]
@@ -107,17 +102,16 @@ def of_input(name: str, fields: Fields, labels: Labels | None, stdin: Stdin,
     if name.startswith(ON_HUB):
         data, config, split = on_hub(name)
         rows = enumerate(hub_records(hub_library(), data, config, [split]), 1)
-        yield from of_records(((f"{name}, row {row}", record) for row, (_, record) in rows), name, fields, labels)
+        yield from of_records((Row(f"{name}, row {row}", record) for row, (_, record) in rows), name, fields, labels)
     elif name != STDIN:
         for path, folder in files_and_labels(Path(name)):
             yield from of_file(path, fields, labels, folder)
     else:
         file = cast("IO[bytes]", source or WaitingInput())
         if stdin == "jsonl":
-            lines = ((where, record) for _, where, record in json_lines(file, ON_STDIN))
-            yield from of_records(lines, ON_STDIN, fields, labels)
+            yield from of_records(json_lines(file, ON_STDIN), ON_STDIN, fields, labels)
         else:
-            pieces = cut(text_blocks(file, ON_STDIN, Place()))
+            pieces = cut(text_blocks(file, ON_STDIN))
             yield Example(ON_STDIN, 1, ON_STDIN, not_blank(pieces, ON_STDIN), None, None)
 
 
@@ -127,14 +121,12 @@ def files_and_labels(path: Path) -> Iterator[tuple[Path, str | None]]:
     if not path.is_dir():
         yield path, None
         return
-    takes = f"it takes {', '.join(PLAIN + RECORDS)}"
     paths = files_of(str(path))
     if not paths:
-        raise DataError("nothing to read in this folder", path, takes)
-    others = [name for name in files_below(path) if not name.lower().endswith(PLAIN + RECORDS)]
-    if others:
+        raise DataError("nothing to read in this folder", path, READS)
+    if others := text_files_below(path)[1]:
         warn_once(f"skipped in {path}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
-                  f"({len(others):,} files); {takes}")
+                  f"({len(others):,} files); {READS}")
     for each in paths:
         above = each.relative_to(path).parts[:-1]
         yield each, above[0] if above else None
@@ -148,7 +140,7 @@ def files_of(name: str) -> list[Path]:
     if not Path(name).is_dir():
         return [Path(name)]
     try:
-        return [Path(name, below) for below in files_below(Path(name)) if below.lower().endswith(PLAIN + RECORDS)]
+        return [Path(name, below) for below in text_files_below(Path(name))[0]]
     except OSError as e:
         raise DataError("cannot read the input", name, e.strerror) from None
 
@@ -177,7 +169,6 @@ def check_examples(names: Iterable[Path | str], fields: Fields, progress: Callab
 
 def of_file(path: Path, fields: Fields, labels: Labels | None, folder: str | None) -> Iterator[Example]:
     """The documents of one file. folder: the name that is the label of a file that is one document."""
-    ending = next((each for each in PLAIN + RECORDS if path.name.lower().endswith(each)), None)
     try:
         str(path).encode()
         if not stat.S_ISREG(path.stat().st_mode):
@@ -186,29 +177,23 @@ def of_file(path: Path, fields: Fields, labels: Labels | None, folder: str | Non
         raise DataError("a file whose name is not valid UTF-8", ascii(str(path)), "rename it") from None
     except OSError as e:
         raise DataError("cannot read the input", path, e.strerror) from None
-    if ending is None:
-        raise UsageError("unknown kind of file", path, f"it takes {', '.join(PLAIN + RECORDS)}")
-    if ending in RECORDS:
-        rows: Iterable[tuple[str, Any]] = (
-            table_rows(path, fields, labels) if ending == ".parquet" else
-            csv_records(path) if ending.startswith(".csv") else json_records(path))
-        with readable(path):
-            yield from of_records(rows, str(path), fields, labels)
+    require(ending_of(path.name) != "", "unknown kind of file", str(path), READS)
+    if not is_one_document(path.name):
+        wanted = [fields.text, fields.pair, fields.label if labels else None]
+        rows = read_rows(path, [name for name in wanted if name is not None])
+        yield from of_records(rows, str(path), fields, labels)
         return
-    require(fields.pair is None, "this file has no pairs of texts", str(path), f"it takes {', '.join(RECORDS)}")
+    require(fields.pair is None, "this file has no pairs of texts", str(path), "name one that has rows")
     label = None if labels is None else parse_label(folder, labels, str(path), "put it into a folder of that name")
     yield Example(str(path), 1, str(path), not_blank(read_pieces(path), str(path)), None, label)
 
 
-def of_records(rows: Iterable[tuple[str, Any]], name: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
-    """The documents of records, given with their places."""
-    number, characters, path = 0, 0, Path(name)
-    for number, (where, record) in enumerate(rows, 1):
-        text = text_field(record, fields.text, where, "row")
-        second = None if fields.pair is None else text_field(record, fields.pair, where, "row")
-        if name.lower().endswith(".gz"):
-            characters += len(text)
-            require_expansion(path, path.stat().st_size, characters)
+def of_records(rows: Iterable[Row], name: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
+    """The documents of rows."""
+    number = 0
+    for number, (where, record, _) in enumerate(rows, 1):
+        text = text_field(record, fields.text, where)
+        second = None if fields.pair is None else text_field(record, fields.pair, where)
         require_text(text, second, where)
         label = None
         if labels is not None:
@@ -324,61 +309,6 @@ class WaitingInput:
         del self.held[:n]
         self.n_newlines -= block.count(b"\n")
         return block
-
-
-def table_rows(path: Path, fields: Fields, labels: Labels | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place and the needed columns of each row of a `.parquet`. Raises DataError."""
-    wanted = [fields.text, *([] if fields.pair is None else [fields.pair]), *([] if labels is None else [fields.label])]
-
-    def columns(schema: Any) -> list[str]:
-        for name in wanted:
-            if schema.names.count(name) != 1:
-                raise DataError(f"no column {name!r}", path, f"its columns are {', '.join(schema.names)}")
-        return list(dict.fromkeys(wanted))
-
-    return parquet_records(path, columns)
-
-
-def csv_records(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """The first line, for errors, and the columns of each row of a `.csv` whose first row names them. A last line
-    without an end is a warning: the file may have been cut inside of a field. Raises DataError."""
-    csv.field_size_limit(MAX_LINE_BYTES)
-    where = f"{path}:1"
-    # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
-    with opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(checked_lines(file, path), strict=True)
-        try:
-            names = next(rows, [])
-            if len({*names}) < len(names):
-                raise DataError("the same column twice", path, ", ".join(names))
-            where = f"{path}:{rows.line_num + 1}"
-            for row in rows:
-                if row and len(row) != len(names):
-                    raise DataError("a row of another length", where, f"{len(row)} fields, the first row {len(names)}")
-                if row:
-                    yield where, dict(zip(names, row, strict=True))
-                where = f"{path}:{rows.line_num + 1}"
-        except csv.Error as e:
-            raise DataError("not valid CSV", where, str(e)) from None
-
-
-def checked_lines(file: Iterable[str], path: Path) -> Iterator[str]:
-    """The lines of a `.csv` that is open. Warns of a last line without an end. Raises DataError for what is no text."""
-    number, line = 0, ""
-    for number, line in enumerate(file, 1):
-        if "\0" in line:
-            raise DataError("a NUL byte: this is no text", f"{path}:{number}")
-        if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
-            raise DataError("not valid UTF-8", f"{path}:{number}", AS_UTF8)
-        yield line
-    if line and not line.endswith(("\n", "\r")):
-        warn_once(f"the last line has no end, so the file may be cut: {path}:{number}: {line!r:.80}")
-
-
-@functools.cache
-def warn_once(line: str) -> None:
-    """Warn of a file that may be read twice: it is checked first. A warning, for results may go to stdout."""
-    logger.warning(line)
 
 
 def on_hub(name: str) -> tuple[str, str | None, str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lineartime.atomic_io import read_bytes
 from lineartime.data.hub import hub_library, hub_records
-from lineartime.data.read_text import BYTE_ORDER_MARK, check_text, parquet_records, parse_json
+from lineartime.data.read_text import BYTE_ORDER_MARK, check_text, parse_json, read_rows
 from lineartime.errors import DataError, UsageError
 
 Rules = Literal["triviaqa", "squad"]
@@ -201,10 +201,10 @@ def _squad(content: dict[str, Any], path: Path) -> Iterator[Question]:
 
 def _records(path: str) -> Iterator[tuple[str, Any]]:
     """The places and the records of a parquet file of `mandarjoshi/trivia_qa`, or of `hub:CONFIGURATION/SPLIT`, which
-    is streamed. Raises UsageError for another name, and as `parquet_records` and `hub_records` do."""
+    is streamed. Raises UsageError for another name, and as `read_rows` and `hub_records` do."""
     if not path.startswith(ON_HUB):
         names = [name.removesuffix("?") for name in PARQUET]
-        yield from parquet_records(Path(path), lambda schema: [name for name in names if name in schema.names])
+        yield from ((row.where, row.fields) for row in read_rows(Path(path), [], optional=names))
         return
     config, _, split = path.removeprefix(ON_HUB).partition("/")
     if not config or split not in ("train", "validation", "test"):

@@ -25,7 +25,7 @@ import lineartime.data.prepare
 import lineartime.data.units
 from lineartime.data import tokens
 from lineartime.data.prepare import SAMPLE, prepare
-from lineartime.data.read_text import ENDINGS
+from lineartime.data.read_text import READS
 from lineartime.data.splits import CheckedFile, spread_documents
 from lineartime.data.tokenizer import load_tokenizer, train_tokenizer
 from lineartime.data.tokens import Split, batch_rows, eval_rows, open_split, read_manifest
@@ -320,8 +320,8 @@ def test_plain_text_is_read_in_any_form(tmp_path, caplog):
         found = bytes(i % EOD for i in stream_of(tmp_path / f"out{jobs}")[1:-1]).split(b"\0")
         assert found == [b"# A\n", b"b\n", (b"c" * 99 + b"\n") * 4000]
     where = f"in {tmp_path / 'text'}"
-    assert caplog.messages[:2] == [f"skipped     d.png, e {where}: it takes {', '.join(ENDINGS)}",
-                                   f"skipped     README.md {where}: they lie beside text as records, or are about the "
+    assert caplog.messages[:2] == [f"skipped     d.png, e {where}: {READS}",
+                                   f"skipped     README.md {where}: they lie beside other text, or are about the "
                                    "folder"]
     caplog.clear()
     make(tmp_path / "records", {"a.jsonl": ["a"], "notes.md": "n"})

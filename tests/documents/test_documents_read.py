@@ -96,9 +96,9 @@ def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, word
     ("x.jsonl", '{"text": "a", "label": "b"}\n{"text": " ", "label": "b"}\n', "an empty document: .*x.jsonl:2"),
     ("x.jsonl", '{"text": null, "label": "b"}\n', "'text' is not a string: .*x.jsonl:1; make it one, or take"),
     ("x.jsonl", '["a"]\n', "not a JSON object"), ("x.jsonl", "{\n", "not valid JSON"),
-    ("x.jsonl", '{"label": "b"}\n', "no field 'text'"), ("x.jsonl", "", "empty file: .*x.jsonl; take it out"),
-    ("x.parquet", "PAR1", "cannot read as parquet"), ("x.csv.gz", "text", "damaged gzip file"),
-    ("x.txt", "\n \n", "an empty document"), ("x.txt", b"a\0b", "a NUL byte"), ("x.txt", "", "empty file")])
+    ("x.jsonl", '{"label": "b"}\n', "no field 'text'"), ("x.jsonl", "", "no documents: .*x.jsonl; take it out"),
+    ("x.parquet", "PAR1", "cannot read as parquet"), ("x.csv.gz", "text", "damaged .gz file"),
+    ("x.txt", "\n \n", "an empty document"), ("x.txt", b"a\0b", "a NUL byte"), ("x.txt", "", "an empty document")])
 def test_damaged_files_are_refused_with_their_place(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
