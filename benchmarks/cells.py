@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from lineartime.atomic_io import append_json_lines, read_bytes, read_json_lines
+from benchmarks.append import append_json_lines
+from lineartime.atomic_io import read_bytes, read_json_lines
 from lineartime.config import ModelConfig, model_config
 from lineartime.errors import UsageError
 from lineartime.run_config import parse_setting

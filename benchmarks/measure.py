@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import Row
-from lineartime.atomic_io import append_json_lines, read_json_lines
+from benchmarks.append import append_json_lines
+from lineartime.atomic_io import read_json_lines
 from lineartime.errors import LineartimeError, NumericsError
 from lineartime.release.provenance import commit, provenance
 from lineartime.runtime import choose_settings, peak_bytes

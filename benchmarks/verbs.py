@@ -11,9 +11,9 @@ from typing import Annotated, Any, cast
 import typer
 
 from benchmarks import ROOT, Row
+from benchmarks.append import append_json_lines
 from benchmarks.cells import CELLS, measure_call, named_calls, run_calls, shape_named, shaped_config
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.atomic_io import append_json_lines
 from lineartime.cli.arguments import Device, Setting, ShippedModel, Strict, Task, numbers, pick_device, whole_numbers
 from lineartime.cli.evaluate import show_or_print
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping

@@ -2,12 +2,11 @@
 
 `RUN/step-00000042/` holds safetensors files, text files and `MANIFEST.json`: the format version, the run, the step,
 and the size and SHA-256 of every other file. A save writes a temporary folder, flushes it to the disk and renames it,
-and only then removes older checkpoints. A load uses no file that does not match the manifest.
+and only then removes older checkpoints. A load uses no file that does not match the manifest, and runs no code.
 
 A folder for sharing has a manifest without run and step; files that it does not list, such as a README, may change."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -25,9 +24,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.atomic_io import fsync, hashed_file, locked, open_regular, read_bytes
+from lineartime.atomic_io import fsync, hash_of, hashed_file, locked, read_bytes
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json, wait_for_all
-from lineartime.errors import CheckpointError, ResourceError
+from lineartime.errors import CheckpointError, DataError, ResourceError
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -39,33 +38,25 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
-Contents = dict[str, tuple[bytes, list[Tensor]]]
-
-
 class Checkpoint(NamedTuple):
-    """The content of a checkpoint."""
-
-    path: Path
-    step: int
-    run: str
-    tensors: dict[str, dict[str, Tensor]]
-    """By file stem, then by tensor name; on the CPU."""
-    files: dict[str, str]
-    """Texts by file name."""
-
-
-class Newest(NamedTuple):
-    """The newest valid checkpoint of a run."""
+    """A checkpoint whose every byte matches its manifest."""
 
     path: Path
     step: int
     run: str
     damaged: dict[int, str]
-    """The reason of each newer, damaged checkpoint by step, newest first."""
+    """Of a run's newest valid one: what is wrong with each newer, damaged one, by step, newest first."""
 
     def reasons(self) -> str:
         """The newer, damaged checkpoints and what is wrong with each, in one line."""
         return "; ".join(f"step {step}: {reason}" for step, reason in self.damaged.items())
+
+
+Contents = dict[str, tuple[bytes, list[Tensor]]]
+"""Files by name: some bytes, and the tensors whose bytes follow them."""
+
+
+# Saving
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
@@ -76,22 +67,28 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once). files: texts by
     file name. Each of several ranks writes its own files into one folder, which rank 0 makes and renames. An existing
     valid checkpoint of this run and step is kept. Raises ResourceError if the disk is full or fails, and leaves earlier
-    checkpoints untouched; CheckpointError if a checkpoint of another run has this step; ValueError for a name, step or
-    dtype that cannot be stored."""
+    checkpoints untouched; CheckpointError if a checkpoint of another run has this step; ValueError for a dtype that
+    cannot be stored."""
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
-    contents = _contents(tensors, files)  # what can be refused is, before the disk changes
-    if _step_of(target.name) != step or not 0 < len(run) <= 100:
-        raise ValueError(f"not a step or not a run: {step}, {run!r:.100}")
+    contents: Contents = {name: (text.encode(), []) for name, text in files.items()}
+    for stem, named in tensors.items():
+        head, names = _layout(named)
+        contents[stem + TENSORS] = head, [named[name] for name in names]
     try:
+        # Rank 0 decides whether there is something to write, and where.
         aside = None
         if ranks.is_first:
             _make_dirs(run_dir)
             _remove_leftovers(run_dir)
-            aside = None if _is_saved(target, run) else f".tmp-{target.name}-{secrets.token_hex(8)}"
+            there = _run_of(target)
+            if there not in (None, run):
+                raise CheckpointError("another run's checkpoint is in the way",
+                                      f"{target}: run {there!a}, this run is {run!a}", "choose another folder")
+            aside = f".tmp-{target.name}-{secrets.token_hex(8)}" if there is None else None
         aside = gather_json(aside, ranks)[0]
         if aside is not None:
-            _write_checkpoint(run_dir / aside, target, run, contents, ranks)
+            _write_checkpoint(run_dir / aside, target, {"format": FORMAT, "run": run, "step": step}, contents, ranks)
         # Now the checkpoint is there, and older ones may go; after a kill here the next save removes them.
         if ranks.is_first:
             _fsync_dir(run_dir)
@@ -99,261 +96,34 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
             _retain(run_dir, step, keep, spare)
         wait_for_all(ranks)
     except OSError as error:
-        needed = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in contents.values())
-        raise _save_error(error, target, needed) from error
+        n_bytes = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in contents.values())
+        raise ResourceError("the checkpoint cannot be saved", f"{target}: {_reason(error)} ({n_bytes:,} bytes needed)",
+                            "free some space, or look at the disk; earlier checkpoints are untouched") from error
     return target
 
 
-def _contents(tensors: Mapping[str, Mapping[str, Tensor]], files: Mapping[str, str]) -> Contents:
-    """The files of a checkpoint by name: bytes, and the tensors whose bytes follow them."""
-    contents: Contents = {name: (text.encode(), []) for name, text in files.items()}
-    for stem, named in tensors.items():
-        head, names = _layout(named)
-        contents[stem + TENSORS] = head, [named[name] for name in names]
-    for name in contents:
-        if not FILE_NAME.fullmatch(name) or name == MANIFEST or (name in files and name.endswith(TENSORS)):
-            raise ValueError(f"not a name for a file of a checkpoint: {name!r}")
-    return contents
-
-
-def newest(run_dir: Path, ranks: Ranks = ALONE) -> Newest | None:
-    """The newest checkpoint of a run whose every byte matches its manifest; None without any checkpoint.
-
-    Each of several ranks reads a share of the files. Raises CheckpointError, with each reason, if all checkpoints are
-    damaged."""
-    run_dir = Path(run_dir)
-    damaged: dict[int, str] = {}
+def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], contents: Contents, ranks: Ranks) -> None:
+    """Write every rank's files and the manifest, of `facts` and the files, into a new folder, flush them to the disk,
+    and give the folder its name. After an error nothing is left of it."""
     try:
-        steps = saved_steps(run_dir)
-    except FileNotFoundError:
-        return None
-    except (OSError, MemoryError) as error:
-        raise CheckpointError("the run cannot be read", f"{run_dir}: {_reason(error)}") from error
-    # From the newest to the oldest, until every rank finds its share of the files whole.
-    for step in steps:
-        path = run_dir / f"step-{step:08d}"
-        run, reason = "", None
-        try:
-            run = _check(path, ranks)
-        except CheckpointError as error:
-            reason = str(error.where)
-        reason = next(filter(None, gather_json(reason, ranks)), None)
-        if reason is None:
-            return Newest(path, step, run, damaged)
-        damaged[step] = reason
-    if damaged:
-        raise CheckpointError("no checkpoint can be used", "; ".join(damaged.values()),
-                              "restore one from a copy, or start a run in another folder")
-    return None
-
-
-def load(path: Path, stem: str | None = None) -> Checkpoint:
-    """The content of one checkpoint. Each file is read once, and parsed only after it matched the manifest.
-
-    stem: of the tensors only these are kept, in one file or in parts; all others are compared with the manifest too.
-    Raises CheckpointError for any damage."""
-    path = Path(path)
-    manifest = _manifest_at(path)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    files: dict[str, str] = {}
-    for name, entry in manifest["files"].items():
-        is_text = not name.endswith(TENSORS)
-        keep = is_text or stem is None or re.fullmatch(f"{stem}(-.*)?{TENSORS}", name) is not None
-        data = _read(path / name, entry, keep)
-        try:
-            if is_text:
-                files[name] = data.decode()
-            elif keep:
-                tensors[name.removesuffix(TENSORS)] = safetensors.torch.load(data)
-        except Exception as error:  # parsers document no complete list of their exceptions
-            raise _damage(path / name, f"cannot be parsed ({type(error).__name__})") from error
-    return Checkpoint(path, manifest["step"], manifest["run"], tensors, files)
-
-
-def joined(loaded: Checkpoint, stem: str) -> dict[str, Tensor]:
-    """The whole tensors of a checkpoint that are in one file, or in the parts that `STEM.json` names; none if there is
-    neither. Parts are taken out of `loaded` one by one, so that there is not all of it twice."""
-    if index_name(stem) not in loaded.files:
-        return loaded.tensors.get(stem, {})
-    index = json.loads(loaded.files[index_name(stem)])
-    whole = {}
-    for name, entry in index.items():
-        parts = [loaded.tensors[file.removesuffix(TENSORS)].pop(name) for file, _, _ in entry["parts"]]
-        whole[name] = torch.cat(parts).view(entry["shape"])
-    return whole
-
-
-def index_name(stem: str) -> str:
-    """The file that says which files of a checkpoint hold which parts of its tensors `stem`."""
-    return f"{stem}.json"
-
-
-def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
-    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU: no more is read than these.
-
-    wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one file,
-    `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each, flattened, start
-    and stop. Raises CheckpointError for tensors that are not as expected, or not finite."""
-    try:
-        index = _index(folder, stem)
-        # A shape of [] stands for [1], see `reshaped`.
-        wrong = [name for name, (shape, _, _) in wanted.items()
-                 if name not in index or index[name]["shape"] not in (list(shape), [])
-                 or math.prod(index[name]["shape"]) != math.prod(shape)]
-        if wrong:
-            raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
-        # The pieces of [start, stop) lie one behind the other in the parts that overlap it.
-        found = {}
-        with contextlib.ExitStack() as stack:
-            files: dict[str, Any] = {}
-            for name, (_, start, stop) in wanted.items():
-                pieces = [torch.zeros(0)]  # of a part without elements
-                for file_name, first, last in index[name]["parts"]:
-                    if first < stop and start < last:
-                        if file_name not in files:
-                            files[file_name] = stack.enter_context(safetensors.safe_open(folder / file_name, "pt"))
-                        flat = files[file_name].get_tensor(name).view(-1)
-                        if not flat.is_floating_point():
-                            raise _damage(folder / file_name, f"{name} is {flat.dtype}")
-                        pieces.append(flat[max(start - first, 0) : stop - first])
-                found[name] = torch.cat(pieces)
-                if len(found[name]) != stop - start:
-                    raise _damage(folder, f"{name} has holes")
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, RuntimeError, safetensors.SafetensorError) as error:
-        raise _damage(folder, f"the tensors of {stem} cannot be read ({_reason(error)})") from error
-    check_finite(found, folder)
-    return found
-
-
-def _index(folder: Path, stem: str) -> dict[str, Any]:
-    """The shape and the parts of each tensor: by the index, or of one file, in which each is a part of its own."""
-    if (folder / index_name(stem)).exists():
-        return json.loads((folder / index_name(stem)).read_bytes())
-    index = {}
-    with safetensors.safe_open(folder / f"{stem}{TENSORS}", "pt") as file:
-        for name in file.keys():
-            shape = file.get_slice(name).get_shape()
-            index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
-    return index
-
-
-def has_manifest(folder: Path) -> bool:
-    """Whether a folder has a manifest, be it a link that leads nowhere."""
-    return os.path.lexists(folder / MANIFEST)
-
-
-def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
-    """The manifest of a folder for sharing, from the contents of its files by name, and from the entries of those that
-    `write_tensors` has written."""
-    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
-    return _manifest({"format": FORMAT, "files": {**entries, **written}})
-
-
-def check_files(folder: Path, names: Iterable[str]) -> int | None:
-    """Compare these files of a folder for sharing, or of a copied checkpoint, with its manifest; returns the step of a
-    checkpoint. Raises CheckpointError, with the file, for a difference and for a file that the manifest does not list.
-    """
-    manifest = _read_manifest(folder)
-    for name in names:
-        if name not in manifest["files"]:
-            raise _damage(folder / MANIFEST, f"{name} is not in it")
-        _read(folder / name, manifest["files"][name], keep=False)
-    return manifest.get("step")
-
-
-def point(link: Path, target: Path | str) -> None:
-    """Point a link at `target`, unless another kind of file has its name, and remove what killed processes have left
-    beside it. Links are for users alone, so errors of the file system are ignored."""
-    aside = link.with_name(f".tmp-step-link-{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):
-        _remove_leftovers(link.parent)
-        if link.is_symlink() or not link.exists():
-            _symlink(target, aside)
-            try:
-                _rename(aside, link)
-            except OSError:
-                _unlink(aside)
-                raise
-
-
-def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
-    """A stored tensor in the shape of its parameter: older versions stored scalar parameters as `[]`, now `[1]`."""
-    return stored.reshape(1) if tuple(stored.shape) == () and tuple(shape) == (1,) else stored
-
-
-def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors of the file `path` in the shapes of their parameters, see `reshaped`.
-
-    Raises CheckpointError, with the file and the first five differences, unless names, shapes and dtypes are as
-    expected and every number is finite."""
-    # Names, shapes and types first, then numbers: a tensor of another model is not called damaged.
-    loaded = {name: reshaped(tensor, expected[name].shape) if name in expected else tensor
-              for name, tensor in loaded.items()}
-    wrong = [f"{name} is missing" for name in expected if name not in loaded]
-    wrong += [f"{name} is not expected" for name in loaded if name not in expected]
-    wrong += [f"{name} is {_kind(loaded[name])}, expected {_kind(tensor)}" for name, tensor in expected.items()
-              if name in loaded and _kind(loaded[name]) != _kind(tensor)]
-    if wrong:
-        raise CheckpointError("the checkpoint's tensors are not this model's", f"{path}: {first_five(wrong)}")
-    check_finite(loaded, path)
-    return loaded
-
-
-def check_finite(tensors: Mapping[str, Tensor], path: Path | str) -> None:
-    """Raise CheckpointError, with the file `path` and the first five names, for tensors with NaN or infinity."""
-    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if wrong:
-        raise CheckpointError("weights that are not finite", f"{path}: {first_five(wrong)}", "use another checkpoint")
-
-
-def first_five(wrong: list[str]) -> str:
-    """The first five of a list for a message, and how many more there are."""
-    return ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-
-
-@contextlib.contextmanager
-def lock(run_dir: Path) -> Iterator[None]:
-    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the process ends.
-
-    Raises ResourceError, with the process that holds the lock, if the run is in use."""
-    path = Path(run_dir) / "run.lock"
-    try:
-        _make_dirs(path.parent)
-        descriptor = locked(path)
-        _held.add(descriptor)
-        os.ftruncate(descriptor, 0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0)
-    except BlockingIOError as error:
-        with contextlib.suppress(OSError):
-            holder = "".join(c for c in read_bytes(path).decode(errors="replace")[:200] if c.isprintable())
-        raise ResourceError("the run is in use", f"{run_dir}: in use by {holder or 'another process'}",
-                            "wait until it ends, or choose another folder") from error
-    except OSError as error:
-        raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
-    try:
-        yield
-    finally:
-        _release(descriptor)
-
-
-_held: set[int] = set()
-"""Descriptors of the locks of this process."""
-
-
-def _release(descriptor: int) -> None:
-    if descriptor in _held:
-        _held.discard(descriptor)
-        os.close(descriptor)
-
-
-def _release_all() -> None:
-    """Release all locks in a forked child, which shares its parent's and may outlive it."""
-    for descriptor in [*_held]:
-        _release(descriptor)
-
-
-os.register_at_fork(after_in_child=_release_all)
+        if ranks.is_first:
+            _mkdir(folder)
+        wait_for_all(ranks)
+        # Each rank writes its files, and the first one the manifest of all, as the last file.
+        own = {name: _write_file(folder / name, *contents[name]) for name in sorted(contents)}
+        entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
+        if ranks.is_first:
+            _write_file(folder / MANIFEST, _manifest({**facts, "files": entries}), [])
+            # The folder gets its name when all of it is on the disk, so that no power loss leaves half under it.
+            _fsync_dir(folder)
+            if os.path.lexists(target):  # it is damaged
+                _rename(target, _trash(target))
+            _rename(folder, target)
+    except BaseException:
+        if ranks.is_first:  # another rank still writes
+            with contextlib.suppress(OSError):
+                _remove_tree(folder)
+        raise
 
 
 def write_tensors(path: Path, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> dict[str, Any]:
@@ -384,30 +154,6 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     return len(text).to_bytes(8, "little") + text, names
 
 
-def _write_checkpoint(folder: Path, target: Path, run: str, contents: Contents, ranks: Ranks) -> None:
-    """Write every rank's files and the manifest into a new folder, flush them to the disk, and give the folder its
-    name. After an error nothing is left of it."""
-    try:
-        if ranks.is_first:
-            _mkdir(folder)
-        wait_for_all(ranks)
-        # Each rank writes its files, and the first one the manifest of all, as the last file.
-        own = {name: _write_file(folder / name, *contents[name]) for name in sorted(contents)}
-        entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
-        if ranks.is_first:
-            manifest = {"format": FORMAT, "run": run, "step": _step_of(target.name), "files": entries}
-            _write_file(folder / MANIFEST, _manifest(manifest), [])
-            _fsync_dir(folder)
-            if os.path.lexists(target):  # it is damaged
-                _rename(target, _trash(target))
-            _rename(folder, target)
-    except BaseException:
-        if ranks.is_first:  # another rank still writes
-            with contextlib.suppress(OSError):
-                _remove_tree(folder)
-        raise
-
-
 def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, Any]:
     """Write and flush a new file: bytes, then those of tensors. Returns its manifest entry."""
     entries: dict[str, Any] = {}
@@ -419,28 +165,185 @@ def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, An
     return entries[path.name]
 
 
-def _manifest(content: dict[str, Any]) -> bytes:
-    """The manifest's bytes: the content, then the SHA-256 of the content's JSON. The same in every format version."""
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
+# Loading
 
 
-def _manifest_at(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, for which exactly the files that it lists are there."""
+def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
+    """The newest checkpoint of a run whose every byte matches its manifest; None without any checkpoint.
+
+    Each of several ranks reads a share of the files. Raises CheckpointError, with each reason, if all checkpoints are
+    damaged."""
+    run_dir = Path(run_dir)
+    damaged: dict[int, str] = {}
+    try:
+        steps = saved_steps(run_dir)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError("the run cannot be read", f"{run_dir}: {_reason(error)}") from error
+    # From the newest to the oldest, until every rank finds its share of the files whole.
+    for step in steps:
+        path = run_dir / f"step-{step:08d}"
+        run, reason = "", None
+        try:
+            run = check(path, ranks).run
+        except CheckpointError as error:
+            reason = str(error.where)
+        reason = next(filter(None, gather_json(reason, ranks)), None)
+        if reason is None:
+            return Checkpoint(path, step, run, damaged)
+        damaged[step] = reason
+    if damaged:
+        raise CheckpointError("no checkpoint can be used", "; ".join(damaged.values()),
+                              "restore one from a copy, or start a run in another folder")
+    return None
+
+
+def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
+    """A checkpoint, after its every byte, or every one of this rank's share, matched its manifest. Raises
+    CheckpointError for any damage, for missing files and for files that are not in the manifest."""
     step = _step_of(path.name)
     if step is None:
         raise CheckpointError("a checkpoint under another name", path,
                               "give it its name back, such as step-00000042, or copy with `lineartime export`")
     try:
         present = os.listdir(path)
-    except (OSError, ValueError, MemoryError) as error:
+    except OSError as error:
         raise _damage(path, f"cannot be read ({_reason(error)})") from error
-    content = _read_manifest(path)
-    if content.get("step") != step or not isinstance(content.get("run"), str):
-        raise _damage(path / MANIFEST, f"expected step {step} of a run, found step {content.get('step')!a:.20}")
-    for name in sorted({*content["files"], MANIFEST} ^ {*present}):
-        raise _damage(path, f"{name!a:.100} is {'missing' if name in content['files'] else 'in no manifest'}")
-    return content
+    manifest = _read_manifest(path)
+    if manifest.get("step") != step or not isinstance(manifest.get("run"), str):
+        raise _damage(path / MANIFEST, f"expected step {step} of a run, found step {manifest.get('step')!a:.20}")
+    # Exactly the files of the manifest are in the folder, so none of them is elsewhere.
+    for name in sorted({*manifest["files"], MANIFEST} ^ {*present}):
+        raise _damage(path, f"{name!a:.100} is {'missing' if name in manifest['files'] else 'in no manifest'}")
+    for name, entry in list(manifest["files"].items())[ranks.rank :: ranks.size]:
+        _check_file(path / name, entry)
+    return Checkpoint(path, step, manifest["run"], {})
+
+
+def read_whole(folder: Path, stem: str) -> dict[str, Tensor]:
+    """All tensors `stem` of a checkpoint by name, on the CPU. Raises CheckpointError as `read_parts` does."""
+    flat = read_parts(folder, stem)
+    return {name: flat[name].view(entry["shape"]) for name, entry in _index(folder, stem).items()}
+
+
+def index_name(stem: str) -> str:
+    """The file that says which files of a checkpoint hold which parts of its tensors `stem`."""
+    return f"{stem}.json"
+
+
+def read_parts(folder: Path, stem: str,
+               wanted: Mapping[str, tuple[Sequence[int], int, int]] | None = None) -> dict[str, Tensor]:
+    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU: no more is read than these.
+
+    wanted: the shape of the whole tensor, start and stop by name; by default every tensor whole. stem: the tensors are
+    in one file, `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each,
+    flattened, start and stop. Raises CheckpointError for tensors that are not as expected, or not finite."""
+    found = {}
+    try:
+        index = _index(folder, stem)
+        if wanted is None:
+            wanted = {name: (entry["shape"], 0, math.prod(entry["shape"])) for name, entry in index.items()}
+        # A shape of [] stands for [1], see `reshaped`.
+        wrong = [name for name, (shape, _, _) in wanted.items()
+                 if name not in index or (index[name]["shape"] or [1]) != (list(shape) or [1])]
+        if wrong:
+            raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
+        # The pieces of [start, stop) lie one behind the other in the parts that overlap it.
+        with contextlib.ExitStack() as stack:
+            files = {name: stack.enter_context(safetensors.safe_open(folder / name, "pt"))
+                     for name in {part[0] for entry in index.values() for part in entry["parts"]}}
+            for name, (_, start, stop) in wanted.items():
+                pieces = [files[file].get_tensor(name).view(-1)[max(start - first, 0) : stop - first]
+                          for file, first, last in index[name]["parts"] if first < stop and start < last]
+                found[name] = torch.cat([torch.zeros(0), *pieces])  # a part may have no elements
+                if not all(piece.is_floating_point() for piece in pieces) or len(found[name]) != stop - start:
+                    raise _damage(folder, f"{name} of {stem} is {[(piece.dtype, len(piece)) for piece in pieces]}")
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, RuntimeError, safetensors.SafetensorError) as error:
+        raise _damage(folder, f"the tensors of {stem} cannot be read ({_reason(error)})") from error
+    check_finite(found, folder / f"{stem}{TENSORS}")
+    return found
+
+
+def _index(folder: Path, stem: str) -> dict[str, Any]:
+    """The shape and the parts of each tensor: by the index, or of one file, in which each is a part of its own."""
+    if (folder / index_name(stem)).exists():
+        return json.loads((folder / index_name(stem)).read_bytes())
+    index = {}
+    with safetensors.safe_open(folder / f"{stem}{TENSORS}", "pt") as file:
+        for name in file.keys():
+            shape = file.get_slice(name).get_shape()
+            index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
+    return index
+
+
+def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
+    """A stored tensor in the shape of its parameter: older versions stored scalar parameters as `[]`, now `[1]`."""
+    return stored.reshape(1) if tuple(stored.shape) == () and tuple(shape) == (1,) else stored
+
+
+def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The tensors of the file `path` in the shapes of their parameters, see `reshaped`.
+
+    Raises CheckpointError, with the file and the first five differences, unless names, shapes and dtypes are as
+    expected and every number is finite."""
+    def kinds(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        return {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in tensors.items()}
+
+    loaded = {name: reshaped(x, expected[name].shape) if name in expected else x for name, x in loaded.items()}
+    # Names, shapes and types first, then numbers: a tensor of another model is not called damaged.
+    found, wanted = kinds(loaded), kinds(expected)
+    wrong = [f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'no such tensor')}"
+             for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    if wrong:
+        raise CheckpointError("the checkpoint's tensors are not this model's", f"{path}: {first_five(wrong)}")
+    check_finite(loaded, path)
+    return loaded
+
+
+def check_finite(tensors: Mapping[str, Tensor], path: Path | str) -> None:
+    """Raise CheckpointError, with the file `path` and the first five names, for tensors with NaN or infinity."""
+    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if wrong:
+        raise CheckpointError("weights that are not finite", f"{path}: {first_five(wrong)}", "use another checkpoint")
+
+
+def first_five(wrong: list[str]) -> str:
+    """The first five of a list for a message, and how many more there are."""
+    return ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+
+
+# Manifests
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder has a manifest, be it a link that leads nowhere."""
+    return os.path.lexists(folder / MANIFEST)
+
+
+def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
+    """The manifest of a folder for sharing, from the contents of its files by name, and from the entries of those that
+    `write_tensors` has written."""
+    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+    return _manifest({"format": FORMAT, "files": {**entries, **written}})
+
+
+def check_files(folder: Path, names: Iterable[str]) -> int | None:
+    """Compare these files of a folder for sharing, or of a copied checkpoint, with its manifest; returns the step of a
+    checkpoint. Raises CheckpointError, with the file, for a difference and for a file that the manifest does not list.
+    """
+    manifest = _read_manifest(folder)
+    for name in names:
+        if name not in manifest["files"]:
+            raise _damage(folder / MANIFEST, f"{name} is not in it")
+        _check_file(folder / name, manifest["files"][name])
+    return manifest.get("step")
+
+
+def _manifest(content: dict[str, Any]) -> bytes:
+    """The manifest's bytes: the content, then the SHA-256 of the content's JSON. The same in every format version."""
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -448,57 +351,51 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         raw = read_bytes(path, MAX_MANIFEST_BYTES)
-        content = json.loads(raw.decode())
+        content = json.loads(raw)
         del content["sha256"]
-        is_whole = raw == _manifest(content)
-        version, files = content["format"], content.get("files")
-    except (OSError, MemoryError) as error:
+        is_whole, version = raw == _manifest(content), content["format"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _damage(path, f"cannot be read ({_reason(error)})") from error
-    except Exception as error:
-        raise _damage(path, f"not a manifest ({type(error).__name__})") from error
-    if not is_whole:
-        raise _damage(path, "does not match its own sha256")
-    if type(version) is int and version > FORMAT:
+    if is_whole and type(version) is int and version > FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{folder}: format {version}, this version reads "
                               f"{FORMAT}", f"install a version that reads format {version}")
-    if version != FORMAT or not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise _damage(path, f"expected format {FORMAT}, and the size and sha256 of files")
+    if not is_whole or version != FORMAT or not isinstance(content.get("files"), dict):
+        raise _damage(path, "does not match its own sha256")
     return content
 
 
-def _read(path: Path, entry: Mapping[str, Any], keep: bool) -> bytes:
-    """A regular file's bytes after they matched `entry`. Without `keep` they are checked in little memory, not kept."""
+def _check_file(path: Path, entry: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a regular file has the size and the SHA-256 of its entry in the manifest."""
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry.get("bytes"):
-                raise _damage(path, f"expected {entry.get('bytes')!a:.20} bytes, found {size}")
-            data = file.readall() if keep else b""
-            found = (hashlib.sha256(data) if keep else hashlib.file_digest(file, "sha256")).hexdigest()
-    except (OSError, MemoryError) as error:
-        raise _damage(path, f"cannot be read ({_reason(error)})") from error
-    if found != entry.get("sha256"):
-        raise _damage(path, f"expected sha256 {entry.get('sha256')!a:.10}..., found {found!a:.10}...")
-    return data
+        found = hash_of(path)
+    except DataError as error:
+        raise _damage(path, f"cannot be read ({error.todo})") from error
+    if found != entry:
+        raise _damage(path, f"its {found['bytes']:,} bytes are not those of {MANIFEST}")
 
 
-def _check(path: Path, ranks: Ranks = ALONE) -> str:
-    """The id of a checkpoint's run, after every file, or every one of this rank's share, matched its manifest."""
-    manifest = _manifest_at(path)
-    for name, entry in list(manifest["files"].items())[ranks.rank :: ranks.size]:
-        _read(path / name, entry, keep=False)
-    return manifest["run"]
-
-
-def _is_saved(target: Path, run: str) -> bool:
+def _run_of(path: Path) -> str | None:
+    """The id of the run of a checkpoint; None for one that is damaged or not there."""
     try:
-        found = _check(target)
+        return check(path).run
     except CheckpointError:
-        return False
-    if found != run:
-        raise CheckpointError("another run's checkpoint is in the way", f"{target}: run {found!a}, this run is {run!a}",
-                              "choose another folder")
-    return True
+        return None
+
+
+def _damage(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError("damaged checkpoint", f"{path}: {reason}")
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+# A run's folder
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of the entries that are named like checkpoints, highest first."""
+    return sorted((step for step in map(_step_of, os.listdir(run_dir)) if step is not None), reverse=True)
 
 
 def _step_of(name: str) -> int | None:
@@ -507,9 +404,16 @@ def _step_of(name: str) -> int | None:
     return int(digits) if is_step else None
 
 
-def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the entries that are named like checkpoints, highest first."""
-    return sorted((step for step in map(_step_of, os.listdir(run_dir)) if step is not None), reverse=True)
+def point(link: Path, target: Path | str) -> None:
+    """Point a link at `target`, unless another kind of file has its name, and remove what killed processes have left
+    beside it. Links are for users alone, so errors of the file system are ignored."""
+    with contextlib.suppress(OSError):
+        if link.is_symlink() or not link.exists():
+            aside = link.with_name(f".tmp-step-link-{secrets.token_hex(8)}")
+            _symlink(target, aside)
+            _rename(aside, link)
+    with contextlib.suppress(OSError):
+        _remove_leftovers(link.parent)
 
 
 def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
@@ -521,13 +425,12 @@ def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
         if step < saved and valid >= keep and step != spare:
             _rename(path, _trash(path))
         elif step < saved:
-            with contextlib.suppress(CheckpointError):
-                _check(path)
-                valid += 1
+            valid += _run_of(path) is not None
     _remove_leftovers(run_dir)
 
 
 def _trash(path: Path) -> Path:
+    """A name under which a checkpoint no longer counts, so that a kill while it is removed leaves no half of one."""
     return path.with_name(f".trash-{path.name}-{secrets.token_hex(8)}")
 
 
@@ -552,27 +455,46 @@ def _make_dirs(path: Path) -> None:
         _fsync_dir(path.absolute().parent)
 
 
-def _save_error(error: OSError, target: Path, needed: int) -> ResourceError:
-    where, todo = f"{target}: {_reason(error)}", "look at the disk"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        todo = "free some space"
+@contextlib.contextmanager
+def lock(run_dir: Path) -> Iterator[None]:
+    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the process ends.
+
+    Raises ResourceError, with the process that holds the lock, if the run is in use."""
+    path = Path(run_dir) / "run.lock"
+    try:
+        _make_dirs(path.parent)
+        descriptor = locked(path)
+        _held.add(descriptor)
+        os.ftruncate(descriptor, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0)
+    except BlockingIOError as error:
+        holder = ""
         with contextlib.suppress(OSError):
-            free = os.statvfs(target.parent)
-            where += f" ({needed:,} bytes needed, {free.f_bavail * free.f_frsize:,} free)"
-    return ResourceError("the checkpoint cannot be saved", where, f"{todo}; earlier checkpoints are untouched")
+            holder = "".join(c for c in read_bytes(path).decode(errors="replace")[:200] if c.isprintable())
+        raise ResourceError("the run is in use", f"{run_dir}: in use by {holder or 'another process'}",
+                            "wait until it ends, or choose another folder") from error
+    except OSError as error:
+        raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
+    try:
+        yield
+    finally:
+        if descriptor in _held:
+            _held.remove(descriptor)
+            os.close(descriptor)
 
 
-def _damage(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError("damaged checkpoint", f"{path}: {reason}")
+_held: set[int] = set()
+"""Descriptors of this process's locks."""
 
 
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or type(error).__name__
+def _release_all() -> None:
+    """Release the locks that a forked child shares with its parent, which it may outlive."""
+    while _held:
+        os.close(_held.pop())
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
+os.register_at_fork(after_in_child=_release_all)
 
 # A save changes the disk by these names and `hashed_file`, so that a test can end the process at each change.
 _mkdir, _rename, _symlink, _unlink, _fsync_dir = os.mkdir, os.rename, os.symlink, os.unlink, fsync

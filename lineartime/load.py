@@ -1,7 +1,7 @@
 """Open a model from any folder that holds one: a run, a checkpoint, an export, or what `save_pretrained` wrote."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +45,20 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
-        files, weights, step = read_exported(folder)
-        facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
+        names = weight_files(folder)
+        step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
+        weights = read_exported(folder, names)
     else:
-        if not checkpoint.has_manifest(path):
-            folder = newest_checkpoint(path, strict=strict)
-        loaded = checkpoint.load(folder, WEIGHTS)
-        facts = {"checkpoint": str(folder), "step": loaded.step}
-        files, weights = loaded.files, checkpoint.joined(loaded, WEIGHTS)
+        found = checkpoint.check(folder) if checkpoint.has_manifest(path) else newest_checkpoint(path, strict=strict)
+        folder, step, weights = found.path, found.step, checkpoint.read_whole(found.path, WEIGHTS)
+    files = read_texts(folder)
+    facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
     # What model it is, by its config.json.
     try:
         config = model_config_from_json(files[CONFIG_FILE])
         kind = architecture_of(files[CONFIG_FILE])
         head = head_from_json(files[CONFIG_FILE]) if kind == CLASSIFICATION else None
         tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
-    except KeyError as e:
-        raise CheckpointError("incomplete checkpoint", folder, f"{e.args[0]} is missing") from None
     except UsageError as e:
         where = folder / CONFIG_FILE
         raise UsageError(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
@@ -76,7 +74,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     return model.eval(), tokenizer, facts
 
 
-def newest_checkpoint(run: Path, *, strict: bool = False) -> Path:
+def newest_checkpoint(run: Path, *, strict: bool = False) -> checkpoint.Checkpoint:
     """A run's newest valid checkpoint, with a warning if a newer one is damaged, which with `strict` is an error.
     Raises UsageError for another folder and without a checkpoint, CheckpointError for damage and for a checkpoint of
     another run."""
@@ -90,7 +88,7 @@ def newest_checkpoint(run: Path, *, strict: bool = False) -> Path:
         logger.warning(f"using step {newest.step} of {run}, newer checkpoints are damaged ({newest.reasons()})")
     if newest.run != id_of_run:
         raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
-    return newest.path
+    return newest
 
 
 def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
@@ -149,18 +147,21 @@ def weight_files(folder: Path) -> list[str]:
     return sorted({*places.values()})
 
 
-def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor], int | None]:
-    """The text files and the weights, converted to float32, of an exported folder; and the step, if it is a checkpoint
-    without its optimizer. Raises CheckpointError, and ResourceError for weights that do not fit into memory."""
-    names = weight_files(folder)
-    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
-    files: dict[str, str] = {}
-    weights: dict[str, Tensor] = {}
+def read_texts(folder: Path) -> dict[str, str]:
+    """A model's `config.json` and `tokenizer.json` by name. Raises CheckpointError."""
+    files = {}
     for name in (CONFIG_FILE, TOKENIZER_FILE):
         try:
             files[name] = read_bytes(folder / name).decode()
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError("cannot read", folder / name, getattr(e, "strerror", None) or str(e)) from None
+    return files
+
+
+def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """The weights in these files of an exported folder, converted to float32. Raises CheckpointError, and ResourceError
+    for weights that do not fit into memory."""
+    weights: dict[str, Tensor] = {}
     for name in names:
         try:
             open_regular(folder / name).close()  # the library would wait for a pipe
@@ -173,4 +174,4 @@ def read_exported(folder: Path) -> tuple[dict[str, str], dict[str, Tensor], int 
         if wrong:
             raise CheckpointError("weights of a wrong type", f"{folder / name}: {checkpoint.first_five(wrong)}")
         weights |= {each: weight.float() for each, weight in stored.items()}
-    return files, weights, step
+    return weights

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.append import append_json_lines  # noqa: E402
 from benchmarks.measure import add_missing  # noqa: E402
 from benchmarks.pages import fill_place  # noqa: E402
 from benchmarks.recall.report import spread_text  # noqa: E402
-from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+from lineartime.atomic_io import read_json_lines  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.cli.terminal import say_stopping  # noqa: E402
 from lineartime.config import TrainConfig, model_config  # noqa: E402

@@ -32,10 +32,11 @@ sys.path.insert(0, str(ROOT))
 from sklearn.feature_extraction.text import TfidfVectorizer  # noqa: E402
 
 import lineartime  # noqa: E402
+from benchmarks.append import append_json_lines  # noqa: E402
 from benchmarks.pages import fill_place  # noqa: E402
 from benchmarks.paper.memory import difference_text, differences  # noqa: E402
 from benchmarks.recall.report import spread_text  # noqa: E402
-from lineartime.atomic_io import append_json_lines, read_json_lines  # noqa: E402
+from lineartime.atomic_io import read_json_lines  # noqa: E402
 from lineartime.cli.exits import exit_code  # noqa: E402
 from lineartime.data.pretrained import named_folder  # noqa: E402
 from lineartime.data.tokenizer import Tokenizer  # noqa: E402

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.append import append_json_lines
 from benchmarks.cells import BENCHMARKS, LINEARTIME, last_line, started
 from benchmarks.measure import spread
 from benchmarks.paper.records import Record, by_key, read_records, records_of
@@ -27,7 +28,7 @@ from benchmarks.peers import parse_label
 from benchmarks.recall.study import measure_study
 from benchmarks.step import StepCase, benchmark_step
 from lineartime import checkpoint
-from lineartime.atomic_io import append_json_lines, read_json, write_atomically
+from lineartime.atomic_io import read_json, write_atomically
 from lineartime.config import ModelConfig
 from lineartime.data.tokens import read_manifest
 from lineartime.distributed.ranks import WITH_RANKS

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.append import append_json_lines
 from benchmarks.recall.measure import OnStep, Row, ask_at_lengths, measure
 from benchmarks.recall.tasks import TASKS, Task
 from benchmarks.recall.text import text_task
-from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.atomic_io import read_json_lines
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config
 from lineartime.evaluation import load_with_split
 from lineartime.release.provenance import provenance

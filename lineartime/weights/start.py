@@ -36,9 +36,9 @@ def find_weights(source: Source) -> tuple[Path, dict[str, Any]]:
     if is_exported(folder):
         check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
     elif checkpoint.has_manifest(folder):
-        checkpoint.load(folder, "")
+        checkpoint.check(folder)
     else:
-        folder = newest_checkpoint(folder)
+        folder = newest_checkpoint(folder).path
     # Weights of a sharded run lie in several files; their manifest has the hash of each.
     one_file = folder / WEIGHTS_FILE
     hashed = hash_of(one_file if one_file.exists() else folder / checkpoint.MANIFEST)

@@ -103,5 +103,5 @@ def scale_queries(layer: GatedAttentionUnit | MultiHeadAttention, old: ModelConf
 
 def load_step(run: Path, step: int, model: LanguageModel) -> None:
     """Give a model the weights of a run's checkpoint. Raises CheckpointError."""
-    loaded = checkpoint.load(run / f"step-{step:08d}", WEIGHTS)
-    model.load_state_dict(checkpoint.joined(loaded, WEIGHTS))
+    found = checkpoint.check(run / f"step-{step:08d}")
+    model.load_state_dict(checkpoint.read_whole(found.path, WEIGHTS))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import measure
+from benchmarks.append import append_json_lines
 from benchmarks.measure import (
     Worker,
     add_times,
@@ -19,7 +20,6 @@ from benchmarks.measure import (
     spreads,
 )
 from benchmarks.step import training_steps
-from lineartime.atomic_io import append_json_lines
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,13 @@ import typer
 
 from benchmarks import gpu
 from benchmarks.__main__ import app
+from benchmarks.append import append_json_lines
 from benchmarks.cells import DONE, SAVED, STOPPED, measure_call, named_calls, run, run_calls
 from benchmarks.op import OPS
 from benchmarks.paper.scales import cells_of
 from benchmarks.paper.tables import TABLES
 from benchmarks.peers import parse_label
-from lineartime.atomic_io import append_json_lines, read_json_lines
+from lineartime.atomic_io import read_json_lines
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("kernels", "step", "decode")

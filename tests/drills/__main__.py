@@ -17,8 +17,9 @@ from itertools import groupby
 from pathlib import Path
 from random import Random
 
+from benchmarks.append import append_json_lines
 from drills import child, command_lines, corruptions, documents, folders, kills, ranks
-from lineartime.atomic_io import append_json_lines, write_atomically
+from lineartime.atomic_io import write_atomically
 
 PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial,
          "documents": documents.trial, "ranks": ranks.trial}

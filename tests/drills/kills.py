@@ -32,8 +32,9 @@ class Scenario(NamedTuple):
 def append_rows(made: Path, it: Path, out: Path) -> Callable[[], object]:
     """Append the rows that a file lacks, one process at a time."""
     def append() -> None:
+        from benchmarks.append import append_json_lines
         from lineartime import checkpoint
-        from lineartime.atomic_io import append_json_lines, read_json_lines
+        from lineartime.atomic_io import read_json_lines
 
         path = out / "rows.jsonl"
         with checkpoint.lock(out):

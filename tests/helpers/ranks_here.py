@@ -62,11 +62,11 @@ class RanksHere:
 
 def state_of(out):
     """Weights, moments, metrics without their clock, and scores: what does not depend on the number of ranks."""
-    saved = checkpoint.load((out / "latest").resolve())
+    folder = (out / "latest").resolve()
     metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
-    moments = {f"moments of {name}": moment.flatten() for name, moment in checkpoint.joined(saved, "optimizer").items()}
-    return {**checkpoint.joined(saved, "model"), **moments, "metrics": metrics, "result": result}
+    moments = {f"moments of {name}": x.flatten() for name, x in checkpoint.read_whole(folder, "optimizer").items()}
+    return {**checkpoint.read_whole(folder, "model"), **moments, "metrics": metrics, "result": result}
 
 
 def differences(out, expected):

@@ -1,26 +1,26 @@
 """Checkpoints survive what happens to processes and disks, and nothing damaged is ever loaded."""
 
-import ast
 import errno
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import lineartime
 from checkpoint_process import RUN, Processes, hooked, save, state, wait_for
 from lineartime import checkpoint
-from lineartime.checkpoint import MANIFEST, check_tensors, load, lock, newest
+from lineartime.checkpoint import MANIFEST, check, check_tensors, lock, newest, read_parts, read_whole
 from lineartime.errors import CheckpointError, ResourceError
 from marks import rest
 
@@ -45,11 +45,12 @@ def equal(a, b):
 
 
 def holds(found, step):
-    """Whether a loaded checkpoint is the whole of what the tests save at `step`."""
+    """Whether a valid checkpoint is the whole of what the tests save at `step`; read by the library, not by us."""
     saved = state(step)
-    return (found.step == step and found.run == RUN and found.files == saved["files"]
-            and found.tensors.keys() == saved["tensors"].keys()
-            and all(equal(found.tensors[stem], saved["tensors"][stem]) for stem in found.tensors))
+    return (found.step == step and found.run == RUN
+            and all((found.path / name).read_text() == text for name, text in saved["files"].items())
+            and all(equal(load_file(found.path / f"{stem}.safetensors"), named)
+                    for stem, named in saved["tensors"].items()))
 
 
 def contents(folder):
@@ -77,6 +78,9 @@ def refused(function, path):
     return str(caught.value)
 
 
+# What is saved
+
+
 DTYPES = sorted(checkpoint.DTYPES, key=str)
 
 
@@ -94,16 +98,16 @@ def named_tensors(draw):
 
 @given(tensors=st.dictionaries(st.sampled_from(["model", "optimizer", "random"]), named_tensors()),
        document=st.text(), step=st.integers(0, 10**12))
-@settings(max_examples=60)
-def test_a_save_is_loaded_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path_factory, tensors, document, step):
+@settings(max_examples=20)
+def test_what_is_saved_is_there_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path_factory, tensors, document,
+                                                                             step):
     folder = tmp_path_factory.mktemp("run")
     first = checkpoint.save(folder / "a", step, run="r", tensors=tensors, files={"state.json": document}, keep=1)
-    assert newest(folder / "a") == (first, step, "r", {})
-    loaded = load(first)
-    assert (loaded.path, loaded.step, loaded.run, loaded.files) == (first, step, "r", {"state.json": document})
-    assert loaded.tensors.keys() == tensors.keys()
-    assert all(equal(loaded.tensors[stem], tensors[stem]) for stem in tensors)
-    second = checkpoint.save(folder / "b", step, run="r", tensors=loaded.tensors, files=loaded.files, keep=1)
+    assert newest(folder / "a") == check(first) == (first, step, "r", {})
+    loaded = {stem: load_file(first / f"{stem}.safetensors") for stem in tensors}
+    assert all(equal(loaded[stem], tensors[stem]) for stem in tensors)
+    assert (first / "state.json").read_bytes() == document.encode()
+    second = checkpoint.save(folder / "b", step, run="r", tensors=loaded, files={"state.json": document}, keep=1)
     assert contents(first) == contents(second)
     shutil.rmtree(folder)
 
@@ -116,34 +120,47 @@ def test_special_values_keep_their_bits(tmp_path):
            "one sliced": torch.arange(10)[::3][1:2], "later": torch.arange(10).bfloat16()[3:],
            "parameter": torch.nn.Parameter(torch.ones(2)), "expanded": torch.ones(1, 3).expand(4, 3)}
     path = checkpoint.save(tmp_path, 1, run="r", tensors={"model": odd}, files={}, keep=1)
-    assert equal(load(path).tensors["model"], odd)
-
-
-def test_whole_numbers_are_no_moments(tmp_path):
-    tensors = {"optimizer": {"w": torch.ones(3, dtype=torch.int32)}}
-    path = checkpoint.save(tmp_path, 1, run="r", tensors=tensors, files={}, keep=1)
-    with pytest.raises(CheckpointError, match=r"damaged checkpoint: .*/optimizer.safetensors: w is torch.int32"):
-        checkpoint.read_parts(path, "optimizer", {"w": ((3,), 0, 2)})
-
-
-def test_tensor_files_are_plain_safetensors(tmp_path):
-    path = save(tmp_path, 1)
-    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert equal({name: file.get_tensor(name) for name in file.keys()}, state(1)["tensors"]["model"])
-
-
-def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
-    for name in ("../x.json", "/x.json", "a/b", "", ".hidden", MANIFEST, "x.safetensors", "x" * 101, "a\n"):
-        with pytest.raises(ValueError, match="not a name"):
-            checkpoint.save(tmp_path / "run", 1, run="r", tensors={}, files={name: ""}, keep=1)
-    for tensors in ({"x": torch.ones(1, dtype=torch.complex64)}, {"__metadata__": torch.ones(1)}):
-        with pytest.raises(ValueError, match="cannot be stored"):
-            checkpoint.save(tmp_path / "run", 1, run="r", tensors={"model": tensors}, files={}, keep=1)
-    for step, run in ((-1, "r"), (10**18, "r"), (1, ""), (1, "r" * 101)):
-        with pytest.raises(ValueError, match="not a step or not a run"):
-            checkpoint.save(tmp_path / "run", step, run=run, tensors={}, files={}, keep=1)
+    assert equal(load_file(path / "model.safetensors"), odd)
+    with pytest.raises(ValueError, match="cannot be stored"):
+        checkpoint.save(tmp_path / "run", 1, run="r", tensors={"x": {"y": torch.ones(1).cfloat()}}, files={}, keep=1)
     assert not (tmp_path / "run").exists()
+
+
+def test_tensors_are_read_whole_and_in_parts(tmp_path):
+    model = {"w": torch.randn(4, 3), "b": torch.tensor(2.0), "none": torch.zeros(0, 3)}
+    path = checkpoint.save(tmp_path, 1, run="r", tensors={"model": model, "whole": {"w": torch.ones(3).int()}},
+                           files={}, keep=1)
+    assert equal(read_whole(path, "model"), model)
+    found = read_parts(path, "model", {"w": ((4, 3), 2, 8), "b": ((1,), 0, 1), "none": ((0, 3), 0, 0)})
+    assert equal(found, {"w": model["w"].flatten()[2:8], "b": torch.tensor([2.0]), "none": torch.zeros(0)})
+    for wanted, words in (({"x": ((2,), 0, 2)}, "not this model's: .*: x"),
+                          ({"w": ((3, 4), 0, 2)}, "not this model's: .*: w")):
+        assert re.search(words, refused(lambda path, wanted=wanted: read_parts(path, "model", wanted), path))
+    assert "w of whole is [(torch.int32, 2)]" in refused(lambda path: read_parts(path, "whole", {"w": ((3,), 0, 2)}),
+                                                         path)
+    for data in (b"", (2**63).to_bytes(8, "little"), b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.", b"[]" * 99):
+        (path / "model.safetensors").write_bytes(data)
+        assert "the tensors of model cannot be read" in refused(lambda path: read_whole(path, "model"), path)
+
+
+def test_tensors_must_match_exactly(tmp_path):
+    model = state(1)["tensors"]["model"]
+    check_tensors(model, {name: tensor.to("meta") for name, tensor in model.items()}, tmp_path)
+    for other, expected in (({"w": model["w"]}, "b is missing"), ({**model, "x": model["w"]}, "x is float32[16, 8], e"),
+                            ({**model, "b": model["b"].float()}, "b is float32[7], expected bfloat16[7]"),
+                            ({**model, "w": model["w"].T}, "w is float32[8, 16], expected float32[16, 8]")):
+        assert expected in refused(lambda loaded: check_tensors(loaded, model, tmp_path), other)
+    many = refused(lambda loaded: check_tensors(loaded, {f"n{i}": model["w"] for i in range(9)}, tmp_path), {})
+    assert many.count("is missing") == 5 and "n4" in many and "n5" not in many and "4 more" in many
+    assert str(tmp_path) in many
+    for value in (float("nan"), float("-inf")):
+        spoiled = {**model, "w": model["w"].clone()}
+        spoiled["w"][3, 2] = value
+        found = refused(lambda loaded: check_tensors(loaded, model, tmp_path), spoiled)
+        assert found.startswith(f"weights that are not finite: {tmp_path}: w;")
+
+
+# Which one counts
 
 
 def test_no_checkpoint_is_not_an_error(tmp_path):
@@ -174,9 +191,9 @@ def test_a_damaged_one_is_passed_over_and_named_and_replaced(tmp_path):
         os.truncate(tmp_path / f"step-000000{step}" / "model.safetensors", 100)
     found = newest(tmp_path)
     assert found[:2] == (tmp_path / "step-00000008", 8) and list(found.damaged) == [12, 10]
-    assert "step-00000012/model.safetensors: expected" in found.damaged[12] and "found 100" in found.damaged[12]
+    assert "step-00000012/model.safetensors: its 100 bytes are not those of MANIFEST.json" in found.damaged[12]
     save(tmp_path, 10, keep=3)
-    assert newest(tmp_path)[:2] == (tmp_path / "step-00000010", 10) and holds(load(newest(tmp_path).path), 10)
+    assert newest(tmp_path).path == tmp_path / "step-00000010" and holds(newest(tmp_path), 10)
     assert not leftovers(tmp_path)
 
 
@@ -197,7 +214,7 @@ def test_stray_names_and_leftovers_are_never_counted_and_leftovers_are_cleaned(t
                  "step-12", "step-000000013", "step-00000014x", "xstep-00000015", "step-00000016.tmp",
                  "step-0000001\u0667", "STEP-00000018"):
         shutil.copytree(run_dir / "step-00000001", run_dir / name)
-        refused(load, run_dir / name)
+        refused(check, run_dir / name)
     (run_dir / ".tmp-step-00000019-0123456789abcdef").symlink_to(outside)
     (run_dir / ".trash-step-00000019-0123456789abcdef").touch()
     deep = run_dir / ".tmp-step-00000020-0123456789abcdef" / "deeper"
@@ -212,37 +229,23 @@ def test_stray_names_and_leftovers_are_never_counted_and_leftovers_are_cleaned(t
     assert (outside / "precious").read_text() == "x"
 
 
-def test_a_valid_checkpoint_that_is_there_already_is_trusted(tmp_path, monkeypatch):
+def test_a_valid_checkpoint_that_is_there_already_is_trusted_and_another_runs_never_replaced(tmp_path, monkeypatch):
     save(tmp_path, 1)
     before = contents(save(tmp_path, 2))
-    written = []
-    monkeypatch.setattr(checkpoint, "hashed_file", written.append)
+    monkeypatch.setattr(checkpoint, "hashed_file", None)
     save(tmp_path, 2, keep=1)
-    assert not written and contents(tmp_path / "step-00000002") == before and step_names(tmp_path) == ["step-00000002"]
-
-
-def test_another_runs_checkpoint_is_never_replaced(tmp_path):
-    before = contents(save(tmp_path, 2))
+    assert contents(tmp_path / "step-00000002") == before and step_names(tmp_path) == ["step-00000002"]
     message = refused(lambda path: checkpoint.save(path, 2, run="other", keep=1, **state(2)), tmp_path)
     assert RUN in message and "other" in message and contents(tmp_path / "step-00000002") == before
 
 
-def test_tensors_must_match_exactly(tmp_path):
-    model = state(1)["tensors"]["model"]
-    check_tensors(load(save(tmp_path, 1)).tensors["model"], model, tmp_path)
-    check_tensors(model, {name: tensor.to("meta") for name, tensor in model.items()}, tmp_path)
-    for other, expected in (({"w": model["w"]}, "b is missing"), ({**model, "x": model["w"]}, "x is not expected"),
-                            ({**model, "b": model["b"].float()}, "b is float32[7], expected bfloat16[7]"),
-                            ({**model, "w": model["w"].T}, "w is float32[8, 16], expected float32[16, 8]")):
-        assert expected in refused(lambda loaded: check_tensors(loaded, model, tmp_path), other)
-    many = refused(lambda loaded: check_tensors(loaded, {f"n{i}": model["w"] for i in range(9)}, tmp_path), {})
-    assert many.count("is missing") == 5 and "n4" in many and "n5" not in many and "4 more" in many
-    assert str(tmp_path) in many
-    for value in (float("nan"), float("-inf")):
-        spoiled = {**model, "w": model["w"].clone()}
-        spoiled["w"][3, 2] = value
-        found = refused(lambda loaded: check_tensors(loaded, model, tmp_path), spoiled)
-        assert found.startswith(f"weights that are not finite: {tmp_path}: w;")
+def test_latest_is_a_service_and_not_needed(tmp_path):
+    (tmp_path / "latest").mkdir()
+    save(tmp_path, 1)
+    assert newest(tmp_path).step == 1
+    (tmp_path / "latest").rmdir()
+    (tmp_path / "latest").symlink_to("step-00000099")
+    assert newest(tmp_path).step == 1
 
 
 # Crashes and power losses: what is there before, and the save that dies.
@@ -275,10 +278,7 @@ def leftovers_of_crashes(run_dir):
 
 SAVES = {"first": (nothing, 1, 2), "later": (one, 2, 2), "retention": (two, 3, 1), "overwrite": (damaged_target, 2, 1),
          "leftovers": (leftovers_of_crashes, 2, 1), "again": (two, 2, 1)}
-
-
-BY_DEFAULT = [("first", "names"), ("later", "nothing"), ("retention", "all"), ("overwrite", "names"),
-              ("leftovers", "nothing"), ("again", "all")]
+BY_DEFAULT = [("later", "nothing"), ("retention", "all"), ("overwrite", "names")]
 
 
 @pytest.mark.parametrize(("case", "loss"), [*BY_DEFAULT, *rest(*(
@@ -302,7 +302,7 @@ def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(processes, tmp_pa
         if found is None:
             assert old is None
         else:
-            assert holds(load(found.path), found.step)
+            assert holds(found, found.step)
             assert not found.damaged or case == "overwrite"
         save(run_dir, step + 1, keep=1)  # the next save works and cleans up
         assert newest(run_dir) == (run_dir / f"step-{step + 1:08d}", step + 1, RUN, {})
@@ -314,7 +314,7 @@ def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(processes, tmp_pa
     assert outcomes == [old] * new + [step] * (last - new)
 
 
-# Corruption.
+# Damage
 
 
 def corruptions(seed, count, files, other):
@@ -325,26 +325,21 @@ def corruptions(seed, count, files, other):
         name = draw.choice(sorted(files))
         data = bytearray(files[name])
         at = draw.randrange(len(data))
-        kind = draw.choice(["flip", "flip", "flip", "cut", "zero", "ones", "append", "insert", "swap", "other", "move",
-                            "drop", "add", "rename", "empty"])
+        kind = draw.choice(["flip", "flip", "flip", "cut", "zero", "append", "insert", "swap", "other", "drop", "add",
+                            "rename"])
         if kind == "flip":
             data[at] ^= 1 << draw.randrange(8)
         elif kind == "cut":
             data = data[:at]
-        elif kind in ("zero", "ones"):
+        elif kind == "zero":
             length = min(draw.choice([1, 64, 512, 4096]), len(data) - at)
-            data[at:at + length] = (b"\0" if kind == "zero" else b"\xff") * length
+            data[at:at + length] = b"\0" * length
         elif kind == "append":
             data += draw.choice([b"\0", b"\n", b" ", draw.randbytes(4096), bytes(data)])
         elif kind == "insert":
             data[at:at] = draw.choice([b" ", b"\0", draw.randbytes(3)])
         elif kind == "other":
             data = bytearray(other[name])
-        elif kind == "move":
-            end, to = sorted([draw.randrange(len(data)), draw.randrange(len(data))])
-            data = data[:end] + data[to:] + data[end:to]
-        elif kind == "empty":
-            data = bytearray()
         changed[name] = bytes(data)
         if kind == "swap":
             with_name = draw.choice(sorted(files))
@@ -375,17 +370,17 @@ def test_random_corruptions_are_never_loaded(tmp_path):
     good, other = contents(save(tmp_path / "both", 2)), contents(tmp_path / "both" / "step-00000001")
     only, both = (tmp_path / run_dir / "step-00000002" for run_dir in ("only", "both"))
     reached = set()
-    for kind, name, changed in corruptions(seed=7, count=300, files=good, other=other):
+    for kind, name, changed in corruptions(seed=7, count=200, files=good, other=other):
         put(only, changed)
         put(both, changed)
-        assert refused(load, only).startswith("damaged checkpoint: ")
+        assert refused(check, only).startswith("damaged checkpoint: ")
         assert "step-00000002" in refused(newest, only.parent)
         found = newest(both.parent)
         assert found.step == 1 and list(found.damaged) == [2]
         reached.add((kind, name))
-    assert len(reached) > 50
+    assert len(reached) > 40
     put(only, good)
-    assert holds(load(only), 2) and newest(only.parent) == (only, 2, RUN, {})  # it was the corruption that was refused
+    assert holds(check(only), 2) and newest(only.parent) == (only, 2, RUN, {})  # it was the corruption that was refused
 
 
 def test_a_whole_checkpoint_under_another_name_is_refused(tmp_path):
@@ -396,144 +391,62 @@ def test_a_whole_checkpoint_under_another_name_is_refused(tmp_path):
     assert "expected step 2 of a run, found step 1" in refused(newest, tmp_path)
 
 
-def count_opened(monkeypatch):
-    """The names that `os.open` is given from now on."""
-    opened, real = [], os.open
-
-    def counted(name, *args, **kwargs):
-        opened.append(str(name))
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", counted)
-    return opened
-
-
-def test_the_bytes_that_were_checked_are_the_bytes_that_are_parsed(tmp_path, monkeypatch):
-    path = save(tmp_path, 1)
-    opened = count_opened(monkeypatch)
-    assert holds(load(path), 1)
-    names = [MANIFEST, *state(1)["files"], "model.safetensors", "optimizer.safetensors"]
-    assert sorted(opened) == sorted(str(path / name) for name in names)
-
-
-def forged(path, change):
-    """A manifest that is its own valid SHA-256, as nobody but an attacker would write it."""
-    content = json.loads((path / MANIFEST).read_text())
-    del content["sha256"]
-    (path / MANIFEST).write_bytes(checkpoint._manifest(content if (changed := change(content)) is None else changed))
-
-
-def entry_of(data):
-    return {"bytes": len(data), "sha256": checkpoint.hashlib.sha256(data).hexdigest()}
-
-
 def test_what_is_no_file_is_refused(tmp_path):
     path = save(tmp_path / "run", 1)
     config = path / "config.json"
-    os.rename(config, tmp_path / "elsewhere")
-
-    def both(expected):
-        assert expected in refused(load, path) and expected in refused(newest, path.parent)
-
-    both("'config.json' is missing")
-    config.symlink_to(tmp_path / "nowhere")
-    both("config.json: cannot be read")
-    config.unlink()
-    os.mkfifo(config)
-    both("config.json: cannot be read (not a regular file)")
-    config.unlink()
-    config.mkdir()
-    both("config.json: cannot be read")
-    config.rmdir()
-    os.rename(tmp_path / "elsewhere", config)
-    assert holds(load(path), 1)
-    os.rename(path, tmp_path / "real")
+    for make, expected in ((config.touch, "config.json: its 0 bytes"), (lambda: None, "'config.json' is missing"),
+                           (lambda: config.symlink_to(tmp_path / "nowhere"), "config.json: cannot be read"),
+                           (lambda: os.mkfifo(config), "config.json: cannot be read (not a regular file)")):
+        config.unlink(missing_ok=True)
+        make()
+        assert expected in refused(check, path) and expected in refused(newest, path.parent)
+    shutil.rmtree(path)
     path.touch()
-    both("step-00000001: cannot be read")
-    path.unlink()
-    refused(load, path)
+    assert "step-00000001: cannot be read" in refused(newest, path.parent)
 
 
 @pytest.mark.parametrize("change", [
     lambda c: {}, lambda c: {**c, "run": 1}, lambda c: {**c, "format": "1"}, lambda c: {**c, "step": 2},
-    lambda c: {**c, "files": []},
-    lambda c: {**c, "files": {}}, lambda c: {**c, "files": {name: 1 for name in c["files"]}},
-    lambda c: c["files"].update({"../x": entry_of(b"outside")}),
-    *(lambda c, key=key, value=value: c["files"]["config.json"].update({key: value})
-      for key, value in [("bytes", -1), ("bytes", None), ("sha256", 1), ("sha256", "0" * 64), ("sha256", "A" * 10**5)]),
-])
+    lambda c: {**c, "files": []}, lambda c: {**c, "files": {name: 1 for name in c["files"]}},
+    lambda c: {**c, "files": {**c["files"], "../x": c["files"]["config.json"]}}])
 def test_manifests_that_say_something_else_are_refused(tmp_path, change):
     path = save(tmp_path, 1)
-    forged(path, change)
-    assert len(refused(load, path)) < 500
+    content = json.loads((path / MANIFEST).read_text())
+    del content["sha256"]
+    (path / MANIFEST).write_bytes(checkpoint._manifest(change(content)))
+    (tmp_path / "x").write_bytes((path / "config.json").read_bytes())
+    assert len(refused(check, path)) < 500
     refused(newest, tmp_path)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"null", b"[" * 10**5, b"\xff\xfe", b'{"sha256": NaN}', b" " * (2 << 20)],
-                         ids=range(7))
-def test_whatever_stands_in_a_manifest_is_refused(tmp_path, raw):
+def test_whatever_stands_in_a_manifest_is_refused(tmp_path):
     path = save(tmp_path, 1)
     good = (path / MANIFEST).read_bytes()
-    (path / MANIFEST).write_bytes(raw)
-    assert MANIFEST in refused(load, path) and MANIFEST in refused(newest, tmp_path)
-    for spelling in (good + b"\n", b"\xef\xbb\xbf" + good, good.replace(b'"run"', b'"format": 1, "run"'),
-                     good.replace(b"\n", b"\r\n"), json.dumps(json.loads(good)).encode()):
-        (path / MANIFEST).write_bytes(spelling)
-        assert MANIFEST in refused(load, path)
+    for raw in (b"", b"{}", b"null", b"[" * 10**5, b"\xff\xfe", b'{"sha256": NaN}', b" " * (2 << 20), good + b"\n",
+                good.replace(b'"run"', b'"format": 1, "run"'), json.dumps(json.loads(good)).encode()):
+        (path / MANIFEST).write_bytes(raw)
+        assert MANIFEST in refused(check, path) and MANIFEST in refused(newest, tmp_path)
+    (path / MANIFEST).write_bytes(checkpoint._manifest({"format": 7, "anything": [1, 2]}))
+    assert "newer" in refused(check, path) and "format 7" in refused(newest, tmp_path)
 
 
-def test_a_newer_format_is_refused_with_the_version_it_needs(tmp_path):
-    path = save(tmp_path, 1)
-    forged(path, lambda content: {"format": 7, "anything": [1, 2]})
-    assert "newer" in refused(load, path) and "format 7" in refused(load, path)
-    assert "format 7" in refused(newest, tmp_path)
-
-
-def header(text):
-    return len(text).to_bytes(8, "little") + text.encode() + bytes(12)
-
-
-ATTACKS = [
-    b"", (2**63).to_bytes(8, "little"), b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.",
-    header('{"a":{"dtype":"F32","shape":[4294967296,4294967296,3],"data_offsets":[0,12]}}'),
-    header('{"a":{"dtype":"F99","shape":[3],"data_offsets":[0,12]}}'), header("[]")]
-
-
-@pytest.mark.parametrize("data", ATTACKS, ids=range(len(ATTACKS)))
-def test_tensor_files_that_are_none_are_refused(tmp_path, data):
-    path = save(tmp_path, 1)
-    (path / "model.safetensors").write_bytes(data)
-    forged(path, lambda content: content["files"].update({"model.safetensors": entry_of(data)}))
-    assert "model.safetensors: cannot be parsed" in refused(load, path)
-
-
-def test_a_document_that_is_no_text_is_refused(tmp_path):
-    path = save(tmp_path, 1)
-    (path / "config.json").write_bytes(b"\xff")
-    forged(path, lambda content: content["files"].update({"config.json": entry_of(b"\xff")}))
-    assert "config.json: cannot be parsed" in refused(load, path)
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES, None])
 @pytest.mark.parametrize("call", ["open", "listdir"])
-def test_a_disk_that_fails_while_loading_is_one_line(tmp_path, monkeypatch, call, number):
+def test_a_disk_that_fails_while_loading_is_one_line(tmp_path, monkeypatch, call):
     path = save(tmp_path, 1)
 
     def fail(*args, **kwargs):
-        raise OSError(number, os.strerror(number)) if number else MemoryError
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        messages = refused(load, path), refused(newest, tmp_path)
-    assert all((os.strerror(number) if number else "MemoryError") in message for message in messages)
+        messages = refused(check, path), refused(newest, tmp_path)
+    assert all(os.strerror(errno.EIO) in message for message in messages)
 
 
-# Saves that fail.
+# Saves that fail
 
 
-@pytest.mark.parametrize(("number", "lasting"), [
-    (errno.EIO, False), (errno.ENOSPC, True),
-    *rest((errno.EIO, True), (errno.ENOSPC, False), (errno.EROFS, False), (errno.EROFS, True))])
+@pytest.mark.parametrize(("number", "lasting"), [(errno.ENOSPC, True), *rest((errno.EIO, False))])
 def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, monkeypatch, number, lasting):
     """Each operation of a save fails, once or from then on; what only removes goes on working on a full disk."""
     two(tmp_path / "before")
@@ -559,9 +472,8 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
                 message = str(error)
                 assert error.exit_code == 6 and "\n" not in message
                 assert str(run_dir / "step-00000003") in message and os.strerror(number) in message
-                assert number != errno.ENOSPC or ("bytes needed" in message and "free)" in message)
         found = newest(run_dir)
-        assert found.step in (2, 3) and holds(load(found.path), found.step) and not found.damaged
+        assert found.step in (2, 3) and holds(found, found.step) and not found.damaged
         assert found.step == 3 or lasting or not [name for name in leftovers(run_dir) if name.startswith(".tmp-step")]
         save(run_dir, 3, keep=1)
         assert newest(run_dir).step == 3 and not leftovers(run_dir) and step_names(run_dir) == ["step-00000003"]
@@ -572,7 +484,7 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
 def test_a_disk_that_is_really_full(processes, tmp_path):
     save(tmp_path, 1)
     size = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir())
-    for limit in range(0, 700, 50):
+    for limit in range(0, 700, 100):
         status, message = processes.run("save_limited", run_dir=tmp_path, step=2, limit=limit)
         assert status == 6 and "step-00000002: File too large" in message
         needed = int(message.split("(")[1].split()[0].replace(",", ""))
@@ -599,16 +511,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
             function(tmp_path / "file" / "run")
 
 
-def test_latest_is_a_service_and_not_needed(tmp_path):
-    (tmp_path / "latest").mkdir()
-    save(tmp_path, 1)
-    assert newest(tmp_path).step == 1
-    (tmp_path / "latest").rmdir()
-    (tmp_path / "latest").symlink_to("step-00000099")
-    assert newest(tmp_path).step == 1
-
-
-# The lock.
+# The lock
 
 
 def test_a_second_holder_is_told_who_holds_the_run(tmp_path):
@@ -623,9 +526,8 @@ def test_a_second_holder_is_told_who_holds_the_run(tmp_path):
 
 
 def test_one_of_many_wins_each_race(processes, tmp_path):
-    for race in range(10):
-        run_dir = tmp_path / str(race // 2) / "run"  # made by the racers, then there already
-        assert processes.run("race", run_dir=run_dir, racers=6) == [1, ""]
+    for race in range(2):
+        assert processes.run("race", run_dir=tmp_path / "made" / "run", racers=5) == [1, ""], race
 
 
 @pytest.mark.parametrize("orphan", [False, True])
@@ -667,13 +569,8 @@ def test_a_strange_lock_file_is_one_line(tmp_path):
 def test_no_pickle_is_reachable():
     """Nothing in the package reads or writes a file of a kind that can carry code. Only `data/workers.py` pickles what
     it sends through a pipe to processes that it has started itself."""
-    banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-    calls = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec", "__import__"}
-    pipes = Path(lineartime.__file__).parent / "data" / "workers.py"
-    for path in Path(lineartime.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom) and path != pipes:
-                modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-                assert not banned & {module.split(".")[0] for module in modules}, f"{path}:{node.lineno}"
-            if isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in calls, f"{path}:{node.lineno}"
+    banned = re.compile(r"^\s*(import|from) (pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
+                        r"|(?<![\w.])((torch|np|numpy)\.load|torch\.save|eval|exec|__import__)\(", re.M)
+    package = Path(lineartime.__file__).parent
+    found = [path.relative_to(package) for path in package.rglob("*.py") if banned.search(path.read_text())]
+    assert found == [Path("data/workers.py")]

@@ -351,8 +351,7 @@ def test_two_processes_end_in_the_bits_of_one(root: Path, tmp_path: Path, warm_c
     codes = ranks.run(2, ["train", "--from", root / "run", "--data", data, "--out", tmp_path / "two", "--device", "cpu",
                           *itertools.chain.from_iterable(("--set", word) for word in words)])
     assert codes == [0, 0], ranks.printed()
-    one, two = (checkpoint.joined(checkpoint.load((tmp_path / name / "latest").resolve()), "model")
-                for name in ("one", "two"))
+    one, two = (checkpoint.read_whole(tmp_path / name / "latest", "model") for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
     stored = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "two")]
