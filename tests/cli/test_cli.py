@@ -1,5 +1,7 @@
 """The command line as a person meets it: every verb, every refusal in one line, nothing heavy imported too soon."""
 
+import errno
+import io
 import json
 import os
 import resource
@@ -18,6 +20,7 @@ from command_line import call as call  # a fixture
 from lineartime.atomic_io import hash_of
 from lineartime.cli.exits import exit_code
 from lineartime.data.tokens import _digest
+from lineartime.errors import UsageError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 SMALL = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8",
@@ -293,6 +296,23 @@ def test_the_stack_of_cpp_is_left_out(capsys: pytest.CaptureFixture[str]) -> Non
 
     assert exit_code(end) == 1
     assert capsys.readouterr().err == "error: internal: RuntimeError: it failed; run again with --debug and report it\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_full_stderr_changes_no_exit_code(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def end() -> None:
+        raise UsageError("it is wrong")
+
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lineartime.cli.exits.speaks_first", lambda ranks, error: True)
+    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(sys, "__stderr__", Full())  # where ranks above 0 write
+    assert exit_code(end) == 2
 
 
 WORDS = st.sampled_from(["", *"""prepare train evaluate generate info plot decode flash --out --data --set

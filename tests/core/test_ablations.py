@@ -15,6 +15,7 @@ from lineartime.errors import UsageError
 from lineartime.layers import SequenceInfo, cu_seqlens, sequence_info
 from lineartime.memory import ReadNorm
 from lineartime.model import LanguageModel
+from lineartime.ops.memory import write_gate
 from lineartime.ops.reference import make_heads, rotary, split_uvz
 from marks import rest
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, FLASH, FLASH_QUAD, UNPACKED, case_of, random_ids, random_model
@@ -229,6 +230,13 @@ def test_learned_weights_read_the_chunks_before() -> None:
     bias = weights["out_proj.bias"]
     n_before = torch.arange(4 * CHUNK) // CHUNK
     assert error(found - bias, (wanted - bias) * n_before[:, None]) <= EXACT
+
+
+def test_gates_of_short_types_are_made_in_float32() -> None:
+    """The sums of thousands of them divide what is read."""
+    made = torch.randn(1026, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gate_BTH, exact_BTH = (write_gate(x[None, :1024], x[1024], x[1025, :2]) for x in (made, made.double()))
+    assert gate_BTH.dtype == torch.float32 and (gate_BTH - exact_BTH).abs().max() < 1e-6
 
 
 def test_what_is_read_has_the_size_of_its_gain_however_small_it_was() -> None:

@@ -597,6 +597,10 @@ def test_what_trl_asks_of_a_model(hf):
     assert hf.training == trunk.training and type(hf) is LineartimeForCausalLM
 
 
+def test_serve_finds_the_class_in_transformers():
+    assert transformers.LineartimeForCausalLM is LineartimeForCausalLM
+
+
 def test_labels_of_smoothing_are_shifted(hf):
     """As Trainer asks for it: by the name of the class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

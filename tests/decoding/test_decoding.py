@@ -125,7 +125,8 @@ def test_prompts_are_read_in_pieces(name: str, piece: int, monkeypatch: pytest.M
         logits_BV = generate.decode_step(model, next_B, state)
 
 
-@EVERY_MODEL
+@pytest.mark.parametrize("name", [*(case_of(name) for name in CONFIGS if name != "flash-quad key conv"),
+                                  "flash-quad key conv"])  # its cache of keys and values has more beside them
 @torch.no_grad()
 def test_a_snapshot_does_not_change(name: str) -> None:
     """Whatever the state reads after it, in one piece and as a single token."""

@@ -5,11 +5,14 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
+from functools import cache
 
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed import DistStoreError
 
 from lineartime import checkpoint
 from lineartime.distributed.ranks import Ranks, connected, speaks_first
@@ -157,6 +160,25 @@ def test_a_rank_that_is_lost_while_it_connects_is_named(data, ranks, tmp_path):
     ranks.start(2, [*command(data, tmp_path / "run", **SIZES), "--rank-timeout", 3], rank_1=["--help"])
     assert ranks.end() == [7, 0], ranks.printed()
     assert len(ranks.errors()) == 1 and "a rank was lost: rank 1 of 2" in ranks.errors()[0]
+
+
+def test_a_store_that_never_answers_is_left_and_said(monkeypatch):
+    """PyTorch would wait for it without end. And no group is destroyed that was never made, whose error would hide
+    this one."""
+    left = threading.Event()
+
+    def silent():
+        left.wait(10)
+        raise DistStoreError
+
+    monkeypatch.setattr("lineartime.distributed.ranks.open_store", cache(silent))
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="a rank was lost: rank 0 or its machine"), connected(timeout_s=0.1):
+        raise AssertionError
+    assert time.monotonic() - began < 9
+    left.set()
 
 
 def test_rank_1_speaks_where_rank_0_and_the_store_are_lost(data, cold_ranks, tmp_path):

@@ -1,5 +1,6 @@
 """On which devices kernels run, with which tiles, and what is too large for them; no GPU is needed."""
 
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -67,6 +68,17 @@ def test_tiles_are_those_of_the_shared_memory(major, kib, kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert dispatch.tile_class(torch.device("cuda")) == kind
     assert dispatch.tile_class(torch.device("cpu")) == "large"
+
+
+@pytest.mark.parametrize("kind", ["small", "hopper", "large"])
+def test_tiles_are_copied_while_others_are_multiplied_and_no_product_is_made_twice(kind):
+    """With two stages Triton waits for every copy, and a warp has 16 rows: `test_kernel_resources` sees both in the
+    compiled kernels."""
+    for dtype, causal in itertools.product((torch.bfloat16, torch.float16), (True, False)):
+        parts = [mixed_chunk.attention_tiles(dtype, causal, of, kind) for of in ("out", "queries", "keys")]
+        for tiles in (mixed_chunk.state_tiles(dtype, kind), *parts):
+            assert tiles.n_stages >= 3
+            assert 16 * tiles.n_warps <= tiles.rows or (kind == "small" and not causal)
 
 
 def test_rocm_runs_the_reference(monkeypatch):
