@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,12 +55,12 @@ class Run:
         run; CheckpointError if the run there has lost its description."""
         self.out, self.config, self.ranks = out, config, ranks
         self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
-        self.waiting = ""
-        """Metrics lines that could not be written yet."""
         self.best: int | None = None
         """The step whose checkpoint is kept, see `best_so_far`."""
-        self.whole: int | None = None
-        """Bytes of the metrics before a line that could not be written, a part of which may be there."""
+        self.waiting = ""
+        """Lines of the metrics that could not be written yet."""
+        self.end: int | None = None
+        """Bytes of the metrics' whole lines; behind them may be what a full disk left of one."""
 
     @property
     def is_sharded(self) -> bool:
@@ -200,26 +199,17 @@ class Run:
             return
         path, warned = self.out / METRICS_FILE, bool(self.waiting)
         self.waiting += json.dumps(record) + "\n"
-        # A line that is cut off by a full disk is taken back at once, or before the next one.
         try:
-            with open(path, "ab", buffering=0, opener=lambda name, flags: os.open(
-                    name, flags | os.O_NONBLOCK, 0o666)) as file:  # a pipe is not waited for
-                self.drop_half_line()
-                self.whole = file.seek(0, os.SEEK_END) if path.is_file() else None
+            with open(path, "ab", buffering=0) as file:
+                self.end = file.tell() if self.end is None else self.end
+                if file.tell() > self.end:
+                    file.truncate(self.end)
                 if file.write(self.waiting.encode()) < len(self.waiting):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.waiting, self.whole = "", None
+                self.waiting, self.end = "", file.tell()
         except OSError as e:
-            with suppress(OSError):
-                self.drop_half_line()
             if not warned:
                 logger.warning(f"metrics not written: {path}; {e.strerror}")
-
-    def drop_half_line(self) -> None:
-        """Remove what `log` could write of a line. Raises OSError."""
-        path = self.out / METRICS_FILE
-        if self.whole is not None and path.stat().st_size > self.whole:
-            os.truncate(path, self.whole)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line. Raises
@@ -257,29 +247,11 @@ def index_of(stem: str, model: LanguageModel, places: Sequence[dict[str, list[in
     return index
 
 
-POSITIVE = "a number above 0"
-TRAINED = {"step": int, "loss": float, "learning_rate": float,
-           "clock": {"time": POSITIVE, "tokens_per_s": POSITIVE, "cpu_s": float}}
-SCORED = {"step": int, "held_out": {"loss": float}, "clock": {"time": POSITIVE}}
-BLOCKS = [{"first": POSITIVE, "last": POSITIVE, "loss": float}]
-"""The fields and their types of a line of metrics, of one with a score, and of the losses by position."""
-
-
-def require_fields(value: Any, kind: Any, name: str = "it") -> None:
-    """Raise ValueError, with the name of the first that is wrong, unless a JSON value has the fields of a table, each
-    of its type: float is any finite number, None anything. There may be more fields."""
-    if isinstance(kind, dict) and isinstance(value, dict):
-        for field, each in kind.items():
-            require_fields(value.get(field), each, field)
-    elif isinstance(kind, list) and isinstance(value, list):
-        for each in value:
-            require_fields(each, kind[0], name)
-    elif kind in (float, POSITIVE):
-        is_number = type(value) in (int, float) and abs(value) < sys.float_info.max
-        if not is_number or (kind == POSITIVE and value <= 0):
-            raise ValueError(f"{name} is no {kind if kind == POSITIVE else 'number'}")
-    elif kind is not None and type(value) is not kind:
-        raise ValueError(f"{name} is missing or of a wrong type")
+def require_numbers(*values: Any, positive: bool = False) -> None:
+    """Raise ValueError or ArithmeticError unless all values of a JSON file are finite numbers, or such above 0."""
+    for value in values:
+        if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
+            raise ValueError(f"{value!a:.40} is no {'number above 0' if positive else 'number'}")
 
 
 @contextmanager
@@ -287,7 +259,9 @@ def damaged(path: Path) -> Iterator[None]:
     """Raise a CheckpointError for the file where the block finds a wrong value."""
     try:
         yield
-    except (ValueError, UsageError) as e:
+    except KeyError as e:
+        raise CheckpointError("damaged", path, f"{e} is missing") from None
+    except (ValueError, TypeError, AttributeError, ArithmeticError, UsageError) as e:
         raise CheckpointError("damaged", path, str(e)) from None
 
 
@@ -298,7 +272,8 @@ def read_run(out: Path) -> dict[str, Any]:
         raise UsageError("not a run", out, "give the --out folder of `lineartime train`")
     run = read_json(out / RUN_FILE)
     with damaged(out / RUN_FILE):
-        require_fields(run, {"id": str, "preset": str, "task": str, "data": str, "model": {}, "train": {}})
+        if not all(isinstance(run[name], str) for name in ("id", "preset", "task", "data")):
+            raise ValueError("its id, preset, task or data is no text")
         return run | {"model": to_dict(replace_fields(ModelConfig(), run["model"])),
                       "train": to_dict(stored_train(run["train"]))}
 
@@ -307,8 +282,14 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without a last line that was cut off. Raises DataError for any other line that is damaged.
     """
     def parse(record: Any) -> dict[str, Any]:
-        require_fields(record, SCORED if "held_out" in record else TRAINED)
-        if record["step"] < 0 or record["clock"]["time"] > MAX_TIME:
+        clock = record["clock"]
+        if "held_out" in record:
+            require_numbers(record["held_out"]["loss"])
+        else:
+            require_numbers(record["loss"], record["learning_rate"], clock["cpu_s"])
+            require_numbers(clock["tokens_per_s"], positive=True)
+        require_numbers(clock["time"], positive=True)
+        if type(record["step"]) is not int or record["step"] < 0 or clock["time"] > MAX_TIME:
             raise ValueError("its step or its time is impossible")
         return record
 
@@ -331,10 +312,12 @@ def read_result(out: Path) -> dict[str, Any]:
     """A completed run's result. Raises CheckpointError if it is missing, damaged, or of another run."""
     run, result = read_run(out), read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
-        of_questions = {"loss": float, "exact_match": float, "f1": float}
-        require_fields({"peak_mib": 0.0, **result}, {"steps": int, "peak_mib": float, **(
-            {"held_out": {"loss": float}} if "held_out" in result else of_questions)})
-        require_fields(result.get("held_out", {}).get("loss_by_position", []), BLOCKS)
+        scores = result.get("held_out", result)
+        require_numbers(result.get("peak_mib", 0), *(scores[name] for name in (
+            ["loss"] if "held_out" in result else ["loss", "exact_match", "f1"])))
+        for block in scores.get("loss_by_position", []):
+            require_numbers(block["first"], block["last"], positive=True)
+            require_numbers(block["loss"])
         if result.get("run", run["id"]) != run["id"] or result["steps"] != run["train"]["steps"]:
             raise ValueError(f"it is the result of another run than that of {RUN_FILE}")  # older ones have no id
     return result
@@ -344,12 +327,14 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
     """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is missing or damaged."""
     result = read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
-        rate = {"score": float, "best_step": float} if "task" in result else {"exact_match": float, "f1": float}
-        require_fields(result, {"best": str, "learning_rates": {}, "fine_tuning": {"train": {}}, **(
-            {} if "task" in result else {"word_overlap": rate})})
-        require_fields([*result["learning_rates"].values()], [rate])
-        require_fields([*result["fine_tuning"]["train"].values()], [{}])
-        if result["best"] not in [f"lr-{each}" for each in result["learning_rates"]]:
+        rates, names = result["learning_rates"], ("score", "best_step")
+        if "task" not in result:
+            names = ("exact_match", "f1")
+            require_numbers(*(result["word_overlap"][name] for name in names))
+        require_numbers(*(each[name] for each in rates.values() for name in names))
+        if not all(isinstance(each, dict) for each in result["fine_tuning"]["train"].values()):
+            raise ValueError("its settings are no table")
+        if result["best"] not in [f"lr-{each}" for each in rates]:
             raise ValueError("it names no best run")
     return result
 

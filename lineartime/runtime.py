@@ -80,28 +80,29 @@ def choose_allocator(give_back: bool = False) -> str:
 
 def available_bytes() -> int | None:
     """Memory that processes can have without swapping. None on other systems than Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
+    return bytes_of("/proc/meminfo", "MemAvailable")
 
 
-def rss_bytes(name: str = "VmRSS") -> int | None:
-    """A field of `/proc/self/status` in bytes: by default the memory of this process. None on other systems."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
-    except (OSError, StopIteration):
-        return None
+def rss_bytes() -> int | None:
+    """The memory of this process. None on other systems than Linux."""
+    return bytes_of("/proc/self/status", "VmRSS")
 
 
 def peak_rss_bytes() -> int:
     """The peak memory of this process. On Linux not `ru_maxrss`, which starts at the parent's."""
-    peak = rss_bytes("VmHWM")
+    peak = bytes_of("/proc/self/status", "VmHWM")
     if peak is not None:
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def bytes_of(path: str, name: str) -> int | None:
+    """A line `name: N kB` of a file of the system, in bytes; None where it is not."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    except (OSError, StopIteration):
+        return None
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -1,6 +1,7 @@
 """Training: one step by its equations, what may not change the result, and what a fault may not spoil."""
 
 import errno
+import io
 import itertools
 import json
 import math
@@ -14,12 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from benchmarks.paper import runner
 from lineartime import checkpoint, objectives, training
-from lineartime.atomic_io import _hidden, write_atomically
+from lineartime.atomic_io import _hidden
 from lineartime.cli import terminal, verbs
 from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
@@ -103,19 +101,6 @@ def test_the_learning_rate_of_the_tables():
     assert {step: learning_rate_at(step, paper) for step in expected} == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=30)
-@given(steps=st.integers(1, 60), share=st.floats(0, 1))
-def test_the_learning_rate_rises_to_the_peak_then_falls_and_is_never_zero(steps, share):
-    warmup = int(steps * share)
-    config = TrainConfig(steps=steps, warmup_steps=warmup, learning_rate=3.0)
-    rates = [learning_rate_at(step, config) for step in range(steps)]
-    assert min(rates) > 0 and max(rates) == pytest.approx(3.0)
-    rises = [b - a for a, b in itertools.pairwise(rates[:warmup])]
-    falls = [a - b for a, b in itertools.pairwise(rates[warmup:])]
-    assert rises == pytest.approx([3.0 / max(warmup, 1)] * len(rises))
-    assert falls == pytest.approx([3.0 / max(steps - warmup, 1)] * len(falls))
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_matrices_and_embeddings_decay_and_nothing_else(preset):
     heads = {} if PRESETS[preset].ffn == "gau" else {"n_heads": 2}
@@ -187,8 +172,6 @@ def test_a_run_is_the_equations(float64, data, tmp_path):
 # Clipping and micro-batches
 
 ROWS = random_ids(8, 25)
-MICRO_BATCHES = st.sampled_from([1, 2, 4, 8])
-ANY_MODEL = st.sampled_from(["flash", "flash-quad", "transformer++"])
 
 
 def gradient_of(name, rows, model=None, **changes):
@@ -199,32 +182,6 @@ def gradient_of(name, rows, model=None, **changes):
                             "micro_batch_tokens": per_micro_batch * (rows.shape[1] - 1), **changes})
     loss, norm = compute_gradient(model, NextToken(None, None, None), [rows], per_micro_batch, config)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), loss, norm
-
-
-@settings(max_examples=12)
-@given(ANY_MODEL, MICRO_BATCHES, st.sampled_from(["local", "global"]))
-def test_without_clipping_micro_batches_add_up_to_the_batch(name, per, scope):
-    whole = gradient_of(name, ROWS, clip=None)[0]
-    found = gradient_of(name, ROWS, per=per, clip=None, clip_scope=scope)[0]
-    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12 * whole.abs().max().item())
-
-
-def test_local_differs_from_global_and_depends_on_the_micro_batch():
-    local, same, other, one, globally = (gradient_of("flash", ROWS, **changes)[0] for changes in (
-        {"per": 2}, {"per": 2, "steps": 7, "warmup_steps": 0, "seed": 1, "save_every": 1, "eval_every": 1},
-        {"per": 4}, {"per": 8}, {"per": 2, "clip_scope": "global"}))
-    assert torch.equal(local, same)
-    assert (local - other).norm() > 1e-3 * local.norm() and (local - globally).norm() > 1e-3 * local.norm()
-    torch.testing.assert_close(one, globally, rtol=1e-12, atol=1e-14)  # one micro-batch: the two are one
-
-
-@settings(max_examples=10)
-@given(ANY_MODEL, st.permutations(range(4)), st.tuples(*[st.booleans()] * 4))
-def test_local_clipping_sees_neither_the_order_of_micro_batches_nor_of_their_rows(name, order, flips):
-    micro = ROWS.split(2)
-    shuffled = torch.cat([micro[i].flip(0) if flip else micro[i] for i, flip in zip(order, flips, strict=True)])
-    expected, found = gradient_of(name, ROWS, per=2)[0], gradient_of(name, shuffled, per=2)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("scope", ["local", "global"])
@@ -300,11 +257,6 @@ def test_another_seed_gives_another_run(data, tmp_path):
     assert all(abs(a - b) > 1e-4 for a, b in zip(*losses, strict=True))
 
 
-def test_the_loss_starts_at_that_of_guessing(data, tmp_path):
-    run_fit(data, tmp_path / "run", steps=1, warmup_steps=0)
-    assert train_lines(tmp_path / "run")[0]["loss"] == pytest.approx(math.log(257), rel=0.05)
-
-
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """What a run of eight steps leaves."""
@@ -317,9 +269,7 @@ class Died(Exception):
     """Stands in for a death of the process."""
 
 
-@pytest.mark.parametrize(("how", "stops"), [
-    ("asked", [1, 2, 3, 4, 5, 6, 7]), ("dies", [3]), ("dies", [4]),
-    *rest(("asked", [3]), ("asked", [4]), ("dies", [1, 2, 3, 4, 5, 6, 7]))])
+@pytest.mark.parametrize(("how", "stops"), [("asked", [1, 2, 3, 4, 5, 6, 7]), ("dies", [3, 4])])
 def test_resumed_at_any_step_it_is_the_uninterrupted_run(how, stops, data, tmp_path, whole):
     out = tmp_path / "run"
     for k in stops:
@@ -357,8 +307,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch
     assert_same(out, whole)
 
 
-@pytest.mark.parametrize(("how", "place"), [
-    ("asked", "loss"), ("dies", "held_out"), *rest(("dies", "loss"), ("asked", "held_out"))])
+@pytest.mark.parametrize(("how", "place"), [("asked", "loss"), ("dies", "held_out")])
 def test_a_run_stopped_at_its_last_step_is_scored_once(how, place, data, tmp_path):
     run_fit(data, tmp_path / "whole", steps=6)
     ends = [(line["step"], "held_out" in line) for line in read_metrics(tmp_path / "whole")[-3:]]
@@ -409,67 +358,35 @@ def test_a_run_killed_as_it_wrote_a_line_or_a_file_goes_on(data, tmp_path, whole
 
 
 CLOCK = b'"clock": {"time": 1.0, "tokens_per_s": 9.0, "cpu_s": 0.1}'
-TRAINED = b'"loss": 1.0, "learning_rate": 0.1, '
-BAD_LINES = [b'{"step": 6, "lo', b"\x00\x00", b"7", b"[1]", b"null", b"", b"[" * 5000, b'{"loss": 1}',
-             *(b'{"step": %b, %b}' % (step, rest) for step, rest in [
-                 (b'"6"', TRAINED + CLOCK), (b"-1", TRAINED + CLOCK), (b"true", TRAINED + CLOCK),
-                 (b"6", b'"loss": 1%b, "learning_rate": 0.1, %b' % (b"0" * 400, CLOCK)),
-                 (b"6", TRAINED + b'"clock": 0'), (b"6", TRAINED + CLOCK.replace(b"9.0", b"0")),
-                 (b"6", TRAINED + CLOCK.replace(b"1.0", b"1e99")), (b"6", b'"loss": 1.0, ' + CLOCK),
-                 (b"6", b'"held_out": {}, ' + CLOCK), (b"6", b'"loss\xff": 1.0, ' + TRAINED + CLOCK)])]
+TRAINED = b'{"step": 6, "loss": 1.0, "learning_rate": 0.1, %b}' % CLOCK
+BAD_LINES = [b'{"step": 6, "lo', b"\x00\x00", b"7", b"null", b"", b"[" * 5000, b'{"loss": 1}',
+             *(TRAINED.replace(*change) for change in [
+                 (b"6", b'"6"'), (b"6", b"-1"), (b"6", b"true"), (b"1.0", b"1" + b"0" * 400), (b"1.0", b"NaN"),
+                 (b"9.0", b"0"), (b'"time": 1.0', b'"time": 1e99'), (b'"learning_rate": 0.1, ', b""),
+                 (b'"loss": 1.0', b'"held_out": {}'), (b"loss", b"loss\xff"), (CLOCK, b'"clock": 0')])]
 
 
-def is_json(line):
-    try:
-        json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-@pytest.mark.parametrize("bad", [*BAD_LINES[:3], BAD_LINES[-1], *rest(*BAD_LINES[3:-1])], ids=range(len(BAD_LINES)))
-def test_metrics_may_end_in_a_cut_line_and_hold_no_other_bad_one(bad, data, finished, tmp_path):
+def test_metrics_may_end_in_a_cut_line_and_hold_no_other_bad_one(data, finished, tmp_path, warned):
     """Whatever reads or resumes names the line, and leaves the file as it is."""
     out = tmp_path / "run"
     shutil.copytree(finished, out, symlinks=True)
     (out / "result.json").unlink()
     path, lines = out / "metrics.jsonl", read_metrics(finished)
     whole = path.read_bytes()
-    path.write_bytes(whole + bad)
-    if is_json(bad):  # a line that was cut off is none
-        with pytest.raises(DataError, match=f"line {len(lines) + 1};"):
-            read_metrics(out)
-    else:
-        assert read_metrics(out) == lines
+    path.write_bytes(whole + BAD_LINES[0])
+    assert read_metrics(out) == lines
     first, rest = whole.split(b"\n", 1)
-    for damaged, number in ((first + b"\n" + bad + b"\n" + rest, 2), (whole + bad + b"\n", len(lines) + 1)):
-        path.write_bytes(damaged)
-        before = touched(out)
-        for use in (lambda: read_metrics(out), lambda: read_curves(out),
-                    lambda: training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)):
+    for bad in BAD_LINES:
+        for content, number in ((first + b"\n" + bad + b"\n" + rest, 2), (whole + bad + b"\n", len(lines) + 1)):
+            path.write_bytes(content)
             with pytest.raises(DataError, match=rf"not a line of metrics: .*\.jsonl, line {number};") as refusal:
-                use()
+                read_metrics(out)
             assert "\n" not in str(refusal.value)
-        assert touched(out) == before
-
-
-@pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_file_is_the_old_one_until_it_is_the_new_one(fails, tmp_path, monkeypatch):
-    path = tmp_path / "result.json"
-    write_atomically(path, "old")
-    true, seen = getattr(os, fails), []
-
-    def fail(*args):
-        seen.append(path.read_text())
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, fails, fail)
-    with pytest.raises(ResourceError, match="No space left"):
-        write_atomically(path, "new")
-    assert seen == ["old"] and [each.read_text() for each in tmp_path.iterdir()] == ["old"]
-    monkeypatch.setattr(os, fails, true)
-    write_atomically(path, "new")
-    assert [each.read_text() for each in tmp_path.iterdir()] == ["new"]
+    before = touched(out)
+    for use in (read_curves, lambda out: training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)):
+        with pytest.raises(DataError, match=rf"not a line of metrics: .*\.jsonl, line {number};"):
+            use(out)
+    assert touched(out) == before
 
 
 def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, monkeypatch, capsys):
@@ -495,29 +412,6 @@ def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, monkeypatch, c
 # Another run in the folder
 
 
-def permuted_tokenizer(data, folder):
-    """The tokenizer of bytes with two of them exchanged: as many tokens, other ids."""
-    tokenizer = json.loads((data / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    a, b = list(vocabulary)[100:102]
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    path = folder / "permuted.json"
-    path.write_text(json.dumps(tokenizer))
-    return path
-
-
-@pytest.fixture(scope="module")
-def other_data(data, tmp_path_factory):
-    """Other text; the same text in other tokens, as many as before and more."""
-    folders = {name: tmp_path_factory.mktemp("other") for name in ("text", "permuted", "trained")}
-    return {"text": prepare_text(folders["text"], first=40_000), "trained": prepare_text(folders["trained"], "train"),
-            "permuted": prepare_text(folders["permuted"], permuted_tokenizer(data, folders["permuted"]))}
-
-
-CHANGES = {"learning_rate": 0.02, "steps": 9, "clip": "none", "precision": "bfloat16", "d_model": 32,
-           "norm": "scale_norm"}
-
-
 @pytest.fixture(scope="module")
 def unfinished(data, processes, tmp_path_factory):
     """The command line's run, stopped at step 4 of 8."""
@@ -531,36 +425,26 @@ def unfinished(data, processes, tmp_path_factory):
     return out
 
 
-def refused(monkeypatch, capsys, out, arguments):
-    """The one line with which a command is refused, exit 2, with nothing changed in the folder."""
-    before = touched(out)
-    capsys.readouterr()
-    assert lineartime(monkeypatch, arguments) == 2
-    assert touched(out) == before
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: another run is here: ") and printed.count("\n") == 1
-    return printed
-
-
-@pytest.mark.parametrize("name", ["learning_rate", "d_model", *rest("steps", "clip", "precision", "norm")])
-def test_other_settings_are_refused_with_the_difference(name, data, unfinished, monkeypatch, capsys):
-    old = SETTINGS | {"clip": 0.1, "precision": "float32", "norm": "layer_norm", "steps": 8}
-    line = refused(monkeypatch, capsys, unfinished, command(data, unfinished, **{"steps": 8, name: CHANGES[name]}))
-    assert f"{name}: {old[name]} -> {'None' if CHANGES[name] == 'none' else CHANGES[name]}" in line
-    assert line.count("->") == 1
-
-
-def test_another_model_is_refused(data, unfinished, monkeypatch, capsys):
-    quad = [a for a in command(data, unfinished, "flash-quad", steps=8, chunk_size="none")]
-    assert "preset: flash -> flash-quad" in refused(monkeypatch, capsys, unfinished, quad)
-
-
-@pytest.mark.parametrize("other", ["permuted", *rest("text", "trained")])
-def test_other_data_are_refused(other, other_data, unfinished, monkeypatch, capsys):
-    line = refused(monkeypatch, capsys, unfinished, command(other_data[other], unfinished, steps=8))
-    assert "data_sha256: " in line
-    assert ("tokenizer_sha256: " in line) == (other != "text")
-    assert ("vocab_size: 257 -> 300" in line) == (other == "trained")
+def test_another_run_is_refused_with_the_difference(data, unfinished, tmp_path, monkeypatch, capsys):
+    tokenizer = json.loads((data / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = list(vocabulary)[100:102]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (tmp_path / "permuted.json").write_text(json.dumps(tokenizer))
+    other = prepare_text(tmp_path, tmp_path / "permuted.json")  # the same text, as many tokens, other ids
+    before = touched(unfinished)
+    for words, where, model, changes in (
+            (["learning_rate: 0.01 -> 0.02"], data, "flash", {"learning_rate": 0.02}),
+            (["d_model: 16 -> 32"], data, "flash", {"d_model": 32}), (["steps: 8 -> 9"], data, "flash", {"steps": 9}),
+            (["clip: 0.1 -> None"], data, "flash", {"clip": "none"}),
+            (["preset: flash -> flash-quad"], data, "flash-quad", {"chunk_size": "none"}),
+            (["data_sha256: ", "tokenizer_sha256: "], other, "flash", {})):
+        capsys.readouterr()
+        assert lineartime(monkeypatch, command(where, unfinished, model, **{"steps": 8, **changes})) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("error: another run is here: ") and printed.count("\n") == 1
+        assert all(word in printed for word in words) and touched(unfinished) == before
+        assert "->" in words[0] or printed.count("->") == 2
 
 
 def test_the_same_data_elsewhere_are_the_same(data, unfinished, tmp_path, monkeypatch, capsys):
@@ -619,13 +503,9 @@ def inject(monkeypatch, place, value, at):
     monkeypatch.setattr(objectives, "token_losses", losses)
 
 
-CLIPPING = {"local": {}, "global": {"clip_scope": "global"}, "none": {"clip": None}}
-NOT_FINITE = [(math.nan, "loss", 0, "local"), (math.inf, "one entry", 1, "global"), (math.nan, "one entry", 1, "none")]
-
-
-@pytest.mark.parametrize(("value", "place", "micro_batch", "clipping"), [*NOT_FINITE, *rest(*(
-    case for case in itertools.product((math.nan, math.inf), ("loss", "one entry"), (0, 1), CLIPPING)
-    if case not in NOT_FINITE))])
+@pytest.mark.parametrize(("value", "place", "micro_batch", "clipping"), [
+    (math.nan, "loss", 0, {}), (math.inf, "one entry", 1, {"clip_scope": "global"}),
+    (math.nan, "one entry", 1, {"clip": None})])
 def test_what_is_not_finite_stops_before_the_optimizer_moves(value, place, micro_batch, clipping, data, tmp_path,
                                                              monkeypatch):
     out, held = tmp_path / "run", {}
@@ -643,7 +523,7 @@ def test_what_is_not_finite_stops_before_the_optimizer_moves(value, place, micro
     with monkeypatch.context() as fault:
         inject(fault, place, value, at=2 * 2 + micro_batch)
         with pytest.raises(NumericsError) as error:
-            run_fit(data, out, steps=4, eval_every=100, save_every=1, **CLIPPING[clipping],
+            run_fit(data, out, steps=4, eval_every=100, save_every=1, **clipping,
                     on_step=lambda record: held.update(before=state()))
     assert error.value.exit_code == 5
     what = "loss" if place == "loss" else "gradient norm"
@@ -667,20 +547,9 @@ def assert_finite(out):
             json.loads(line, parse_constant=no_constant)
 
 
-def test_a_run_goes_on_from_before_the_bad_numbers(data, tmp_path, monkeypatch, whole):
+def test_weights_that_the_optimizer_spoils_are_not_saved(data, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    with monkeypatch.context() as fault:
-        inject(fault, "one entry", math.nan, at=2 * 4)
-        with pytest.raises(NumericsError, match="step 5; the checkpoint of step 4 is good"):
-            run_fit(data, out, steps=8)
-    run_fit(data, out, steps=8)
-    assert_same(out, whole)
-
-
-@pytest.mark.parametrize("save_every", [1, 5])
-def test_weights_that_the_optimizer_spoils_are_not_saved(save_every, data, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    arguments = command(data, out, steps=1, save_every=save_every, learning_rate=1e39, warmup_steps=0)
+    arguments = command(data, out, steps=1, save_every=1, learning_rate=1e39, warmup_steps=0)
     assert lineartime(monkeypatch, arguments) == 5
     assert "error: the weights are not finite: step 1; there is no checkpoint yet; try a l" in capsys.readouterr().err
     assert not list(out.glob("step-*")) and not (out / "result.json").exists()
@@ -689,36 +558,18 @@ def test_weights_that_the_optimizer_spoils_are_not_saved(save_every, data, tmp_p
 # The environment
 
 
-OUT_OF_MEMORY = [
-    (RuntimeError, "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
-    (RuntimeError, "DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
-    (RuntimeError, "std::bad_alloc"), (torch.OutOfMemoryError, "CUDA out of memory."), (MemoryError, "")]
-
-
-MANY_ROWS = 12, "try micro_batch_tokens = 192; as the unit"
-ONE_ROW = 1, "lower context, or switch activation_checkpointing on"
-
-
-@pytest.mark.parametrize(("error", "message", "n_rows", "todo"), [
-    *((*error, *MANY_ROWS) for error in OUT_OF_MEMORY), (*OUT_OF_MEMORY[0], *ONE_ROW)])
-def test_too_large_a_micro_batch_is_told_a_smaller_one(error, message, n_rows, todo, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("error", "n_rows", "todo"), [
+    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to"), 12, "try micro_batch_tokens = 192; as the "),
+    (torch.OutOfMemoryError("CUDA out of memory."), 1, "lower context, or switch activation_checkpointing on"),
+    (RuntimeError("shapes cannot be multiplied"), 1, None)])
+def test_too_large_a_micro_batch_is_told_a_smaller_one(error, n_rows, todo, data, tmp_path, monkeypatch):
     def losses(model, rows, ranks):
-        raise error(message)
+        raise error
 
     monkeypatch.setattr(objectives, "token_losses", losses)
-    with pytest.raises(ResourceError, match=f"^out of memory: micro_batch_tokens = {n_rows * 32}, context = 32; "
-                                            f"{todo}") as refusal:
+    expected = "shapes" if todo is None else f"^out of memory: micro_batch_tokens = {n_rows * 32}, context = 32; {todo}"
+    with pytest.raises(RuntimeError if todo is None else ResourceError, match=expected):
         run_fit(data, tmp_path / "run", steps=3, tokens_per_step=12 * 32, micro_batch_tokens=n_rows * 32)
-    assert refusal.value.exit_code == 6
-
-
-def test_another_error_is_not_taken_for_lack_of_memory(data, tmp_path, monkeypatch):
-    def losses(model, rows, ranks):
-        raise RuntimeError("shapes cannot be multiplied")
-
-    monkeypatch.setattr(objectives, "token_losses", losses)
-    with pytest.raises(RuntimeError, match="shapes"):
-        run_fit(data, tmp_path / "run")
 
 
 def test_with_little_memory_it_ends_in_one_line(data, processes, tmp_path):
@@ -750,59 +601,21 @@ def test_metrics_on_a_full_disk_cost_one_warning_and_come_later(data, tmp_path, 
     assert_same(out, whole)
 
 
-def test_metrics_that_are_a_pipe_are_not_waited_for(data, tmp_path, warned):
-    out = tmp_path / "run"
-
-    def on_step(record):
-        if record["step"] == 1 and "loss" in record:
-            (out / "metrics.jsonl").unlink()
-            os.mkfifo(out / "metrics.jsonl")
-
-    run_fit(data, out, steps=8, on_step=on_step)
-    assert (out / "step-00000008").exists()
-
-
-@pytest.mark.parametrize("stuck", [False, True])
-def test_a_line_that_was_half_written_is_taken_back(stuck, data, tmp_path, monkeypatch, whole):
-    """The disk fills up in the middle of a line; later there is room. stuck: at first it cannot be taken back."""
+def test_a_line_that_was_half_written_is_taken_back(data, tmp_path, monkeypatch, warned, whole):
+    """The disk fills up in the middle of a line, twice; later there is room."""
     out, calls = tmp_path / "run", itertools.count(1)
 
-    class Filling:
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            self.file.close()
-
-        def seek(self, *place):
-            return self.file.seek(*place)
-
+    class Filling(io.FileIO):
         def write(self, data):
-            return self.file.write(data[:17] if next(calls) in (3, 4) else data)
+            return super().write(data[:17] if next(calls) in (3, 4) else data)
 
-    def filling(path, mode, **how):
-        file = open(path, mode, **how)
-        return Filling(file) if mode == "ab" else file
-
-    true_truncate, fails = os.truncate, itertools.count(1)
-
-    def truncate(path, length):
-        if stuck and next(fails) <= 2:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        true_truncate(path, length)
-
-    monkeypatch.setattr("lineartime.run.open", filling, raising=False)
-    monkeypatch.setattr(os, "truncate", truncate)
+    monkeypatch.setattr("lineartime.run.open", lambda path, mode, buffering: Filling(path, "a"), raising=False)
     run_fit(data, out, steps=8)
-    assert next(calls) > 8 and (next(fails) > 3) == stuck
+    assert next(calls) > 8
     assert_same(out, whole)
 
 
-@pytest.mark.parametrize("save", [2, *rest(1, 3)])
-def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(save, data, tmp_path, monkeypatch, whole):
+def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(data, tmp_path, monkeypatch, whole):
     out, true_save, saves = tmp_path / "run", checkpoint.save, itertools.count(1)
 
     def full(path, files):
@@ -810,7 +623,7 @@ def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(save, data, tmp
 
     def save_on_a_full_disk(*args, **how):
         with monkeypatch.context() as disk:
-            if next(saves) == save:
+            if next(saves) == 2:
                 disk.setattr(checkpoint, "hashed_file", full)
             return true_save(*args, **how)
 
@@ -819,13 +632,12 @@ def test_a_disk_too_full_for_a_checkpoint_leaves_the_earlier_one(save, data, tmp
         with pytest.raises(ResourceError, match=r"cannot be saved.*No space left.*are untouched") as error:
             run_fit(data, out, steps=8)
     assert error.value.exit_code == 6
-    assert steps_saved(out) == 2 * (save - 1) and not list(out.glob(".*"))
+    assert steps_saved(out) == 2 and not list(out.glob(".*"))
     run_fit(data, out, steps=8)
     assert_same(out, whole)
 
 
-@pytest.mark.parametrize(("step", "time"), [
-    ("_symlink", 1), ("_rename", 2), *rest(("_symlink", 2), ("_rename", 1))])
+@pytest.mark.parametrize(("step", "time"), [("_symlink", 1), ("_rename", 2)])
 def test_a_disk_that_fails_at_the_link_of_the_last_checkpoint_leaves_no_older_link(step, time, data, tmp_path,
                                                                                       monkeypatch):
     """At the save, and at the end of the run."""
@@ -875,23 +687,21 @@ BAD_RESULTS = {
     "no number": lambda text: json.dumps({**json.loads(text), "held_out": {"loss": math.nan}})}
 
 
-@pytest.mark.parametrize("kind", ["cut", "a bad byte", "of another run", *rest(*(
-    kind for kind in BAD_RESULTS if kind not in ("cut", "a bad byte", "of another run")))])
-def test_a_result_that_is_none_is_written_again(kind, data, finished, tmp_path, warned, monkeypatch, capsys):
+def test_a_result_that_is_none_is_written_again(data, finished, tmp_path, warned, monkeypatch, capsys):
     out = tmp_path / "run"
     shutil.copytree(finished, out, symlinks=True)
-    path = out / "result.json"
-    path.write_text(BAD_RESULTS[kind](path.read_text()))
-    for read in (read_result, plot_run, runner.trained):
-        with pytest.raises(CheckpointError, match=r"damaged: .*/result\.json; ") as refusal:
-            read(out)
-        assert "\n" not in str(refusal.value)
+    path, whole = out / "result.json", (finished / "result.json").read_text()
+    for spoil in BAD_RESULTS.values():
+        path.write_text(spoil(whole))
+        for read in (read_result, plot_run):
+            with pytest.raises(CheckpointError, match=r"damaged: .*/result\.json; ") as refusal:
+                read(out)
+            assert "\n" not in str(refusal.value)
     assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
     printed = capsys.readouterr()
     (warning,) = [line for line in printed.err.splitlines() if line.startswith("warning")]
     assert warning.startswith(f"warning: damaged: {path}; ") and "held-out" in printed.out
     assert_same(out, what_is_left(finished))
-    assert read_result(out)["run"] == json.loads((out / "run.json").read_text())["id"]
     before = touched(out)
     assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
     assert "complete: " in capsys.readouterr().out and touched(out) == before
